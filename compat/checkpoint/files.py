@@ -1,0 +1,148 @@
+"""Tensor files: what they hold, told from the header where there is one, and their tensors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compat.errors import CheckpointError
+from compat.name_map import listed
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and data type of a stored tensor; `dtype` is safetensors' name for it where torch lacks one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+class TensorFile(Protocol):
+    """One file of named tensors."""
+
+    infos: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> Tensor:
+        """A copy of the tensor in memory: a file that is later cut short must not take it away."""
+        ...
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsFile:
+    """A `.safetensors` file; only the header is read before a tensor is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors: {error}; download or export it again"
+            ) from error
+        self.infos: dict[str, TensorInfo] = {}
+        for name in self._file.keys():  # noqa: SIM118  (safe_open is no mapping)
+            piece = self._file.get_slice(name)
+            code = piece.get_dtype()
+            self.infos[name] = TensorInfo(tuple(piece.get_shape()), _DTYPES.get(code, code))
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor.clone()
+
+
+class PickleFile:
+    """A `.bin` file of `torch.save`, read with `weights_only=True`: no code in it is ever run."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{path} cannot be read as a PyTorch file of plain tensors: {reason}; "
+                "download it again, or ask its author for safetensors"
+            ) from error
+        if not isinstance(self._tensors, dict) or not all(
+            isinstance(k, str) and isinstance(v, Tensor) for k, v in self._tensors.items()
+        ):
+            raise CheckpointError(
+                f"{path} holds no plain dictionary of named tensors, as a checkpoint does"
+            )
+        self.infos = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors[name]
+        return tensor.clone()
+
+
+def open_file(path: Path) -> TensorFile:
+    """Open one file of tensors by its ending.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another kind.
+    """
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    if path.suffix in (".bin", ".pt", ".pth"):
+        return PickleFile(path)
+    raise CheckpointError(
+        f"{path} is no tensor file that compat knows; expected .safetensors or .bin"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing, no JSON, or another value than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; it belongs beside the weights") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def shards_of(index: Path) -> list[Path]:
+    """The files that a `*.index.json` names, all there and all inside its own folder.
+
+    Raises:
+        CheckpointError: the index is malformed, leaves the folder, or a shard is missing.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index} has no 'weight_map' from tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [
+        name for name in names if PurePosixPath(name).name != name or "\\" in name or ":" in name
+    ]
+    if outside:
+        raise CheckpointError(f"{index} names {listed(outside)}; shards must lie beside the index")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent} lacks {listed(missing)}, {len(missing)} of the {len(names)} shards "
+            "that the index names; fetch them"
+        )
+    return [index.parent / name for name in names]

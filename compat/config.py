@@ -1,0 +1,188 @@
+"""The configuration of a GPT-2, read from Hugging Face's `config.json` or a notebook's dictionary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from compat.errors import ConfigError
+
+# The names other people give to the fields of GPT2Config: `transformers`' attribute map, the notebooks.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "emb_dim": "n_embd",
+    "n_layers": "n_layer",
+    "number_of_layers": "n_layer",
+    "n_heads": "n_head",
+    "num_heads": "n_head",
+    "context_length": "n_positions",
+}
+
+# Fields of real config.json files that do not enter the forward pass in eval mode.
+IGNORED = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
+    cross_attention_hidden_size dataset decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embed_dropout encoder_no_repeat_ngram_size finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder label2id
+    length_penalty license max_length min_length model_max_length model_type n_ctx
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_scores predict_special_tokens prefix
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj suppress_tokens task_specific_params temperature tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
+    use_cache
+    """.split()
+)
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "int | tuple[int, ...] | None": (int, tuple, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
+
+    The defaults are those of `transformers.GPT2Config`, the 124M model. `qkv_bias` and
+    `layer_norm_bias` are ours: without them a block lacks these biases, as some hand-written ones do.
+
+    Raises:
+        ConfigError: a field has the wrong type or lies out of range.
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    pad_token_id: int | None = None
+    qkv_bias: bool = True
+    layer_norm_bias: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, accepted = getattr(self, field.name), _TYPES[str(field.type)]
+            # In Python True is an int; in a config it is a mistake.
+            if not isinstance(value, accepted) or (
+                isinstance(value, bool) and bool not in accepted
+            ):
+                raise ConfigError(
+                    f"config field {field.name!r} is {value!r}; expected {field.type}"
+                )
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
+            if getattr(self, name) < 1:
+                field_name = "n_inner" if name == "d_inner" else name
+                raise ConfigError(
+                    f"config field {field_name!r} is {getattr(self, name)}; expected ≥ 1"
+                )
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                f"config field 'n_head' is {self.n_head}, which does not divide "
+                f"'n_embd' = {self.n_embd}; every head needs the same whole number of channels"
+            )
+        for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"config field {name!r} is {getattr(self, name)}; expected 0 to 1"
+                )
+        if not (math.isfinite(self.layer_norm_epsilon) and self.layer_norm_epsilon >= 0):
+            raise ConfigError(
+                f"config field 'layer_norm_epsilon' is {self.layer_norm_epsilon}; expected a finite number ≥ 0"
+            )
+
+    @property
+    def d_inner(self) -> int:
+        """Width of the feed-forward layer: `n_inner`, or 4 × `n_embd` where it is None."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def d_head(self) -> int:
+        """Channels of one attention head."""
+        return self.n_embd // self.n_head
+
+    def attention_scale(self, layer_idx: int) -> float:
+        """The factor on q·kᵀ in layer `layer_idx`: 1/√D, 1, and 1/(layer + 1) as the config says."""
+        scale = self.d_head**-0.5 if self.scale_attn_weights else 1.0
+        return scale / float(layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text."""
+        if self.eos_token_id is None:
+            return ()
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The fields of Hugging Face's `config.json`; `n_ctx` is there for older readers."""
+        own = {k: v for k, v in asdict(self).items() if k not in ("qkv_bias", "layer_norm_bias")}
+        head = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_ctx": self.n_positions,
+        }
+        return {**head, **own}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
+        """Read Hugging Face's fields or a notebook's (`emb_dim`, `n_heads`, `drop_rate`, …).
+
+        Fields that are missing take `transformers`' defaults. A field that is not known is refused
+        by name unless it is switched off (false, null, empty): it may change the arithmetic.
+
+        Raises:
+            ConfigError: not a GPT-2, an unknown field, two names of one field that disagree.
+        """
+        if raw.get("model_type", "gpt2") != "gpt2":
+            raise ConfigError(f"config has model_type {raw['model_type']!r}; expected 'gpt2'")
+        known: dict[str, Any] = {}
+        for given, value in raw.items():
+            targets = (
+                ["embd_pdrop", "attn_pdrop", "resid_pdrop"]
+                if given == "drop_rate"
+                else [ALIASES.get(given, given)]
+            )
+            for name in targets:
+                if name in known and known[name] != value:
+                    raise ConfigError(
+                        f"config says {name!r} twice: {known[name]!r}, and {value!r} as {given!r}"
+                    )
+                known[name] = tuple(value) if isinstance(value, list) else value
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(k for k, v in known.items() if k not in names | IGNORED and v)
+        if unknown:
+            listed = ", ".join(f"{name!r} = {known[name]!r}" for name in unknown)
+            raise ConfigError(
+                f"config has {listed}, which compat does not understand and which may change the "
+                "arithmetic; if it does not, remove it from the config"
+            )
+        return cls(**{name: value for name, value in known.items() if name in names})
+
+
+def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
+    """Let every block take a GPT2Config or a plain dictionary."""
+    return config if isinstance(config, GPT2Config) else GPT2Config.from_dict(config)

@@ -1,0 +1,227 @@
+"""The notebooks' blocks: every formula written out, nn.Linear, separate query, key and value.
+
+B batch, T time, S time with the cached past, C channels, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compat.config import GPT2Config, as_config
+from compat.layers import KVCache, activation, position_ids
+from compat.name_map import NameMap, Row, Same, Split, Transpose
+from compat.taps import Tap
+
+
+class LayerNorm(nn.Module):
+    """Zero mean, unit variance over the channels, then scale and shift: (…, C) → (…, C).
+
+    Source: Ba et al. 2016, eq. 4. `bias=False` drops the shift.
+    """
+
+    def __init__(self, n_embd: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(n_embd))
+        self.shift = nn.Parameter(torch.zeros(n_embd)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(
+            torch.promote_types(x.dtype, torch.float32)
+        )  # half precision is too coarse for sums
+        mean = wide.mean(dim=-1, keepdim=True)  # (…, 1)
+        var = (wide - mean).pow(2).mean(dim=-1, keepdim=True)  # biased: over C, not over C − 1
+        normed = (wide - mean) / torch.sqrt(var + self.eps)
+        out = normed * self.scale
+        if self.shift is not None:
+            out = out + self.shift
+        return out.to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """Widen, bend, narrow: (B, T, C) → (B, T, C)."""
+
+    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+        super().__init__()
+        config = as_config(config)
+        self.layers = nn.Sequential(
+            nn.Linear(config.n_embd, config.d_inner),
+            activation(config.activation_function),
+            nn.Linear(config.d_inner, config.n_embd),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention, softmax(q·kᵀ/√D)·v for every head: (B, T, C) → (B, T, C).
+
+    Source: Vaswani et al. 2017, §3.2.
+    """
+
+    mask: Tensor
+
+    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+        super().__init__()
+        config = as_config(config)
+        C, n = config.n_embd, config.n_positions
+        self.n_head, self.d_head = config.n_head, config.d_head
+        self.scale = config.attention_scale(layer_idx)
+        self.upcast = config.reorder_and_upcast_attn
+        self.W_query = nn.Linear(C, C, bias=config.qkv_bias)
+        self.W_key = nn.Linear(C, C, bias=config.qkv_bias)
+        self.W_value = nn.Linear(C, C, bias=config.qkv_bias)
+        self.out_proj = nn.Linear(C, C)
+        self.dropout = nn.Dropout(config.attn_pdrop)
+        # True where a key lies in the future. No weight, hence not persistent; made on the CPU even
+        # when the model is built on the meta device, because no checkpoint would fill it.
+        future = torch.ones(n, n, dtype=torch.bool, device="cpu").triu(1)
+        self.register_buffer("mask", future, persistent=False)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        B, T, C = x.shape
+        q = self.W_query(x).view(B, T, self.n_head, self.d_head).transpose(1, 2)  # (B, H, T, D)
+        k = self.W_key(x).view(B, T, self.n_head, self.d_head).transpose(1, 2)
+        v = self.W_value(x).view(B, T, self.n_head, self.d_head).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)  # (B, H, S, D)
+        if self.upcast:
+            q, k = q.float(), k.float()
+
+        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, S)
+        S = scores.shape[-1]
+        hidden = self.mask[S - T : S, :S]
+        if attention_mask is not None:
+            hidden = hidden | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
+        # The lowest finite number: −∞ would turn the rows of padding tokens into NaN.
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+
+        probs = self.dropout(scores.softmax(dim=-1).to(v.dtype))
+        heads = (probs @ v).transpose(1, 2).reshape(B, T, C)  # merged again
+        out: Tensor = self.out_proj(heads)
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm block: attention, then feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
+
+    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+        super().__init__()
+        config = as_config(config)
+        self.attention = MultiHeadAttention(config, layer_idx)
+        self.feedforward = FeedForward(config)
+        self.norm1 = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
+        self.norm2 = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
+        self.drop_shortcut = nn.Dropout(config.resid_pdrop)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.drop_shortcut(self.attention(self.norm1(x), cache, attention_mask))
+        out: Tensor = x + self.drop_shortcut(self.feedforward(self.norm2(x)))
+        return out
+
+
+class GPTModel(nn.Module):
+    """The whole GPT-2 with its language-model head: ids (B, T) → logits (B, T, V)."""
+
+    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = config = as_config(config)
+        self.tok_emb = nn.Embedding(config.vocab_size, config.n_embd)
+        self.pos_emb = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop_emb = nn.Dropout(config.embd_pdrop)
+        self.trf_blocks = nn.ModuleList(TransformerBlock(config, i) for i in range(config.n_layer))
+        self.final_norm = LayerNorm(
+            config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias
+        )
+        self.out_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.out_head.weight = self.tok_emb.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: Sequence[KVCache] | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Logits (B, T, V) of ids (B, T), or of the last `logits_to_keep` positions where it is not 0.
+
+        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding, cached past included.
+        """
+        positions = position_ids(input_ids, cache, attention_mask)
+        x = self.drop_emb(self.tok_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
+        for i, block in enumerate(self.trf_blocks):
+            x = block(x, cache[i] if cache else None, attention_mask)
+        x = self.final_norm(x)
+        logits: Tensor = self.out_head(x[:, -logits_to_keep:])  # -0 keeps them all
+        return logits
+
+
+NAME_MAP = NameMap(
+    (
+        Row("wte.weight", ("tok_emb.weight",), Same()),
+        Row("wpe.weight", ("pos_emb.weight",), Same()),
+        Row("h.{i}.ln_1.weight", ("trf_blocks.{i}.norm1.scale",), Same()),
+        Row("h.{i}.ln_1.bias", ("trf_blocks.{i}.norm1.shift",), Same()),
+        Row(
+            "h.{i}.attn.c_attn.weight",
+            (
+                "trf_blocks.{i}.attention.W_query.weight",
+                "trf_blocks.{i}.attention.W_key.weight",
+                "trf_blocks.{i}.attention.W_value.weight",
+            ),
+            Split(3, transpose=True),
+        ),
+        Row(
+            "h.{i}.attn.c_attn.bias",
+            (
+                "trf_blocks.{i}.attention.W_query.bias",
+                "trf_blocks.{i}.attention.W_key.bias",
+                "trf_blocks.{i}.attention.W_value.bias",
+            ),
+            Split(3),
+        ),
+        Row("h.{i}.attn.c_proj.weight", ("trf_blocks.{i}.attention.out_proj.weight",), Transpose()),
+        Row("h.{i}.attn.c_proj.bias", ("trf_blocks.{i}.attention.out_proj.bias",), Same()),
+        Row("h.{i}.ln_2.weight", ("trf_blocks.{i}.norm2.scale",), Same()),
+        Row("h.{i}.ln_2.bias", ("trf_blocks.{i}.norm2.shift",), Same()),
+        Row("h.{i}.mlp.c_fc.weight", ("trf_blocks.{i}.feedforward.layers.0.weight",), Transpose()),
+        Row("h.{i}.mlp.c_fc.bias", ("trf_blocks.{i}.feedforward.layers.0.bias",), Same()),
+        Row(
+            "h.{i}.mlp.c_proj.weight", ("trf_blocks.{i}.feedforward.layers.2.weight",), Transpose()
+        ),
+        Row("h.{i}.mlp.c_proj.bias", ("trf_blocks.{i}.feedforward.layers.2.bias",), Same()),
+        Row("ln_f.weight", ("final_norm.scale",), Same()),
+        Row("ln_f.bias", ("final_norm.shift",), Same()),
+        Row("lm_head.weight", ("out_head.weight",), Same()),
+    )
+)
+
+TAPS = (
+    Tap("embed", "trf_blocks.0", at="input"),
+    Tap("h.{i}.ln_1", "trf_blocks.{i}.norm1"),
+    Tap("h.{i}.q", "trf_blocks.{i}.attention.W_query"),
+    Tap("h.{i}.k", "trf_blocks.{i}.attention.W_key"),
+    Tap("h.{i}.v", "trf_blocks.{i}.attention.W_value"),
+    Tap("h.{i}.probs", "trf_blocks.{i}.attention.dropout", at="input"),
+    Tap("h.{i}.heads", "trf_blocks.{i}.attention.out_proj", at="input"),
+    Tap("h.{i}.attn", "trf_blocks.{i}.attention"),
+    Tap("h.{i}.mid", "trf_blocks.{i}.norm2", at="input"),
+    Tap("h.{i}.ln_2", "trf_blocks.{i}.norm2"),
+    Tap("h.{i}.fc", "trf_blocks.{i}.feedforward.layers.0"),
+    Tap("h.{i}.act", "trf_blocks.{i}.feedforward.layers.1"),
+    Tap("h.{i}.mlp", "trf_blocks.{i}.feedforward"),
+    Tap("h.{i}.out", "trf_blocks.{i}"),
+    Tap("ln_f", "final_norm"),
+    Tap("logits", "out_head"),
+)

@@ -1,0 +1,33 @@
+"""Everything that `compat` raises on bad input, one class per kind."""
+
+
+class CompatError(Exception):
+    """Base of all errors here; the message says what, where, found, expected and the next step."""
+
+
+class ConfigError(CompatError):
+    """A model configuration that is malformed, out of range or not understood."""
+
+
+class CheckpointError(CompatError):
+    """A checkpoint that cannot be found or read, or whose tensors are not the expected ones."""
+
+
+class HubError(CheckpointError):
+    """A checkpoint that could not be fetched from the Hugging Face hub."""
+
+
+class NameMapError(CompatError):
+    """A name map that does not fit the model or the checkpoint."""
+
+
+class ParityError(CompatError):
+    """A comparison that cannot be made."""
+
+
+class TokenizerError(CompatError):
+    """A vocabulary that is missing or broken, or ids that it cannot decode."""
+
+
+class GenerationError(CompatError):
+    """A generation request that cannot be met."""

@@ -1,0 +1,100 @@
+"""Pure bricks that both dialects share: the activations and the key/value cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compat.errors import ConfigError
+
+
+class GELU(nn.Module):
+    """GELU in its tanh form, 0.5x(1 + tanh(√(2/π)(x + 0.044715x³))): any shape to the same shape.
+
+    Source: Hendrycks & Gimpel 2016, §2; OpenAI's `gpt-2/src/model.py`. The operations and their
+    order are those of `transformers`' `gelu_new`, so the results agree to the bit.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            0.5
+            * x
+            * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        )
+
+
+class QuickGELU(nn.Module):
+    """x · sigmoid(1.702x), the sigmoid approximation of GELU: any shape to the same shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+# Under the names of config.json's `activation_function`.
+ACTIVATIONS: dict[str, type[nn.Module] | tuple[type[nn.Module], dict[str, str]]] = {
+    "gelu_new": GELU,
+    "gelu": nn.GELU,
+    "gelu_pytorch_tanh": (nn.GELU, {"approximate": "tanh"}),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+
+def activation(name: str) -> nn.Module:
+    """The module for config.json's `activation_function`.
+
+    Raises:
+        ConfigError: the name is not one of `ACTIVATIONS`.
+    """
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"config field 'activation_function' is {name!r}; known are {', '.join(sorted(ACTIVATIONS))}"
+        )
+    entry = ACTIVATIONS[name]
+    return entry[0](**entry[1]) if isinstance(entry, tuple) else entry()
+
+
+class KVCache:
+    """The keys and values that one attention layer has seen, written in place.
+
+    Args:
+        capacity: how many positions it can hold.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.keys = self.values = torch.empty(0)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add T new positions, (B, H, T, D) each; return all S so far, (B, H, S, D) each."""
+        B, H, T, D = k.shape
+        if self.length == 0:
+            self.keys, self.values = (
+                k.new_empty(B, H, self.capacity, D),
+                v.new_empty(B, H, self.capacity, D),
+            )
+        old, self.length = self.length, self.length + T
+        self.keys[:, :, old : self.length] = k
+        self.values[:, :, old : self.length] = v
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+def position_ids(
+    input_ids: Tensor, cache: Sequence[KVCache] | None, attention_mask: Tensor | None
+) -> Tensor:
+    """Positions of ids (B, T) that follow what the cache holds: (T,), or (B, T) with a mask.
+
+    With `attention_mask` (B, S), 0 at padding, only real tokens are counted, so that a left-padded
+    prompt starts at position 0.
+    """
+    past, T = cache[0].length if cache else 0, input_ids.shape[1]
+    if attention_mask is None:
+        return torch.arange(past, past + T, device=input_ids.device)
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]

@@ -1,0 +1,245 @@
+"""Weights by name: from a checkpoint into a model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.checkpoint.source import PREFIX
+from compat.dialects import conv1d, dialect_of, get_dialect, linear
+from compat.errors import CheckpointError, ConfigError, NameMapError
+from compat.name_map import NameMap, Row, listed
+
+Source = str | Path | Checkpoint
+
+
+def load_pretrained(
+    source: Source,
+    dialect: str = "linear",
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> linear.GPTModel | conv1d.GPTModel:
+    """A GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
+
+    Args:
+        source: "demo", a hub id such as `gpt2`, a folder, or a weights file beside its config.json.
+        dialect: "linear" or "conv1d".
+        revision: branch, tag or commit on the hub.
+        dtype: of the parameters; None keeps the checkpoint's.
+        device: where the parameters go.
+
+    Raises:
+        CompatError: the checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
+    """
+    checkpoint, kind = _opened(source, revision), get_dialect(dialect)
+    with torch.device("meta"):
+        model = kind.model_class(checkpoint.config)
+    _assign(model, _rows(kind.name_map, checkpoint), checkpoint, dtype or checkpoint.dtype, device)
+    return model.to(device).eval()
+
+
+def load_block(
+    source: Source,
+    layer: int,
+    dialect: str = "linear",
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> linear.TransformerBlock | conv1d.TransformerBlock:
+    """One TransformerBlock of a dialect, in eval mode, with the weights of layer `layer`, from 0.
+
+    Takes the arguments of `load_pretrained` and raises the same errors, and a ConfigError where the
+    checkpoint has no such layer.
+    """
+    checkpoint, kind = _opened(source, revision), get_dialect(dialect)
+    n_layer = checkpoint.config.n_layer
+    if not 0 <= layer < n_layer:
+        raise ConfigError(
+            f"layer {layer} is not in the checkpoint, which has layers 0 to {n_layer - 1}"
+        )
+    with torch.device("meta"):
+        block = kind.block_class(checkpoint.config, layer)
+    here = kind.block_path.format(i=layer) + "."
+    rows = [
+        Row(row.hf, tuple(name.removeprefix(here) for name in row.ours), row.op)
+        for row in (row.at(layer) for row in kind.name_map.rows if "{i}" in row.hf)
+    ]
+    _assign(block, rows, checkpoint, dtype or checkpoint.dtype, device)
+    return block.to(device).eval()
+
+
+def load_into(
+    model: nn.Module, name_map: NameMap, source: Source, *, revision: str | None = None
+) -> None:
+    """Put a checkpoint's weights into any module, by a name map; its mode is left as it is.
+
+    Every tensor of the checkpoint must find its place and every parameter its tensor. The exception is a
+    bias that the model does not have, which may be dropped if all of it is zero. Nothing is
+    changed unless everything fits. Parameters keep their device and data type.
+
+    Raises:
+        NameMapError: names or shapes that do not fit, all of them listed.
+        CheckpointError: biases that the model has no place for; see also `open_checkpoint`.
+    """
+    checkpoint = _opened(source, revision)
+    _assign(model, _rows(name_map, checkpoint), checkpoint, None, None)
+
+
+def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[str, Tensor]:
+    """The model's weights under Hugging Face's names and in its `[in, out]` layout.
+
+    Names and order are those of a file that `transformers` saves: with `transformer.`, without a head
+    that equals the embedding. Biases that the model lacks are written as zeros.
+
+    Args:
+        model: a dialect's model, or any module with a name map.
+        name_map: needed for a module that is not a dialect's.
+
+    Raises:
+        NameMapError: no map, or parameters that the map does not name.
+    """
+    if name_map is None:
+        dialect = dialect_of(model)
+        if dialect is None:
+            raise NameMapError(
+                f"{type(model).__name__} is not one of compat's models; give its name_map"
+            )
+        name_map = dialect.name_map
+    parameters = {k: v.detach() for k, v in model.named_parameters(remove_duplicate=False)}
+    rows = name_map.expand(name_map.count_layers(parameters))
+    _check_names(model, rows, parameters)
+    tensors: dict[str, Tensor] = {}
+    for row in rows:
+        if not _is_dropped(row, parameters):
+            tensors[row.hf] = row.op.save([parameters[name] for name in row.ours])
+    for row in rows:
+        if _is_dropped(row, parameters):  # a bias is as long as the last axis of its weight
+            weight = tensors[row.hf.removesuffix("bias") + "weight"]
+            tensors[row.hf] = weight.new_zeros(weight.shape[-1])
+    untied = getattr(getattr(model, "config", None), "tie_word_embeddings", True) is False
+    if HEAD in tensors and not untied and torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        del tensors[HEAD]
+    return {
+        k if k == HEAD else PREFIX + k: tensors[k] for k in (r.hf for r in rows) if k in tensors
+    }
+
+
+def _opened(source: Source, revision: str | None) -> Checkpoint:
+    return source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
+
+
+def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
+    """The map written out, with exactly the checkpoint's tensors in it; a tied head may be left out."""
+    rows = name_map.expand(checkpoint.config.n_layer)
+    mapped, stored = {row.hf for row in rows}, set(checkpoint.infos)
+    if checkpoint.config.tie_word_embeddings:
+        stored.discard(HEAD)
+        mapped.discard(HEAD)
+    faults = []
+    if homeless := [name for name in checkpoint.infos if name in stored - mapped]:
+        faults.append(f"{len(homeless)} tensors have no row: {listed(homeless)}")
+    if unknown := sorted(mapped - stored):
+        faults.append(f"{len(unknown)} rows name no tensor: {listed(unknown)}")
+    if faults:
+        raise NameMapError(_lines(f"the name map does not fit {checkpoint.weights}:", faults))
+    return rows
+
+
+def _assign(
+    model: nn.Module,
+    rows: list[Row],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> None:
+    """Check that everything fits, then give every parameter its tensor without copying it again.
+
+    `dtype` and `device` None mean those that each parameter has now.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    _check_names(model, rows, parameters)
+    _check_shapes(model, rows, parameters, checkpoint)
+    made: dict[int, tuple[str, nn.Parameter]] = {}
+    state: dict[str, Tensor] = {}
+    for row in rows:
+        tensor = checkpoint.read(row.hf)
+        if _is_dropped(row, parameters):
+            _check_zero(row.hf, tensor, model)
+            continue
+        for name, value in zip(row.ours, row.op.load(tensor), strict=True):
+            old = parameters[name]
+            new = nn.Parameter(
+                value.to(device or old.device, dtype or old.dtype), old.requires_grad
+            )
+            # Parameters that the model ties stay one, and must get one and the same value.
+            first, tied = made.setdefault(id(old), (name, new))
+            if tied is not new and not torch.equal(tied, new):
+                raise CheckpointError(
+                    f"the model ties {name} to {first}, but {checkpoint.weights} has different tensors "
+                    "for them; untie them in the model"
+                )
+            state[name] = tied
+    model.load_state_dict(state, strict=False, assign=True)  # strictness was checked above, by name
+
+
+def _is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
+    """A bias none of whose targets exist in the model."""
+    return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
+
+
+def _check_names(model: nn.Module, rows: list[Row], parameters: Mapping[str, Tensor]) -> None:
+    """Every parameter is in the map, and every name of the map in the model, biases aside."""
+    targets = [name for row in rows if not _is_dropped(row, parameters) for name in row.ours]
+    faults = []
+    if absent := [name for name in targets if name not in parameters]:
+        faults.append(f"{len(absent)} of its names are not in the model: {listed(absent)}")
+    if unmapped := [name for name in parameters if name not in set(targets)]:
+        faults.append(f"{len(unmapped)} parameters of the model have no row: {listed(unmapped)}")
+    if faults:
+        raise NameMapError(_lines(f"the name map does not fit {type(model).__name__}:", faults))
+
+
+def _check_shapes(
+    model: nn.Module, rows: list[Row], parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """What each row makes of the checkpoint's tensor has the shape that the model wants."""
+    faults = []
+    for row in rows:
+        shape = checkpoint.infos[row.hf].shape
+        made = row.op.load(torch.empty(shape, device="meta"))
+        if len(made) != len(row.ours):
+            faults.append(
+                f"{row.hf}: {row.op} makes {len(made)} tensors, the row names {len(row.ours)}"
+            )
+        elif not _is_dropped(row, parameters):
+            faults += [
+                f"{name}: found {list(value.shape)} ({row.hf} {list(shape)}, {row.op}), "
+                f"expected {list(parameters[name].shape)}"
+                for name, value in zip(row.ours, made, strict=True)
+                if value.shape != parameters[name].shape
+            ]
+    if faults:
+        raise NameMapError(
+            _lines(f"{checkpoint.weights} does not fit {type(model).__name__}:", faults)
+        )
+
+
+def _check_zero(name: str, tensor: Tensor, model: nn.Module) -> None:
+    if tensor.count_nonzero():
+        raise CheckpointError(
+            f"{name} of the checkpoint has no place in {type(model).__name__}, which has no such bias, and "
+            f"is not zero ({int(tensor.count_nonzero())} of its {tensor.numel()} values); give the module a bias"
+        )
+
+
+def _lines(headline: str, faults: list[str], most: int = 10) -> str:
+    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+    return "\n  ".join([headline, *faults[:most], *more])

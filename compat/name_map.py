@@ -1,0 +1,137 @@
+"""Which Hugging Face tensor goes where: a table with one row per tensor, read in both directions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compat.errors import NameMapError
+
+
+class Op(Protocol):
+    """How one Hugging Face tensor becomes ours, and back; the two undo each other to the bit."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Hugging Face's tensor → ours, contiguous."""
+        ...
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Our tensors → Hugging Face's, contiguous."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The tensor as it is."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def __str__(self) -> str:
+        return "same"
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """`[in, out]` of Conv1D ↔ `[out, in]` of nn.Linear."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (
+            tensor.t().contiguous(),
+        )  # a view left in nn.Linear is slow, and wrong on some backends
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].t().contiguous()
+
+    def __str__(self) -> str:
+        return "transpose"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Equal parts along the last axis (fused q, k, v), each transposed if `transpose` says so."""
+
+    parts: int
+    transpose: bool = False
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        if tensor.shape[-1] % self.parts:
+            raise NameMapError(
+                f"cannot split shape {list(tensor.shape)} into {self.parts} equal parts"
+            )
+        pieces = tensor.chunk(self.parts, dim=-1)
+        return tuple((p.t() if self.transpose else p).contiguous() for p in pieces)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=-1)
+
+    def __str__(self) -> str:
+        return f"split in {self.parts}" + (", transpose" if self.transpose else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Hugging Face tensor (without `transformer.`), the parameters made of it, and how.
+
+    `{i}` in the names stands for the layer.
+    """
+
+    hf: str
+    ours: tuple[str, ...]
+    op: Op
+
+    def at(self, layer: int) -> Row:
+        """The row with its names written out for one layer."""
+        return Row(
+            self.hf.format(i=layer), tuple(name.format(i=layer) for name in self.ours), self.op
+        )
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """The table. Names are expanded for every layer and compared as sets, never parsed."""
+
+    rows: tuple[Row, ...]
+
+    def expand(self, n_layer: int) -> list[Row]:
+        """All rows, the per-layer ones written out for layers 0 … n_layer − 1.
+
+        Raises:
+            NameMapError: a name stands in two rows.
+        """
+        once = [row for row in self.rows if "{i}" not in row.hf]
+        per_layer = [row.at(i) for i in range(n_layer) for row in self.rows if "{i}" in row.hf]
+        rows = once + per_layer
+        for names in ([row.hf for row in rows], [name for row in rows for name in row.ours]):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            if twice:
+                raise NameMapError(
+                    f"the name map names {listed(twice)} in two rows; each belongs in one"
+                )
+        return rows
+
+    def count_layers(self, parameters: Collection[str]) -> int:
+        """How many layers, from 0 on, the map finds among these parameter names."""
+        n_layer = 0
+        while any(
+            name in parameters
+            for row in self.rows
+            if "{i}" in row.hf
+            for name in row.at(n_layer).ours
+        ):
+            n_layer += 1
+        return n_layer
+
+
+def listed(names: Collection[str], most: int = 10) -> str:
+    """The first `most` names, and how many more there are, for error messages."""
+    shown = ", ".join(list(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,47 @@
+"""The places of a GPT-2 at which hidden states are compared, in the order they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+BLOCK_TAPS = (
+    "ln_1", "q", "k", "v", "probs", "heads", "attn", "mid", "ln_2", "fc", "act", "mlp", "out",
+)  # fmt: skip
+
+
+def tap_names(n_layer: int) -> list[str]:
+    """All taps of a model with `n_layer` blocks, in execution order."""
+    blocks = [f"h.{i}.{tap}" for i in range(n_layer) for tap in BLOCK_TAPS]
+    return ["embed", *blocks, "ln_f", "logits"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a model shows one tap: at the output of a module, or at its first input.
+
+    Args:
+        name: the tap; `{i}` stands for the layer, here and in `module`.
+        module: path of the module, as in `model.named_modules()`.
+        at: its "output" or its "input".
+        item: which item, where a module returns a tuple.
+        part: which third, where one tensor holds q, k and v side by side.
+    """
+
+    name: str
+    module: str
+    at: Literal["input", "output"] = "output"
+    item: int = 0
+    part: int | None = None
+
+
+def expand_taps(taps: tuple[Tap, ...], n_layer: int) -> list[Tap]:
+    """The taps written out for layers 0 … n_layer − 1."""
+    once = [tap for tap in taps if "{i}" not in tap.name]
+    per_layer = [
+        replace(tap, name=tap.name.format(i=i), module=tap.module.format(i=i))
+        for i in range(n_layer)
+        for tap in taps
+        if "{i}" in tap.name
+    ]
+    return once + per_layer
