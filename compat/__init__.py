@@ -11,8 +11,12 @@ from compat.errors import (
     ParityError,
     TokenizerError,
 )
+from compat.generation import generate, left_pad, stream
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
 from compat.name_map import NameMap, Row, Same, Split, Transpose
+from compat.parity import ParityReport, check_parity
+from compat.taps import Tap
+from compat.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "CheckpointError",
@@ -24,13 +28,21 @@ __all__ = [
     "NameMap",
     "NameMapError",
     "ParityError",
+    "ParityReport",
     "Row",
     "Same",
     "Split",
+    "Tap",
+    "Tokenizer",
     "TokenizerError",
     "Transpose",
+    "check_parity",
+    "generate",
+    "left_pad",
     "load_block",
     "load_into",
     "load_pretrained",
+    "load_tokenizer",
+    "stream",
     "to_hf_state_dict",
 ]

@@ -1,4 +1,4 @@
-"""The configuration of a GPT-2, read from Hugging Face's `config.json` or a notebook's dictionary."""
+"""The configuration of a GPT-2, from Hugging Face's `config.json` or a notebook's dictionary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from compat.errors import ConfigError
 
-# The names other people give to the fields of GPT2Config: `transformers`' attribute map, the notebooks.
+# Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
 ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -57,7 +57,7 @@ class GPT2Config:
     """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
 
     The defaults are those of `transformers.GPT2Config`, the 124M model. `qkv_bias` and
-    `layer_norm_bias` are ours: without them a block lacks these biases, as some hand-written ones do.
+    `layer_norm_bias` are ours: False leaves these biases out, as some hand-written blocks do.
 
     Raises:
         ConfigError: a field has the wrong type or lies out of range.
@@ -112,7 +112,7 @@ class GPT2Config:
                 )
         if not (math.isfinite(self.layer_norm_epsilon) and self.layer_norm_epsilon >= 0):
             raise ConfigError(
-                f"config field 'layer_norm_epsilon' is {self.layer_norm_epsilon}; expected a finite number ≥ 0"
+                f"config field 'layer_norm_epsilon' is {self.layer_norm_epsilon}; expected ≥ 0"
             )
 
     @property
@@ -126,7 +126,7 @@ class GPT2Config:
         return self.n_embd // self.n_head
 
     def attention_scale(self, layer_idx: int) -> float:
-        """The factor on q·kᵀ in layer `layer_idx`: 1/√D, 1, and 1/(layer + 1) as the config says."""
+        """The factor on q·kᵀ in layer `layer_idx`: 1/√D or 1, over layer + 1 where asked for."""
         scale = self.d_head**-0.5 if self.scale_attn_weights else 1.0
         return scale / float(layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 

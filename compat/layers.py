@@ -54,7 +54,7 @@ def activation(name: str) -> nn.Module:
     """
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"config field 'activation_function' is {name!r}; known are {', '.join(sorted(ACTIVATIONS))}"
+            f"config field 'activation_function' is {name!r}; known: {', '.join(ACTIVATIONS)}"
         )
     entry = ACTIVATIONS[name]
     return entry[0](**entry[1]) if isinstance(entry, tuple) else entry()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.checkpoint.source import PREFIX
-from compat.dialects import conv1d, dialect_of, get_dialect, linear
+from compat.dialects import Block, Model, dialect_of, get_dialect
 from compat.errors import CheckpointError, ConfigError, NameMapError
 from compat.name_map import NameMap, Row, listed
 
@@ -25,7 +25,7 @@ def load_pretrained(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> linear.GPTModel | conv1d.GPTModel:
+) -> Model:
     """A GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
 
     Args:
@@ -53,7 +53,7 @@ def load_block(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> linear.TransformerBlock | conv1d.TransformerBlock:
+) -> Block:
     """One TransformerBlock of a dialect, in eval mode, with the weights of layer `layer`, from 0.
 
     Takes the arguments of `load_pretrained` and raises the same errors, and a ConfigError where the
@@ -81,9 +81,9 @@ def load_into(
 ) -> None:
     """Put a checkpoint's weights into any module, by a name map; its mode is left as it is.
 
-    Every tensor of the checkpoint must find its place and every parameter its tensor. The exception is a
-    bias that the model does not have, which may be dropped if all of it is zero. Nothing is
-    changed unless everything fits. Parameters keep their device and data type.
+    Every tensor of the checkpoint must find its place and every parameter its tensor; only a bias
+    that the model does not have, and that is all zero, may be dropped. Nothing changes unless
+    everything fits. Parameters keep their device and data type.
 
     Raises:
         NameMapError: names or shapes that do not fit, all of them listed.
@@ -96,8 +96,8 @@ def load_into(
 def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names and in its `[in, out]` layout.
 
-    Names and order are those of a file that `transformers` saves: with `transformer.`, without a head
-    that equals the embedding. Biases that the model lacks are written as zeros.
+    Names are those of a file that `transformers` saves: with `transformer.`, without a head that
+    equals the embedding. Biases that the model lacks are written as zeros.
 
     Args:
         model: a dialect's model, or any module with a name map.
@@ -137,7 +137,7 @@ def _opened(source: Source, revision: str | None) -> Checkpoint:
 
 
 def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
-    """The map written out, with exactly the checkpoint's tensors in it; a tied head may be left out."""
+    """The map written out, naming exactly the checkpoint's tensors; a tied head may be left out."""
     rows = name_map.expand(checkpoint.config.n_layer)
     mapped, stored = {row.hf for row in rows}, set(checkpoint.infos)
     if checkpoint.config.tie_word_embeddings:
@@ -183,8 +183,8 @@ def _assign(
             first, tied = made.setdefault(id(old), (name, new))
             if tied is not new and not torch.equal(tied, new):
                 raise CheckpointError(
-                    f"the model ties {name} to {first}, but {checkpoint.weights} has different tensors "
-                    "for them; untie them in the model"
+                    f"the model ties {name} to {first}, but {checkpoint.weights} has different "
+                    "tensors for them; untie them in the model"
                 )
             state[name] = tied
     model.load_state_dict(state, strict=False, assign=True)  # strictness was checked above, by name
@@ -235,8 +235,9 @@ def _check_shapes(
 def _check_zero(name: str, tensor: Tensor, model: nn.Module) -> None:
     if tensor.count_nonzero():
         raise CheckpointError(
-            f"{name} of the checkpoint has no place in {type(model).__name__}, which has no such bias, and "
-            f"is not zero ({int(tensor.count_nonzero())} of its {tensor.numel()} values); give the module a bias"
+            f"{name} of the checkpoint has no place in {type(model).__name__}, which lacks it, "
+            f"and is not zero ({int(tensor.count_nonzero())} of its {tensor.numel()} values); "
+            "give the module its bias"
         )
 
 

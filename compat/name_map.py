@@ -1,4 +1,4 @@
-"""Which Hugging Face tensor goes where: a table with one row per tensor, read in both directions."""
+"""Which Hugging Face tensor goes where: a table, one row per tensor, read in both directions."""
 
 from __future__ import annotations
 

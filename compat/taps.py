@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from compat.errors import ParityError
 
 BLOCK_TAPS = (
     "ln_1", "q", "k", "v", "probs", "heads", "attn", "mid", "ln_2", "fc", "act", "mlp", "out",
@@ -35,8 +38,13 @@ class Tap:
     part: int | None = None
 
 
-def expand_taps(taps: tuple[Tap, ...], n_layer: int) -> list[Tap]:
-    """The taps written out for layers 0 … n_layer − 1."""
+def expand_taps(taps: Iterable[Tap], n_layer: int) -> list[Tap]:
+    """The taps written out for layers 0 … n_layer − 1, in execution order.
+
+    Raises:
+        ParityError: a tap's name is not one of `tap_names`.
+    """
+    order = {name: place for place, name in enumerate(tap_names(n_layer))}
     once = [tap for tap in taps if "{i}" not in tap.name]
     per_layer = [
         replace(tap, name=tap.name.format(i=i), module=tap.module.format(i=i))
@@ -44,4 +52,6 @@ def expand_taps(taps: tuple[Tap, ...], n_layer: int) -> list[Tap]:
         for tap in taps
         if "{i}" in tap.name
     ]
-    return once + per_layer
+    if strange := [tap.name for tap in once + per_layer if tap.name not in order]:
+        raise ParityError(f"unknown tap {strange[0]!r}; a block has {', '.join(BLOCK_TAPS)}")
+    return sorted(once + per_layer, key=lambda tap: order[tap.name])

@@ -62,7 +62,7 @@ def new_model() -> GPTModel:
 
 
 def loss_of(model: GPTModel, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token of predicting (B, T + 1) windows from their first T ids."""
+    """Mean cross-entropy in nats a token over windows of ids (B, T + 1)."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
@@ -96,7 +96,7 @@ def train(model: GPTModel, train_ids: Tensor, test_ids: Tensor) -> tuple[float, 
         if step % 250 == 0 or step == STEPS:
             test = held_out_loss(model, test_ids)
             print(
-                f"{step:5d} train {loss.item():.3f} held-out {test:.3f} {time.time() - start:.0f} s",
+                f"{step:5d}: train {loss:.3f}, held-out {test:.3f}, {time.time() - start:.0f} s",
                 flush=True,
             )
             if test < best:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +18,7 @@ from compat.name_map import listed
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and data type of a stored tensor; `dtype` is safetensors' name for it where torch lacks one."""
+    """Shape and data type of a stored tensor; `dtype` is the file's own word for a rare one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -28,7 +27,7 @@ class TensorInfo:
 class TensorFile(Protocol):
     """One file of named tensors."""
 
-    infos: Mapping[str, TensorInfo]
+    infos: dict[str, TensorInfo]
 
     def read(self, name: str) -> Tensor:
         """A copy of the tensor in memory: a file that is later cut short must not take it away."""
@@ -51,13 +50,13 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as safetensors: {error}; download or export it again"
             ) from error
         self.infos: dict[str, TensorInfo] = {}
-        for name in self._file.keys():  # noqa: SIM118  (safe_open is no mapping)
+        for name in self._file.keys():
             piece = self._file.get_slice(name)
             code = piece.get_dtype()
             self.infos[name] = TensorInfo(tuple(piece.get_shape()), _DTYPES.get(code, code))
@@ -85,7 +84,9 @@ class PickleFile:
             raise CheckpointError(
                 f"{path} holds no plain dictionary of named tensors, as a checkpoint does"
             )
-        self.infos = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()}
+        self.infos: dict[str, TensorInfo] = {
+            k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()
+        }
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._tensors[name]

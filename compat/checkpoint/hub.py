@@ -26,7 +26,7 @@ def fetch(repo_id: str, revision: str | None) -> Path:
             snapshot_download(repo_id, revision=revision, allow_patterns=_SMALL + _SAFETENSORS)
         )
         if not any(folder.glob("*.safetensors")):
-            # The folder of a snapshot is named by its commit: the same one, even if main has moved on.
+            # A snapshot's folder is named by its commit: the same one, even if main has moved on.
             snapshot_download(repo_id, revision=folder.name, allow_patterns=_PICKLES)
     except (
         Exception

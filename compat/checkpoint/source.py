@@ -76,7 +76,7 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
-    """Find a checkpoint and check it against its config, reading headers only where the format has them.
+    """Find a checkpoint and check it against its config; of safetensors only headers are read.
 
     Args:
         source: "demo" for the embedded checkpoint, a folder, a weights file with its `config.json`
@@ -84,8 +84,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         revision: branch, tag or commit on the hub.
 
     Raises:
-        CheckpointError: nothing there, unreadable, or tensors missing, left over, of the wrong shape or
-            data type; all of them are named.
+        CheckpointError: nothing there, unreadable, or tensors missing, left over, of the wrong
+            shape or data type; all of them are named.
         HubError: the hub could not be reached or lacks it.
         ConfigError: the config is not understood.
     """
@@ -131,7 +131,7 @@ def _checked(
     masks = files.keys() & mask_buffers(config)
     if masks:
         notes.append(
-            f"ignored {len(masks)} causal-mask buffers (h.{{i}}.attn.bias, h.{{i}}.attn.masked_bias)"
+            f"ignored {len(masks)} causal-mask buffers (attn.bias, attn.masked_bias): no weights"
         )
     files = {name: file for name, file in files.items() if name not in masks}
     config = _settle_head(config, files, notes)
@@ -153,7 +153,7 @@ def _checked(
             f"{weights} does not hold the tensors that its config.json asks for:\n  "
             + "\n  ".join(faults[:10])
             + (f"\n  and {len(faults) - 10} more" if len(faults) > 10 else "")
-            + "\nCheck that both files belong together and that n_layer, n_embd and vocab_size are right."
+            + "\nCheck that the two belong together and that its sizes are right."
         )
     if strange := [
         f"{name} ({infos[name].dtype})" for name in expected if not _is_float(infos[name])
@@ -169,7 +169,7 @@ def _checked(
 def _settle_head(
     config: GPT2Config, files: dict[str, tuple[TensorFile, str]], notes: list[str]
 ) -> GPT2Config:
-    """Make head and config agree: an absent tied head is the embedding, a stored one is compared with it."""
+    """An absent tied head is the embedding; a stored one is compared with it."""
     if not config.tie_word_embeddings or EMBEDDING not in files:
         return config
     if HEAD not in files:

@@ -11,7 +11,10 @@ from compat.errors import ConfigError
 from compat.name_map import NameMap
 from compat.taps import Tap
 
-__all__ = ["DIALECTS", "Dialect", "dialect_of", "get_dialect"]
+__all__ = ["DIALECTS", "Block", "Dialect", "Model", "dialect_of", "get_dialect"]
+
+Model = linear.GPTModel | conv1d.GPTModel
+Block = linear.TransformerBlock | conv1d.TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,8 @@ class Dialect:
     """One set of blocks; `block_path` is where block `{i}` hangs in the model."""
 
     name: str
-    model_class: type[linear.GPTModel] | type[conv1d.GPTModel]
-    block_class: type[linear.TransformerBlock] | type[conv1d.TransformerBlock]
+    model_class: type[Model]
+    block_class: type[Block]
     block_path: str
     name_map: NameMap
     taps: tuple[Tap, ...]

@@ -21,7 +21,7 @@ from compat.taps import Tap
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation by torch's fused kernel: (…, C) → (…, C); `bias=False` drops the shift."""
+    """Layer normalisation by torch's kernel: (…, C) → (…, C); `bias=False` drops the shift."""
 
     def __init__(self, n_embd: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention, then feed-forward, each added to its input: (B, T, C) → (B, T, C)."""
+    """Pre-norm block: attention and feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
 
     def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
         super().__init__()
@@ -164,20 +164,20 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T), or of the last `logits_to_keep` positions where it is not 0.
+        """Logits (B, T, V) of ids (B, T); of the last `logits_to_keep` positions if it is not 0.
 
-        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding, cached past included.
+        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
+        the cached past too.
         """
         positions = position_ids(input_ids, cache, attention_mask)
         x = self.drop(self.wte(input_ids) + self.wpe(positions))  # (B, T, C)
         for i, block in enumerate(self.h):
             x = block(x, cache[i] if cache else None, attention_mask)
         x = self.ln_f(x)
-        logits: Tensor = self.lm_head(x[:, -logits_to_keep:])  # -0 keeps them all
-        return logits
+        return self.lm_head(x[:, -logits_to_keep:])  # -0 keeps them all
 
 
-# The layout is Hugging Face's own, so every tensor keeps its name; written out all the same, to be found.
+# The layout is Hugging Face's own, so every tensor keeps its name.
 NAME_MAP = NameMap(
     (
         Row("wte.weight", ("wte.weight",), Same()),

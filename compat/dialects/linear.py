@@ -30,9 +30,8 @@ class LayerNorm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(n_embd)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(
-            torch.promote_types(x.dtype, torch.float32)
-        )  # half precision is too coarse for sums
+        # Half precision is too coarse for sums: such an x is computed in float32.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(dim=-1, keepdim=True)  # (…, 1)
         var = (wide - mean).pow(2).mean(dim=-1, keepdim=True)  # biased: over C, not over C − 1
         normed = (wide - mean) / torch.sqrt(var + self.eps)
@@ -55,8 +54,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 class MultiHeadAttention(nn.Module):
@@ -106,12 +104,11 @@ class MultiHeadAttention(nn.Module):
 
         probs = self.dropout(scores.softmax(dim=-1).to(v.dtype))
         heads = (probs @ v).transpose(1, 2).reshape(B, T, C)  # merged again
-        out: Tensor = self.out_proj(heads)
-        return out
+        return self.out_proj(heads)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention, then feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
+    """Pre-norm block: attention and feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
 
     def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
         super().__init__()
@@ -126,8 +123,7 @@ class TransformerBlock(nn.Module):
         self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         x = x + self.drop_shortcut(self.attention(self.norm1(x), cache, attention_mask))
-        out: Tensor = x + self.drop_shortcut(self.feedforward(self.norm2(x)))
-        return out
+        return x + self.drop_shortcut(self.feedforward(self.norm2(x)))
 
 
 class GPTModel(nn.Module):
@@ -154,17 +150,17 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T), or of the last `logits_to_keep` positions where it is not 0.
+        """Logits (B, T, V) of ids (B, T); of the last `logits_to_keep` positions if it is not 0.
 
-        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding, cached past included.
+        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
+        the cached past too.
         """
         positions = position_ids(input_ids, cache, attention_mask)
         x = self.drop_emb(self.tok_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for i, block in enumerate(self.trf_blocks):
             x = block(x, cache[i] if cache else None, attention_mask)
         x = self.final_norm(x)
-        logits: Tensor = self.out_head(x[:, -logits_to_keep:])  # -0 keeps them all
-        return logits
+        return self.out_head(x[:, -logits_to_keep:])  # -0 keeps them all
 
 
 NAME_MAP = NameMap(

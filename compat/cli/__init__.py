@@ -1,0 +1,29 @@
+"""The command line: one subcommand, one call of the library, one way of showing the result."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from compat.cli.generate import generate_command
+from compat.cli.load import load_command
+from compat.cli.parity import parity_command
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    help="GPT-2 weights from Hugging Face in hand-written blocks: load, prove, generate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("load")(load_command)
+app.command("parity")(parity_command)
+app.command("generate")(generate_command)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 ok, 1 no parity, 2 usage, 3 bad input, 4 network, 130 Ctrl-C."""
+    app(args=list(sys.argv[1:] if argv is None else argv), prog_name="gpt2-compat")

@@ -1,0 +1,95 @@
+"""What the subcommands share: options, exit codes, consoles."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+
+from compat.errors import CompatError, GenerationError, HubError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BAD_REQUEST, BAD_INPUT, NETWORK, INTERRUPTED = 2, 3, 4, 130
+
+
+class DialectName(str, Enum):
+    """The choices of --dialect."""
+
+    linear = "linear"
+    conv1d = "conv1d"
+
+
+class DtypeName(str, Enum):
+    """The choices of --dtype."""
+
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.value)
+        return found
+
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="demo, a hub id such as gpt2, a folder, or a weights file.")
+]
+DialectOption = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
+DtypeOption = Annotated[
+    DtypeName | None, typer.Option("--dtype", help="Default: the checkpoint's data type.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def explained(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn a CompatError into one message on stderr and the exit code of its kind."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except CompatError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(exit_code(error)) from None
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run
+
+
+def exit_code(error: CompatError) -> int:
+    """4 for the network, 2 for a request that cannot be met, 3 for all other bad input."""
+    if isinstance(error, HubError):
+        return NETWORK
+    return BAD_REQUEST if isinstance(error, GenerationError) else BAD_INPUT
+
+
+def console() -> Console:
+    """Stdout, wide enough for every table where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Data for programs, on stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def note(text: str) -> None:
+    """A word for people, on stderr."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,115 @@
+"""`parity`: the proof, as a table by layer."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from compat.checkpoint import open_checkpoint
+from compat.cli.common import (
+    DialectName,
+    DialectOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    console,
+    explained,
+    print_json,
+)
+from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
+
+
+@explained
+def parity_command(
+    model: ModelOption = "demo",
+    dialect: DialectOption = DialectName.linear,
+    every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
+    dtype: DtypeOption = None,
+    text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random ids.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences of random ids.", min=1)] = 2,
+    length: Annotated[int, typer.Option(help="Ids a sequence, cut to n_positions.", min=1)] = 128,
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the headline only.")] = False,
+) -> None:
+    """Prove, layer by layer, that the blocks compute what transformers computes.
+
+    Exit code 0: they do. 1: they do not, and the table says from where on.
+    """
+    checkpoint = open_checkpoint(model)
+    input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
+    names = [d.value for d in DialectName] if every else [dialect.value]
+    reports = []
+    for name in names:
+        report = check_parity(
+            name, checkpoint, input_ids=input_ids, text=text, dtype=dtype.torch if dtype else None
+        )
+        reports.append(report)
+        if not as_json:
+            show(report, quiet)
+    if as_json:
+        found = [report.to_json() for report in reports]
+        print_json(found if every else found[0])
+    raise typer.Exit(0 if all(report.passed for report in reports) else 1)
+
+
+def show(report: ParityReport, quiet: bool = False) -> None:
+    """The table by layer, then the verdict in one sentence."""
+    if not quiet:
+        console().print(_table(report))
+    mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
+    console().print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+
+
+def _table(report: ParityReport) -> Table:
+    B, T = report.input_shape
+    table = Table(
+        title=f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} x {T} ids",
+        caption="x: our error over the reference's own, both against float64; up to 2 passes"
+        if report.calibrated
+        else "no float64 run: only local differences are judged",
+    )
+    table.add_column("layer")
+    for kind in ("accumulated", "local"):
+        for measure in ("max|Δ|", "rms", "x"):
+            table.add_column(f"{kind}\n{measure}", justify="right")
+    table.add_column("bit-identical")
+    table.add_column("verdict")
+    for layer, group in groupby(report.taps, key=lambda result: _layer(result.tap)):
+        results = list(group)
+        failed = [result.tap.removeprefix(layer + ".") for result in results if not result.passed]
+        table.add_row(
+            layer,
+            *_worst([result.accumulated for result in results]),
+            *_worst([result.local for result in results]),
+            _identical(results),
+            Text(f"✗ from {failed[0]}", style="red") if failed else Text("✓", style="green"),
+        )
+    return table
+
+
+def _layer(tap: str) -> str:
+    """ "h.3" for "h.3.act", and a tap outside the blocks as it is."""
+    return tap.rpartition(".")[0] or tap
+
+
+def _worst(found: list[Difference]) -> list[str]:
+    """The largest max|Δ|, relative RMS, and error as a multiple of the reference's own."""
+    ratios = [d.ratio for d in found if d.ratio is not None]
+    return [
+        f"{max(d.max_abs for d in found):.1e}",
+        f"{max(d.rel_rms for d in found):.1e}",
+        f"{max(ratios):.2f}" if ratios else "-",
+    ]
+
+
+def _identical(results: list[TapResult]) -> str:
+    """How many taps have no differing bit, from the ids on and locally."""
+    total = len(results)
+    far = sum(result.accumulated.bit_identical for result in results)
+    near = sum(result.local.bit_identical for result in results)
+    return f"{total}/{total}" if far == near == total else f"{far}/{total}, local {near}/{total}"

@@ -1,0 +1,147 @@
+"""The parity check: run both models, compare every tap, report."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.dialects import dialect_of
+from compat.errors import ParityError
+from compat.loading import Source, load_pretrained
+from compat.parity.compare import compare
+from compat.parity.report import ParityReport
+from compat.parity.trace import trace
+from compat.taps import Tap, expand_taps
+from compat.tokenizer import load_tokenizer
+
+CALIBRATE_BELOW = 500_000_000  # parameters; above, a float64 copy gets large and slow
+
+
+def check_parity(
+    model_or_dialect: nn.Module | str,
+    source: Source,
+    *,
+    input_ids: Tensor | None = None,
+    text: str | None = None,
+    dtype: torch.dtype | None = None,
+    calibrate: bool | None = None,
+    taps: Sequence[Tap] | None = None,
+    attention: Literal["eager", "sdpa"] = "eager",
+    revision: str | None = None,
+) -> ParityReport:
+    """Compare a model with `transformers` at every tap, on one input, on the CPU.
+
+    Args:
+        model_or_dialect: a dialect's name, loaded here; or a model that has the weights already,
+            run in the mode it is in.
+        source: the checkpoint, as in `load_pretrained`.
+        input_ids: (B, T); by default `random_ids` of the checkpoint's vocabulary.
+        text: instead of ids, encoded by the checkpoint's tokenizer.
+        dtype: of both models; None takes the model's or the checkpoint's.
+        calibrate: judge errors against a float64 run of the reference; None does so below 500M
+            parameters.
+        taps: where the model shows its hidden states; a dialect knows its own, for other models the
+            default is the logits alone.
+        attention: "eager" or "sdpa", of the reference; the latter shows no `probs`.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ParityError: the comparison cannot be made.
+        CompatError: the checkpoint cannot be loaded.
+    """
+    from compat.parity import reference as hf  # imports transformers, which takes seconds
+
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
+    if isinstance(model_or_dialect, str):
+        model: nn.Module = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
+    else:
+        model = model_or_dialect
+    dtype = _dtype_of(model, dtype)
+    ids = _ids(checkpoint, input_ids, text)
+    theirs = hf.taps(checkpoint.config.n_layer, attention)
+    ours = _our_taps(model, taps, theirs, checkpoint.config.n_layer)
+
+    reference = hf.load_reference(checkpoint, dtype, attention)
+    expected = trace(reference, theirs, ids)
+    accumulated, local = trace(model, ours, ids), trace(model, ours, ids, forced=expected)
+    exact = exact_local = None
+    if calibrate is None:
+        calibrate = sum(p.numel() for p in reference.parameters()) < CALIBRATE_BELOW
+    if calibrate and dtype != torch.float64:
+        float64 = hf.in_float64(reference)
+        exact, exact_local = (
+            trace(float64, theirs, ids),
+            trace(float64, theirs, ids, forced=expected),
+        )
+
+    dialect = dialect_of(model)
+    return ParityReport(
+        model=str(checkpoint.folder if isinstance(source, Checkpoint) else source),
+        dialect=dialect.name if dialect else type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        input_shape=(ids.shape[0], ids.shape[1]),
+        calibrated=exact is not None,
+        training=model.training,
+        taps=compare(expected, accumulated, local, exact, exact_local),
+        versions={
+            "compat": version("gpt2-compat"),
+            "torch": torch.__version__,
+            "transformers": hf.VERSION,
+            "python": platform.python_version(),
+        },
+    )
+
+
+def random_ids(checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int = 128) -> Tensor:
+    """Uniformly random ids (batch, length), the length cut to the checkpoint's `n_positions`."""
+    config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
+    shape = (batch, min(length, config.n_positions))
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
+    """The one data type of the model's parameters."""
+    found = {p.dtype for p in model.parameters()}
+    if len(found) != 1 or (wanted is not None and wanted not in found):
+        raise ParityError(
+            f"the model's parameters are {', '.join(sorted(map(str, found)))}; "
+            f"expected {wanted or 'one data type'}; convert it first, as with model.float()"
+        )
+    return found.pop()
+
+
+def _ids(checkpoint: Checkpoint, input_ids: Tensor | None, text: str | None) -> Tensor:
+    """The ids to compare on, (B, T), checked against the checkpoint's sizes."""
+    if input_ids is not None and text is not None:
+        raise ParityError("both input_ids and text are given; expected one of them")
+    if text is not None:
+        input_ids = torch.tensor([load_tokenizer(checkpoint).encode(text)], dtype=torch.long)
+    ids = random_ids(checkpoint) if input_ids is None else input_ids
+    n_positions, vocab_size = checkpoint.config.n_positions, checkpoint.config.vocab_size
+    if ids.dim() != 2 or ids.numel() == 0 or ids.shape[1] > n_positions:
+        raise ParityError(
+            f"input_ids have shape {list(ids.shape)}; expected (B, T), T from 1 to {n_positions}"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ParityError(
+            f"input_ids run from {int(ids.min())} to {int(ids.max())}; "
+            f"the vocabulary has 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _our_taps(
+    model: nn.Module, taps: Sequence[Tap] | None, theirs: Sequence[Tap], n_layer: int
+) -> list[Tap]:
+    """The model's taps written out, without those that this reference does not show."""
+    dialect = dialect_of(model)
+    if taps is None:
+        taps = dialect.taps if dialect else [Tap("logits", "")]
+    shown = {tap.name for tap in theirs}
+    return [tap for tap in expand_taps(taps, n_layer) if tap.name in shown]

@@ -1,0 +1,130 @@
+"""Compare traces: sees tensors by name and knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compat.errors import ParityError
+
+# Our RMS error against float64 may be this many times the reference's own.
+ALLOWANCE = 2.0
+
+# Without float64: by how many roundings (RMS, in units of epsilon) one piece may differ from the
+# reference's. Measured: 0.7 for a written-out layer norm, 0 for all other pieces.
+PIECE_SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of ours is from the reference's.
+
+    Args:
+        max_abs: max|Δ|, in the tensor's own units.
+        rel_rms: RMS of Δ over the RMS of the reference's tensor.
+        bit_identical: no element differs.
+        ratio: our RMS error over the reference's own, both against float64; None without float64.
+        within: the verdict: bit-identical or within the bound.
+    """
+
+    max_abs: float
+    rel_rms: float
+    bit_identical: bool
+    ratio: float | None
+    within: bool
+
+
+@dataclass(frozen=True)
+class TapResult:
+    """One tap: `accumulated` from the ids on, `local` on the reference's input for the piece."""
+
+    tap: str
+    accumulated: Difference
+    local: Difference
+
+    @property
+    def passed(self) -> bool:
+        return self.accumulated.within and self.local.within
+
+
+def difference(
+    ours: Tensor, reference: Tensor, exact: Tensor | None, slack: float | None
+) -> Difference:
+    """Measure one tensor against the reference's, and judge.
+
+    With the float64 value, our RMS error may be ALLOWANCE times the reference's own, or a quarter
+    epsilon, about what rounding the result alone costs. Without it, RMS Δ itself is judged.
+
+    Args:
+        ours: of the reference's shape and data type.
+        reference: the tensor to compare with.
+        exact: the same in float64, or None.
+        slack: the bound without `exact`, in epsilons of the data type times the reference's RMS;
+            None does not judge.
+
+    Raises:
+        ParityError: the shapes differ.
+    """
+    if ours.shape != reference.shape:
+        raise ParityError(f"found shape {list(ours.shape)}, expected {list(reference.shape)}")
+    eps, identical = torch.finfo(reference.dtype).eps, bool(torch.equal(ours, reference))
+    ours, reference = ours.double(), reference.double()
+    delta, scale, ratio = rms(ours - reference), rms(reference), None
+    if exact is None:
+        within = slack is None or delta <= slack * eps * scale
+    else:
+        own_error, reference_error = rms(ours - exact), rms(reference - exact)
+        within = own_error <= ALLOWANCE * max(reference_error, eps / 4 * scale)
+        ratio = _over(own_error, reference_error)
+    max_abs = (ours - reference).abs().max().item()
+    return Difference(max_abs, _over(delta, scale), identical, ratio, identical or within)
+
+
+def compare(
+    reference: Mapping[str, Tensor],
+    accumulated: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor] | None = None,
+    exact_local: Mapping[str, Tensor] | None = None,
+) -> list[TapResult]:
+    """Compare our traces with the reference's at every tap of ours, in the order of ours.
+
+    Without float64 only local differences are judged: how far rounding errors grow from the ids on
+    depends on the weights, and where every piece is right, so is the whole.
+
+    Args:
+        reference: the reference's trace.
+        accumulated: ours, run from the input ids.
+        local: ours, every piece fed with the reference's inputs.
+        exact: the reference in float64, run from the input ids; or None.
+        exact_local: the reference in float64, every piece fed with the reference's inputs; or None.
+
+    Raises:
+        ParityError: a tap of another shape than the reference's.
+    """
+    results = []
+    order, last = {tap: place for place, tap in enumerate(reference)}, -1
+    for tap, theirs in ((tap, reference[tap]) for tap in accumulated):
+        # A model with few taps has long pieces, in which the errors of several taps add up.
+        slack, last = PIECE_SLACK * (order[tap] - last) ** 0.5, order[tap]
+        try:
+            far = difference(accumulated[tap], theirs, exact[tap] if exact else None, None)
+            near = difference(local[tap], theirs, exact_local[tap] if exact_local else None, slack)
+        except ParityError as error:
+            raise ParityError(f"tap {tap}: {error}") from None
+        results.append(TapResult(tap, accumulated=far, local=near))
+    return results
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square over all elements."""
+    return x.square().mean().sqrt().item()
+
+
+def _over(numerator: float, denominator: float) -> float:
+    if numerator == 0:
+        return 0.0
+    return numerator / denominator if denominator else float("inf")

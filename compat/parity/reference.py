@@ -1,0 +1,110 @@
+"""The reference: GPT-2 by `transformers`, the one file that imports it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import nn
+
+from compat.checkpoint import Checkpoint
+from compat.errors import ParityError
+from compat.name_map import listed
+from compat.taps import Tap, expand_taps
+
+VERSION: str = transformers.__version__
+Attention = Literal["eager", "sdpa"]
+
+TAPS = (
+    Tap("embed", "transformer.h.0", at="input"),
+    Tap("h.{i}.ln_1", "transformer.h.{i}.ln_1"),
+    Tap("h.{i}.q", "transformer.h.{i}.attn.c_attn", part=0),
+    Tap("h.{i}.k", "transformer.h.{i}.attn.c_attn", part=1),
+    Tap("h.{i}.v", "transformer.h.{i}.attn.c_attn", part=2),
+    Tap("h.{i}.probs", "transformer.h.{i}.attn", item=1),
+    Tap("h.{i}.heads", "transformer.h.{i}.attn.c_proj", at="input"),
+    Tap("h.{i}.attn", "transformer.h.{i}.attn"),
+    Tap("h.{i}.mid", "transformer.h.{i}.ln_2", at="input"),
+    Tap("h.{i}.ln_2", "transformer.h.{i}.ln_2"),
+    Tap("h.{i}.fc", "transformer.h.{i}.mlp.c_fc"),
+    Tap("h.{i}.act", "transformer.h.{i}.mlp.act"),
+    Tap("h.{i}.mlp", "transformer.h.{i}.mlp"),
+    Tap("h.{i}.out", "transformer.h.{i}"),
+    Tap("ln_f", "transformer.ln_f"),
+    Tap("logits", "lm_head"),
+)
+
+
+def taps(n_layer: int, attention: Attention) -> list[Tap]:
+    """The reference's taps, written out; only eager attention shows its probabilities."""
+    shown = [tap for tap in TAPS if attention == "eager" or tap.name != "h.{i}.probs"]
+    return expand_taps(shown, n_layer)
+
+
+def load_reference(
+    checkpoint: Checkpoint, dtype: torch.dtype, attention: Attention = "eager"
+) -> nn.Module:
+    """`transformers`' own model, with the weights as `transformers` reads them, in eval mode.
+
+    Raises:
+        ParityError: `transformers` left weights out or made some up, so that it is no reference.
+    """
+    with quiet():
+        loaded: Any = transformers.GPT2LMHeadModel.from_pretrained(
+            checkpoint.folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            **_which_file(checkpoint),
+        )
+    model, info = loaded
+    made_up = [*info["missing_keys"], *info["mismatched_keys"], *info["error_msgs"]]
+    if made_up:
+        raise ParityError(
+            f"transformers could not load {checkpoint.weights} in full and made up "
+            f"{listed(sorted(map(str, made_up)))}; there is nothing to compare with"
+        )
+    reference: nn.Module = model.eval()
+    return reference
+
+
+def in_float64(reference: nn.Module) -> nn.Module:
+    """The same model computed in float64, to tell rounding from mistakes.
+
+    `reorder_and_upcast_attn` is off in it: it is a guard against half precision, means float32
+    where it says upcast, and changes nothing in exact arithmetic.
+    """
+    exact: Any = copy.deepcopy(reference).double()
+    for block in exact.transformer.h:
+        block.attn.reorder_and_upcast_attn = False
+    float64: nn.Module = exact
+    return float64
+
+
+def _which_file(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Make transformers take the same file, where the folder would have it take another."""
+    name = checkpoint.weights.name
+    if name in ("model.safetensors", "model.safetensors.index.json"):
+        return {"use_safetensors": True}
+    if name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+        return {"use_safetensors": False}
+    return {"state_dict": {name: checkpoint.read(name) for name in checkpoint.infos}}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars, load reports or advice from transformers; what matters is checked here."""
+    logging: Any = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,81 @@
+"""Traces: run a model once and keep its hidden states at the taps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compat.errors import ParityError
+from compat.taps import Tap
+
+Trace = dict[str, Tensor]
+
+
+@torch.no_grad()
+def trace(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    input_ids: Tensor,
+    forced: Mapping[str, Tensor] | None = None,
+) -> Trace:
+    """Run `model(input_ids)` once and return a copy of the hidden state at every tap.
+
+    With `forced`, each tap is recorded as the model computes it and then replaced by the forced
+    value, so that every piece works on given inputs: the trace holds the pieces' local results.
+
+    Args:
+        model: called with ids (B, T); its mode is left as it is.
+        taps: written out for every layer.
+        input_ids: (B, T).
+        forced: values for some or all taps, by name.
+
+    Raises:
+        ParityError: a tap's module does not exist, or never ran.
+    """
+    recorded: Trace = {}
+    modules = dict(model.named_modules())
+    if strange := [tap.module for tap in taps if tap.module not in modules]:
+        raise ParityError(f"{type(model).__name__} has no module {strange[0]!r}, which a tap names")
+    with ExitStack() as hooks:
+        for tap in taps:
+            value = None if forced is None else forced.get(tap.name)
+            hooks.enter_context(_hook(modules[tap.module], tap, recorded, value))
+        model(input_ids)
+    if silent := [tap.name for tap in taps if tap.name not in recorded]:
+        raise ParityError(f"{type(model).__name__} never came by its taps {', '.join(silent[:10])}")
+    return {tap.name: recorded[tap.name] for tap in taps}
+
+
+def _hook(module: nn.Module, tap: Tap, recorded: Trace, forced: Tensor | None) -> Any:
+    """Record one tap when its module runs, and replace it; the handle is a context manager."""
+
+    def on_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+        value = output[tap.item] if isinstance(output, tuple) else output
+        # A clone: an in-place residual would rewrite what was captured.
+        recorded[tap.name] = _part(value, tap).detach().clone()
+        if forced is None:
+            return None
+        value = value.clone()
+        _part(value, tap).copy_(forced)
+        if not isinstance(output, tuple):
+            return value
+        return (*output[: tap.item], value, *output[tap.item + 1 :])
+
+    def on_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        recorded[tap.name] = _part(args[tap.item], tap).detach().clone()
+        if forced is not None:
+            # In place: the shortcut around a norm holds the very tensor that enters the norm.
+            _part(args[tap.item], tap).copy_(forced)
+
+    if tap.at == "input":
+        return module.register_forward_pre_hook(on_input)
+    return module.register_forward_hook(on_output)
+
+
+def _part(value: Tensor, tap: Tap) -> Tensor:
+    """The tap's third of a fused tensor, a view; all of it where no part is named."""
+    return value if tap.part is None else value.chunk(3, dim=-1)[tap.part]

@@ -1,0 +1,91 @@
+"""Checkpoints with noise on every parameter, and the shared material where there is some."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+MakeCheckpoint = Callable[..., Path]
+
+TINY = {
+    "vocab_size": 97,
+    "n_positions": 32,
+    "n_embd": 24,
+    "n_layer": 3,
+    "n_head": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def noisy_reference(seed: int = 0, **config: Any) -> transformers.GPT2LMHeadModel:
+    """A transformers GPT-2 whose every parameter, biases and norms too, is far from its initial value."""
+    torch.manual_seed(seed)
+    fields = {"initializer_range": 0.2, **TINY, **config}
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**fields, attn_implementation="eager")
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Make a folder as `transformers` saves it: `make_checkpoint(seed=0, **config fields)`."""
+
+    def make(seed: int = 0, **config: Any) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        noisy_reference(seed, **config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_checkpoint: MakeCheckpoint) -> Path:
+    """One small noisy checkpoint, not to be changed."""
+    return make_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with GPT-2's real tokenizer files and checkpoints made by others."""
+    if "COMPAT_SHARED" not in os.environ:
+        pytest.skip("COMPAT_SHARED names no folder with data/gpt2-tokenizer and data/checkpoints")
+    return Path(os.environ["COMPAT_SHARED"])
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars in the test output."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need the real weights or a GPU run only where those can be had."""
+    for item in items:
+        if item.get_closest_marker("network") and "COMPAT_NETWORK" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="COMPAT_NETWORK is not set"))
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """With COMPAT_SHARED set, as in CI, a test may skip only for want of a network or a GPU."""
+    report = yield
+    excused = item.get_closest_marker("network") or item.get_closest_marker("cuda")
+    if report.skipped and "COMPAT_SHARED" in os.environ and not excused:
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing may skip: {report.longrepr}"
+    return report
