@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.layout import EMBEDDING, HEAD
-from compat.checkpoint.source import PREFIX
+from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX
 from compat.dialects import Block, Model, dialect_of, get_dialect
 from compat.errors import CheckpointError, ConfigError, NameMapError
 from compat.name_map import NameMap, Row, listed

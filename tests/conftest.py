@@ -25,7 +25,7 @@ TINY = {
 
 
 def noisy_reference(seed: int = 0, **config: Any) -> transformers.GPT2LMHeadModel:
-    """A transformers GPT-2 whose every parameter, biases and norms too, is far from its initial value."""
+    """A transformers GPT-2 with every parameter, biases and norms too, off its initial value."""
     torch.manual_seed(seed)
     fields = {"initializer_range": 0.2, **TINY, **config}
     model = transformers.GPT2LMHeadModel(

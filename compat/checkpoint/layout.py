@@ -6,6 +6,7 @@ from compat.config import GPT2Config
 
 Shape = tuple[int, ...]
 HEAD, EMBEDDING = "lm_head.weight", "wte.weight"
+PREFIX = "transformer."  # of all names but the head's, in files that transformers saves
 
 
 def expected_shapes(config: GPT2Config) -> dict[str, Shape]:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from compat.checkpoint.files import TensorFile, TensorInfo, open_file, read_json, shards_of
 from compat.checkpoint.hub import fetch
-from compat.checkpoint.layout import EMBEDDING, HEAD, expected_shapes, mask_buffers
+from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX, expected_shapes, mask_buffers
 from compat.config import GPT2Config
 from compat.errors import CheckpointError
 from compat.name_map import listed
 
 DEMO = Path(__file__).parent.parent / "demo"
-PREFIX = "transformer."
 
 # In the order in which they are looked for: safetensors first, as one file or in shards.
 WEIGHT_FILES = (

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from compat.checkpoint import Checkpoint
+from compat.checkpoint.layout import HEAD, PREFIX
 from compat.errors import ParityError
 from compat.name_map import listed
 from compat.taps import Tap, expand_taps
@@ -55,11 +56,10 @@ def load_reference(
     """
     with quiet():
         loaded: Any = transformers.GPT2LMHeadModel.from_pretrained(
-            checkpoint.folder,
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
-            **_which_file(checkpoint),
+            **_from_where(checkpoint),
         )
     model, info = loaded
     made_up = [*info["missing_keys"], *info["mismatched_keys"], *info["error_msgs"]]
@@ -85,14 +85,17 @@ def in_float64(reference: nn.Module) -> nn.Module:
     return float64
 
 
-def _which_file(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Make transformers take the same file, where the folder would have it take another."""
-    name = checkpoint.weights.name
+def _from_where(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What makes transformers take the very weights that the checkpoint has."""
+    folder, name = checkpoint.folder, checkpoint.weights.name
     if name in ("model.safetensors", "model.safetensors.index.json"):
-        return {"use_safetensors": True}
+        return {"pretrained_model_name_or_path": folder, "use_safetensors": True}
     if name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
-        return {"use_safetensors": False}
-    return {"state_dict": {name: checkpoint.read(name) for name in checkpoint.infos}}
+        return {"pretrained_model_name_or_path": folder, "use_safetensors": False}
+    # A file of a name that transformers does not look for: its tensors, under transformers' names.
+    tensors = {k if k == HEAD else PREFIX + k: checkpoint.read(k) for k in checkpoint.infos}
+    config = transformers.GPT2Config.from_pretrained(folder)
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
 
 @contextmanager
