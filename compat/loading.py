@@ -166,14 +166,13 @@ def _assign(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_names(model, rows, parameters)
     _check_shapes(model, rows, parameters, checkpoint)
+    _check_dropped(model, rows, parameters, checkpoint)
     made: dict[int, tuple[str, nn.Parameter]] = {}
     state: dict[str, Tensor] = {}
     for row in rows:
-        tensor = checkpoint.read(row.hf)
         if _is_dropped(row, parameters):
-            _check_zero(row.hf, tensor, model)
             continue
-        for name, value in zip(row.ours, row.op.load(tensor), strict=True):
+        for name, value in zip(row.ours, row.op.load(checkpoint.read(row.hf)), strict=True):
             old = parameters[name]
             new = nn.Parameter(
                 value.to(device or old.device, dtype or old.dtype), old.requires_grad
@@ -231,12 +230,15 @@ def _check_shapes(
         )
 
 
-def _check_zero(name: str, tensor: Tensor, model: nn.Module) -> None:
-    if tensor.count_nonzero():
+def _check_dropped(
+    model: nn.Module, rows: list[Row], parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """Biases that the model has no place for are zero, so that leaving them out changes nothing."""
+    dropped = [row.hf for row in rows if _is_dropped(row, parameters)]
+    if lost := [name for name in dropped if checkpoint.read(name).count_nonzero()]:
         raise CheckpointError(
-            f"{name} of the checkpoint has no place in {type(model).__name__}, which lacks it, "
-            f"and is not zero ({int(tensor.count_nonzero())} of its {tensor.numel()} values); "
-            "give the module its bias"
+            f"{checkpoint.weights} has {len(lost)} biases that {type(model).__name__} has no place "
+            f"for and that are not zero: {listed(lost)}; give the module its biases"
         )
 
 

@@ -24,7 +24,9 @@ TINY = {
 }
 
 
-def noisy_reference(seed: int = 0, **config: Any) -> transformers.GPT2LMHeadModel:
+def noisy_reference(
+    seed: int = 0, noise: float = 0.1, **config: Any
+) -> transformers.GPT2LMHeadModel:
     """A transformers GPT-2 with every parameter, biases and norms too, off its initial value."""
     torch.manual_seed(seed)
     fields = {"initializer_range": 0.2, **TINY, **config}
@@ -33,17 +35,17 @@ def noisy_reference(seed: int = 0, **config: Any) -> transformers.GPT2LMHeadMode
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     return model.eval()
 
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Make a folder as `transformers` saves it: `make_checkpoint(seed=0, **config fields)`."""
+    """Make a folder as `transformers` saves it; arguments as of `noisy_reference`."""
 
-    def make(seed: int = 0, **config: Any) -> Path:
+    def make(seed: int = 0, noise: float = 0.1, **config: Any) -> Path:
         folder = tmp_path_factory.mktemp("checkpoint")
-        noisy_reference(seed, **config).save_pretrained(folder)
+        noisy_reference(seed, noise, **config).save_pretrained(folder)
         return folder
 
     return make

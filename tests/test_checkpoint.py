@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,21 @@ def test_weights_that_are_no_floats(
     refused(write(state, name) / name, "h.2.mlp.c_fc.weight (", "floating-point")
 
 
+@pytest.mark.parametrize("odd", ["float8", "sparse", "meta"])
+def test_tensors_in_a_pickle_that_are_no_plain_numbers(
+    write: Write, state: State, odd: str
+) -> None:
+    name = "h.2.mlp.c_fc.weight"
+    make: dict[str, Callable[[Tensor], Tensor]] = {
+        "float8": lambda tensor: tensor.to(torch.float8_e4m3fn),
+        "sparse": lambda tensor: tensor.to_sparse(),
+        "meta": lambda tensor: tensor.to("meta"),
+    }
+    path = write({**state, name: make[odd](state[name])}, "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        open_checkpoint(path).read(name)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_found_on_reading(
     write: Write, state: State, bad: float
@@ -348,7 +364,10 @@ def test_no_config(write: Write, state: State) -> None:
     refused(folder, "config.json is missing")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"<html>", b"\xff\xfe", b"{'a': 1}"])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"<html>", b"\xff\xfe", b"{'a': 1}", pytest.param(b"[" * 200_000, id="deep")],
+)
 def test_a_config_that_is_no_json(write: Write, state: State, text: bytes) -> None:
     folder = write(state)
     (folder / "config.json").write_bytes(text)

@@ -480,6 +480,13 @@ def test_load_into_changes_nothing_when_the_last_tensor_is_not_finite(tmp_path: 
     untouched(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
 
 
+def test_load_into_refuses_a_module_without_memory(tiny: Path) -> None:
+    with torch.device("meta"):
+        model = MyGPT2()
+    with pytest.raises(CompatError, match="meta"):
+        load_into(model, my_map(), tiny)
+
+
 # Blocks that lack biases.
 
 
@@ -534,3 +541,10 @@ def test_a_map_that_lacks_a_parameter_is_refused_when_writing() -> None:
         NameMapError, match=r"1 parameters of the model have no row: places\.weight"
     ):
         to_hf_state_dict(MyGPT2(), my_map(without="wpe.weight"))
+
+
+def test_a_map_without_an_embedding_can_be_written() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False)})
+    name_map = NameMap((Row("lm_head.weight", ("head.weight",), Same()),))
+    written = to_hf_state_dict(model, name_map)
+    identical(written, {"lm_head.weight": model["head"].weight.detach()})

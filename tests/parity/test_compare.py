@@ -1,0 +1,97 @@
+"""The verdict, on tensors made for it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from compat import ParityError, ParityReport
+from compat.parity.compare import compare, difference
+
+
+def test_numbers_of_a_known_difference() -> None:
+    reference = torch.tensor([3.0, -4.0])
+    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, slack=4)
+    assert found.max_abs == 0.5
+    assert found.rel_rms == pytest.approx(0.1)  # √(0.25 / 2) over √(25 / 2)
+    assert found.ratio is None and not found.bit_identical and not found.within
+
+
+def test_verdict_is_about_scale() -> None:
+    """The same max|Δ| is nothing beside activations in the thousands and much beside small ones."""
+    torch.manual_seed(0)
+    x = torch.randn(1000)
+    assert difference(1000 * x + 1e-4, 1000 * x, None, slack=4).within
+    assert not difference(x + 1e-4, x, None, slack=4).within
+
+
+def test_verdict_against_float64_allows_twice_the_references_error() -> None:
+    torch.manual_seed(0)
+    exact, noise = torch.randn(10_000).double(), torch.randn(10_000).double() * 1e-4
+    reference = (exact + noise).float()
+    for factor, within in ((-1.9, True), (-2.1, False)):
+        found = difference((exact + factor * noise).float(), reference, exact, slack=0)
+        assert found.within is within
+        assert found.ratio == pytest.approx(abs(factor), rel=1e-3)
+
+
+def test_rounding_of_the_result_is_granted_where_the_reference_happens_to_be_exact() -> None:
+    reference = torch.full((100,), 1.0)
+    exact, one_ulp = reference.double(), torch.finfo(torch.float32).eps
+    few_ulps = torch.zeros(100)
+    few_ulps[::8] = one_ulp
+    assert difference(reference + few_ulps, reference, exact, slack=0).within
+    assert not difference(reference + 8 * few_ulps, reference, exact, slack=0).within
+
+
+def test_bit_identical_always_passes_and_nan_never() -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert difference(x, x.clone(), x.double() + 1, slack=0).within
+    for bad in (math.nan, math.inf):
+        found = difference(torch.tensor([1.0, bad]), x, x.double(), slack=4)
+        assert not found.within
+        assert not difference(torch.tensor([1.0, bad]), x, None, slack=4).within
+
+
+def test_accumulated_error_is_judged_only_against_float64() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1000)
+    reference, grown = {"embed": x}, {"embed": x * (1 + 1e-4)}
+    assert compare(reference, grown, {"embed": x})[0].passed
+    assert not compare(reference, grown, grown)[0].passed
+    exact = {"embed": x.double()}
+    assert not compare(reference, grown, {"embed": x}, exact, exact)[0].passed
+
+
+def test_tap_of_another_shape_is_named() -> None:
+    x = torch.zeros(2, 3)
+    with pytest.raises(ParityError, match=r"tap embed: found shape \[2, 4\], expected \[2, 3\]"):
+        compare({"embed": x}, {"embed": torch.zeros(2, 4)}, {"embed": x})
+
+
+def make_report(*within: bool) -> ParityReport:
+    x = torch.ones(8)
+    names = ["embed", "h.0.ln_1", "ln_f", "logits"]
+    reference = {name: x for name in names}
+    ours = {name: x if ok else x * math.nan for name, ok in zip(names, within, strict=True)}
+    taps = compare(reference, ours, ours)
+    return ParityReport("m", "linear", "float32", (1, 8), False, False, taps, {"torch": "2"})
+
+
+def test_report_names_the_first_divergence_in_execution_order() -> None:
+    report = make_report(True, False, False, True)
+    assert not report.passed and report.first_divergence == "h.0.ln_1"
+    assert "diverges from transformers at h.0.ln_1" in report.headline
+    good = make_report(True, True, True, True)
+    assert good.passed and good.first_divergence is None
+    assert "4 of 4 taps, all bit-identical" in good.headline
+
+
+def test_report_is_valid_json_even_with_nan() -> None:
+    found = json.loads(json.dumps(make_report(True, False, True, True).to_json(), allow_nan=False))
+    assert found["passed"] is False and found["first_divergence"] == "h.0.ln_1"
+    assert found["taps"][1]["local"]["max_abs"] is None
+    assert found["taps"][0]["accumulated"]["bit_identical"] is True

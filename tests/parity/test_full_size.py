@@ -1,0 +1,100 @@
+"""GPT-2's real shapes, noise on every parameter, the real tokenizer, batch 2 x 128 tokens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat import check_parity, load_pretrained, load_tokenizer
+from compat.dialects import DIALECTS, linear
+from tests.conftest import MakeCheckpoint
+from tests.parity.gradients import (
+    key_bias_gradients,
+    our_gradients,
+    their_gradients,
+    worst_difference,
+)
+
+GPT2 = {"vocab_size": 50257, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256}
+# Weights as wide as those of trained models: with wider ones attention turns chaotic, and rounding
+# grows until it drowns what the comparison is about.
+WIDTH = {"initializer_range": 0.02, "noise": 0.02}
+SHAPES = {
+    "medium": {"n_embd": 1024, "n_head": 16},
+    "large": {"n_embd": 1280, "n_head": 20},
+    "xl": {"n_embd": 1600, "n_head": 25},
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2(make_checkpoint: MakeCheckpoint, shared: Path) -> Path:
+    """A checkpoint of the 124M shape with GPT-2's own tokenizer."""
+    folder = make_checkpoint(**GPT2, **WIDTH, n_embd=768, n_layer=12, n_head=12)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(shared / "data/gpt2-tokenizer" / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ids(gpt2: Path, shared: Path) -> Tensor:
+    """Shakespeare in GPT-2's tokens, (2, 128)."""
+    text = (shared / "data/tinyshakespeare.txt").read_text()[:2000]
+    return torch.tensor(load_tokenizer(gpt2).encode(text)[:256]).view(2, 128)
+
+
+def test_conv1d_is_bit_identical_at_every_tap(gpt2: Path, ids: Tensor) -> None:
+    report = check_parity("conv1d", gpt2, input_ids=ids)
+    assert report.passed and len(report.taps) == 12 * 13 + 3
+    assert all(result.accumulated.max_abs == 0.0 for result in report.taps)
+    assert all(result.local.max_abs == 0.0 for result in report.taps)
+    assert all(r.accumulated.bit_identical and r.local.bit_identical for r in report.taps)
+
+
+def test_linear_errs_at_most_twice_as_much_as_the_reference(gpt2: Path, ids: Tensor) -> None:
+    report = check_parity("linear", gpt2, input_ids=ids)
+    assert report.passed and report.calibrated, report.headline
+    assert all(r.accumulated.ratio is not None and r.accumulated.ratio <= 2 for r in report.taps)
+    assert all(r.local.ratio is not None and r.local.ratio <= 2 for r in report.taps)
+    not_identical = {r.tap.rpartition(".")[2] for r in report.taps if not r.local.bit_identical}
+    assert not_identical <= {"ln_1", "ln_2", "ln_f"}
+
+
+def test_a_mistake_is_found_at_full_size(gpt2: Path, ids: Tensor) -> None:
+    model = load_pretrained(gpt2, "linear")
+    assert isinstance(model, linear.GPTModel)
+    model.trf_blocks[7].feedforward.layers[1] = nn.GELU()
+    assert check_parity(model, gpt2, input_ids=ids).first_divergence == "h.7.act"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_half_precision(gpt2: Path, ids: Tensor, dialect: str, dtype: torch.dtype) -> None:
+    report = check_parity(dialect, gpt2, input_ids=ids, dtype=dtype)
+    assert report.passed and report.calibrated, report.headline
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_layers_of_the_larger_models(
+    make_checkpoint: MakeCheckpoint, shape: str, dialect: str
+) -> None:
+    folder = make_checkpoint(**GPT2, **WIDTH, **SHAPES[shape], n_layer=2)
+    report = check_parity(dialect, folder)
+    shutil.rmtree(folder)  # half a gigabyte each
+    assert report.passed and report.input_shape == (2, 128), report.headline
+    if dialect == "conv1d":
+        assert all(r.accumulated.max_abs == 0.0 == r.local.max_abs for r in report.taps)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_gradients(gpt2: Path, ids: Tensor, dialect: str) -> None:
+    ours = our_gradients(load_pretrained(gpt2, dialect), ids)
+    theirs = their_gradients(gpt2, ids, torch.float32)
+    assert len(ours) == 148
+    worst, name = worst_difference(ours, theirs)
+    assert worst <= 1e-4, name
+    assert max(key_bias_gradients(ours)) <= 1e-4

@@ -1,0 +1,82 @@
+"""The house rules that a reader may rely on, read off the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compat
+
+ROOT = Path(compat.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# From the ground up; a file may import from its own floor's package and from the floors below.
+FLOORS = [
+    {"errors"},
+    {"config", "layers", "name_map", "taps"},
+    {"checkpoint", "dialects"},
+    {"loading", "tokenizer"},
+    {"parity", "generation"},
+    {"cli"},
+]
+LEVEL = {part: level for level, floor in enumerate(FLOORS) for part in floor}
+OWNERS = {
+    "transformers": "parity/reference.py",
+    "tiktoken": "tokenizer.py",
+    "huggingface_hub": "checkpoint/hub.py",
+}
+
+
+def part_of(path: Path) -> str:
+    """ "parity" for parity/trace.py, "config" for config.py."""
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """The dotted names of all modules that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path: Path) -> None:
+    own = part_of(path)
+    if own in ("__init__", "demo"):
+        return
+    for name in imported(path):
+        if name.startswith("compat."):
+            other = name.split(".")[1]
+            assert other == own or LEVEL[other] < LEVEL[own] or {own, other} <= FLOORS[1], name
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_each_heavy_library_is_imported_in_one_file(library: str) -> None:
+    users = [path for path in FILES if any(n.split(".")[0] == library for n in imported(path))]
+    assert [str(path.relative_to(ROOT)) for path in users] == [OWNERS[library]]
+
+
+def test_import_of_compat_pulls_in_none_of_them() -> None:
+    code = f"import compat, sys; print({set(OWNERS)!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert compat.__all__ == sorted(compat.__all__)
+    assert all(getattr(compat, name).__doc__ for name in compat.__all__)
+
+
+def test_command_scripts_are_short() -> None:
+    for name in ("load", "parity", "generate"):
+        assert len((ROOT.parent / "scripts" / f"{name}.py").read_text().splitlines()) <= 15
