@@ -1,4 +1,6 @@
-"""Everything that `compat` raises on bad input, one class per kind."""
+"""What `compat` raises on bad input, one class per kind, and how its messages list things."""
+
+from collections.abc import Sequence
 
 
 class CompatError(Exception):
@@ -31,3 +33,15 @@ class TokenizerError(CompatError):
 
 class GenerationError(CompatError):
     """A generation request that cannot be met."""
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first names and how many more there are, in one line."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
+    """A headline and the first faults below it, a line each, and how many more there are."""
+    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+    return "\n  ".join([headline, *faults[:most], *more])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX
 from compat.dialects import Block, Model, dialect_of, get_dialect
-from compat.errors import CheckpointError, ConfigError, NameMapError
-from compat.name_map import NameMap, Row, listed
+from compat.errors import CheckpointError, ConfigError, NameMapError, lines, listed
+from compat.name_map import NameMap, Row
 
 Source = str | Path | Checkpoint
 
@@ -148,7 +148,7 @@ def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
     if unknown := sorted(mapped - stored):
         faults.append(f"{len(unknown)} rows name no tensor: {listed(unknown)}")
     if faults:
-        raise NameMapError(_lines(f"the name map does not fit {checkpoint.weights}:", faults))
+        raise NameMapError(lines(f"the name map does not fit {checkpoint.weights}:", faults))
     return rows
 
 
@@ -159,7 +159,7 @@ def _assign(
     dtype: torch.dtype | None,
     device: str | torch.device | None,
 ) -> None:
-    """Check that everything fits, then give every parameter its tensor without copying it again.
+    """Check that everything fits, then give every parameter its tensor.
 
     `dtype` and `device` None mean those that each parameter has now.
     """
@@ -174,9 +174,8 @@ def _assign(
             continue
         for name, value in zip(row.ours, row.op.load(checkpoint.read(row.hf)), strict=True):
             old = parameters[name]
-            new = nn.Parameter(
-                value.to(device or old.device, dtype or old.dtype), old.requires_grad
-            )
+            value = value.to(device or old.device, dtype or old.dtype)
+            new = nn.Parameter(value, old.requires_grad)
             # Parameters that the model ties stay one, and must get one and the same value.
             first, tied = made.setdefault(id(old), (name, new))
             if tied is not new and not torch.equal(tied, new):
@@ -185,7 +184,10 @@ def _assign(
                     "tensors for them; untie them in the model"
                 )
             state[name] = tied
-    model.load_state_dict(state, strict=False, assign=True)  # strictness was checked above, by name
+    # A model on the meta device takes the tensors themselves, any other keeps its parameters and is
+    # written into, so that an optimizer holds on to them. Strictness was checked above, by name.
+    on_meta = any(parameter.is_meta for parameter in parameters.values())
+    model.load_state_dict(state, strict=False, assign=on_meta)
 
 
 def _is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
@@ -202,7 +204,7 @@ def _check_names(model: nn.Module, rows: list[Row], parameters: Mapping[str, Ten
     if unmapped := [name for name in parameters if name not in set(targets)]:
         faults.append(f"{len(unmapped)} parameters of the model have no row: {listed(unmapped)}")
     if faults:
-        raise NameMapError(_lines(f"the name map does not fit {type(model).__name__}:", faults))
+        raise NameMapError(lines(f"the name map does not fit {type(model).__name__}:", faults))
 
 
 def _check_shapes(
@@ -226,7 +228,7 @@ def _check_shapes(
             ]
     if faults:
         raise NameMapError(
-            _lines(f"{checkpoint.weights} does not fit {type(model).__name__}:", faults)
+            lines(f"{checkpoint.weights} does not fit {type(model).__name__}:", faults)
         )
 
 
@@ -240,8 +242,3 @@ def _check_dropped(
             f"{checkpoint.weights} has {len(lost)} biases that {type(model).__name__} has no place "
             f"for and that are not zero: {listed(lost)}; give the module its biases"
         )
-
-
-def _lines(headline: str, faults: list[str], most: int = 10) -> str:
-    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
-    return "\n  ".join([headline, *faults[:most], *more])

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compat.errors import NameMapError
+from compat.errors import NameMapError, listed
 
 
 class Op(Protocol):
@@ -129,9 +129,3 @@ class NameMap:
         ):
             n_layer += 1
         return n_layer
-
-
-def listed(names: Collection[str], most: int = 10) -> str:
-    """The first `most` names, and how many more there are, for error messages."""
-    shown = ", ".join(list(names)[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compat.errors import CheckpointError
-from compat.name_map import listed
+from compat.errors import CheckpointError, listed
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -13,10 +14,13 @@ from compat.checkpoint.files import TensorFile, TensorInfo, open_file, read_json
 from compat.checkpoint.hub import fetch
 from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX, expected_shapes, mask_buffers
 from compat.config import GPT2Config
-from compat.errors import CheckpointError
-from compat.name_map import listed
+from compat.errors import CheckpointError, lines, listed
+
+Stored = dict[str, tuple[TensorFile, str]]  # name → its file, and the name it has in there
 
 DEMO = Path(__file__).parent.parent / "demo"
+
+HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
 # In the order in which they are looked for: safetensors first, as one file or in shards.
 WEIGHT_FILES = (
@@ -42,7 +46,7 @@ class Checkpoint:
     config: GPT2Config
     infos: dict[str, TensorInfo]
     notes: list[str]
-    _files: dict[str, tuple[TensorFile, str]]
+    _files: Stored
 
     @property
     def folder(self) -> Path:
@@ -50,12 +54,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest data type among the tensors."""
-        dtype = torch.float16
-        for info in self.infos.values():
-            assert isinstance(info.dtype, torch.dtype)
-            dtype = info.dtype if dtype is torch.float16 else torch.promote_types(dtype, info.dtype)
-        return dtype
+        """The data type of the tensors, or the widest where they differ."""
+        dtypes = {info.dtype for info in self.infos.values() if isinstance(info.dtype, torch.dtype)}
+        return reduce(torch.promote_types, dtypes)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own.
@@ -91,7 +92,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     weights = find_weights(source, revision)
     config = GPT2Config.from_dict(read_json(weights.parent / "config.json"))
     paths = shards_of(weights) if weights.name.endswith(".index.json") else [weights]
-    files: dict[str, tuple[TensorFile, str]] = {}
+    files: Stored = {}
     for path in paths:
         file = open_file(path)
         for stored in file.infos:
@@ -107,8 +108,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def find_weights(source: str | Path, revision: str | None) -> Path:
     """The weights file, or index of shards, that a source means."""
     path = DEMO if source == "demo" else Path(source)
-    if not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
-        path = fetch(str(source), revision)
+    if isinstance(source, str) and not path.exists() and re.fullmatch(HUB_ID, source):
+        path = fetch(source, revision)
     if path.is_file():
         return path
     if not path.is_dir():
@@ -122,9 +123,7 @@ def find_weights(source: str | Path, revision: str | None) -> Path:
     raise CheckpointError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
-def _checked(
-    weights: Path, config: GPT2Config, files: dict[str, tuple[TensorFile, str]]
-) -> Checkpoint:
+def _checked(weights: Path, config: GPT2Config, files: Stored) -> Checkpoint:
     """Compare the set of tensors with the set that the config asks for."""
     notes = []
     masks = files.keys() & mask_buffers(config)
@@ -148,11 +147,10 @@ def _checked(
         if name in infos and infos[name].shape != expected[name]
     ]
     if faults:
+        headline = f"{weights} does not hold the tensors that its config.json asks for:"
         raise CheckpointError(
-            f"{weights} does not hold the tensors that its config.json asks for:\n  "
-            + "\n  ".join(faults[:10])
-            + (f"\n  and {len(faults) - 10} more" if len(faults) > 10 else "")
-            + "\nCheck that the two belong together and that its sizes are right."
+            lines(headline, faults)
+            + "\nCheck that the two belong together and its sizes are right."
         )
     if strange := [
         f"{name} ({infos[name].dtype})" for name in expected if not _is_float(infos[name])
@@ -165,9 +163,7 @@ def _checked(
     return Checkpoint(weights, config, {name: infos[name] for name in expected}, notes, files)
 
 
-def _settle_head(
-    config: GPT2Config, files: dict[str, tuple[TensorFile, str]], notes: list[str]
-) -> GPT2Config:
+def _settle_head(config: GPT2Config, files: Stored, notes: list[str]) -> GPT2Config:
     """An absent tied head is the embedding; a stored one is compared with it."""
     if not config.tie_word_embeddings or EMBEDDING not in files:
         return config

@@ -13,8 +13,7 @@ from torch import nn
 
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import HEAD, PREFIX
-from compat.errors import ParityError
-from compat.name_map import listed
+from compat.errors import ParityError, listed
 from compat.taps import Tap, expand_taps
 
 VERSION: str = transformers.__version__

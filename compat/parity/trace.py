@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.errors import ParityError
+from compat.errors import ParityError, listed
 from compat.taps import Tap
 
 Trace = dict[str, Tensor]
@@ -46,7 +46,7 @@ def trace(
             hooks.enter_context(_hook(modules[tap.module], tap, recorded, value))
         model(input_ids)
     if silent := [tap.name for tap in taps if tap.name not in recorded]:
-        raise ParityError(f"{type(model).__name__} never came by its taps {', '.join(silent[:10])}")
+        raise ParityError(f"{type(model).__name__} never came by its taps {listed(silent)}")
     return {tap.name: recorded[tap.name] for tap in taps}
 
 

@@ -1,0 +1,160 @@
+"""Activations against transformers' and torch's own formulas, and the key/value cache."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from compat import ConfigError, GPT2Config
+from compat.layers import ACTIVATIONS, GELU, KVCache, activation, position_ids
+
+
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    """A fine grid over the bend, both far tails, zeros of both signs and random values."""
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 3e4, -3e4])
+    return torch.cat([torch.linspace(-12, 12, 4801), 3 * torch.randn(4000), special]).to(dtype)
+
+
+def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal with the same sign of zero."""
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours, theirs)
+    assert torch.equal(ours.signbit(), theirs.signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_is_transformers_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    x = inputs(dtype)
+    assert_same_bits(activation(name)(x.clone()), ACT2FN[name](x.clone()))
+
+
+def test_gelu_is_gelu_new() -> None:
+    assert isinstance(activation("gelu_new"), GELU)
+
+
+def test_gelu_is_the_tanh_formula() -> None:
+    """In float64, by Python's own tanh."""
+    x = torch.linspace(-6, 6, 241, dtype=torch.float64)
+    expected = [
+        0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+        for v in x.tolist()
+    ]
+    assert torch.allclose(GELU()(x), x.new_tensor(expected), rtol=1e-13, atol=1e-15)
+    assert torch.allclose(GELU()(x), F.gelu(x, approximate="tanh"), rtol=1e-13, atol=1e-15)
+
+
+def test_gelu_differs_from_the_exact_form_by_half_a_thousandth() -> None:
+    """The two forms are 4.7e-4 apart at most, at |x| near 2.7: small, and no rounding error."""
+    x = torch.linspace(-6, 6, 120_001, dtype=torch.float64)
+    apart = (GELU()(x) - F.gelu(x)).abs()
+    assert 4.7e-4 < apart.max() < 4.8e-4
+    assert x[apart.argmax()].abs() == pytest.approx(2.7, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["gelu_fast", "GELU_NEW", "", "relu2"])
+def test_an_unknown_activation_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        activation(name)
+    assert repr(name) in str(caught.value)
+    assert "activation_function" in str(caught.value)
+    assert all(known in str(caught.value) for known in ACTIVATIONS)
+
+
+def kv(T: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (2, 3, T, 4)."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 2, 3, T, 4, generator=generator).to(dtype)
+    return k, v
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [3, 1, 2], [1, 4], [2, 3]])
+def test_the_cache_returns_all_that_was_appended_in_order(lengths: list[int]) -> None:
+    cache, keys, values = KVCache(7), [], []
+    for step, T in enumerate(lengths):
+        k, v = kv(T, step)
+        keys.append(k)
+        values.append(v)
+        all_keys, all_values = cache.append(k, v)
+        assert torch.equal(all_keys, torch.cat(keys, dim=2))
+        assert torch.equal(all_values, torch.cat(values, dim=2))
+        assert cache.length == sum(lengths[: step + 1])
+    assert cache.capacity == 7
+
+
+def test_the_cache_is_filled_to_its_capacity_in_place() -> None:
+    cache = KVCache(4)
+    cache.append(*kv(3, 0))
+    buffer = cache.keys
+    k, v = cache.append(*kv(1, 1))
+    assert cache.keys is buffer
+    assert k.shape == v.shape == buffer.shape == (2, 3, 4, 4)
+
+
+def test_the_cache_keeps_copies() -> None:
+    cache, (k, v) = KVCache(4), kv(2, 0)
+    before = k.clone()
+    cache.append(k, v)
+    k.zero_()
+    assert torch.equal(cache.append(*kv(1, 1))[0][:, :, :2], before)
+
+
+def test_the_cache_takes_the_data_type_of_what_comes_first() -> None:
+    k, v = KVCache(4).append(*kv(2, 0, torch.bfloat16))
+    assert k.dtype == v.dtype == torch.bfloat16
+
+
+def test_a_full_cache_refuses_more() -> None:
+    cache = KVCache(3)
+    cache.append(*kv(2, 0))
+    with pytest.raises(RuntimeError):
+        cache.append(*kv(2, 1))
+
+
+def caches(length: int) -> list[KVCache]:
+    """Two layers' caches that have seen `length` positions."""
+    cache = [KVCache(10), KVCache(10)]
+    for layer in cache:
+        if length:
+            layer.append(*kv(length, 0))
+    return cache
+
+
+@pytest.mark.parametrize(("past", "T"), [(0, 1), (0, 4), (3, 1), (5, 2)])
+def test_positions_go_on_where_the_cache_ends(past: int, T: int) -> None:
+    found = position_ids(torch.zeros(2, T, dtype=torch.long), caches(past), None)
+    assert found.tolist() == list(range(past, past + T))
+
+
+def test_positions_start_at_zero_without_a_cache() -> None:
+    assert position_ids(torch.zeros(2, 3, dtype=torch.long), None, None).tolist() == [0, 1, 2]
+
+
+MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_positions_count_only_what_the_mask_shows(dtype: torch.dtype) -> None:
+    found = position_ids(torch.zeros(3, 5, dtype=torch.long), None, MASK.to(dtype))
+    shown = [row[mask.bool()].tolist() for row, mask in zip(found, MASK, strict=True)]
+    assert shown == [[0, 1, 2, 3, 4], [0, 1, 2], [0]]
+    assert found.dtype == torch.long
+
+
+def test_positions_of_padding_lie_inside_the_embedding() -> None:
+    found = position_ids(torch.zeros(3, 5, dtype=torch.long), None, MASK)
+    assert found.min() >= 0
+    assert found.max() < GPT2Config().n_positions
+
+
+@pytest.mark.parametrize("past", [1, 3, 4])
+def test_positions_with_mask_and_cache_are_the_last_of_those_without_cache(past: int) -> None:
+    whole = position_ids(torch.zeros(3, 5, dtype=torch.long), None, MASK)
+    rest = position_ids(torch.zeros(3, 5 - past, dtype=torch.long), caches(past), MASK)
+    assert torch.equal(rest, whole[:, past:])
+    assert rest[:, -1].tolist() == [4, 2, 0]
