@@ -94,6 +94,10 @@ class GPT2Config:
                 raise ConfigError(
                     f"config field {field.name!r} is {value!r}; expected {field.type}"
                 )
+        if not all(type(token_id) is int for token_id in self.stop_ids):
+            raise ConfigError(
+                f"config field 'eos_token_id' is {self.eos_token_id!r}; expected whole numbers"
+            )
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
             if getattr(self, name) < 1:
                 field_name = "n_inner" if name == "d_inner" else name
@@ -157,6 +161,8 @@ class GPT2Config:
         Raises:
             ConfigError: not a GPT-2, an unknown field, two names of one field that disagree.
         """
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields")
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(f"config has model_type {raw['model_type']!r}; expected 'gpt2'")
         known: dict[str, Any] = {}

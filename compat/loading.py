@@ -112,19 +112,20 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
                 f"{type(model).__name__} is not one of compat's models; give its name_map"
             )
         name_map = dialect.name_map
-    parameters = {k: v.detach() for k, v in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = name_map.expand(name_map.count_layers(parameters))
     _check_names(model, rows, parameters)
     tensors: dict[str, Tensor] = {}
     for row in rows:
         if not _is_dropped(row, parameters):
-            tensors[row.hf] = row.op.save([parameters[name] for name in row.ours])
+            tensors[row.hf] = row.op.save([parameters[name].detach() for name in row.ours])
     for row in rows:
         if _is_dropped(row, parameters):  # a bias is as long as the last axis of its weight
             weight = tensors[row.hf.removesuffix("bias") + "weight"]
             tensors[row.hf] = weight.new_zeros(weight.shape[-1])
     untied = getattr(getattr(model, "config", None), "tie_word_embeddings", True) is False
-    if HEAD in tensors and not untied and torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if head is not None and embedding is not None and not untied and torch.equal(head, embedding):
         del tensors[HEAD]
     return {
         k if k == HEAD else PREFIX + k: tensors[k] for k in (r.hf for r in rows) if k in tensors
@@ -163,19 +164,19 @@ def _assign(
 
     `dtype` and `device` None mean those that each parameter has now.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype is {dtype}; weights need a floating-point type")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_names(model, rows, parameters)
     _check_shapes(model, rows, parameters, checkpoint)
     _check_dropped(model, rows, parameters, checkpoint)
     made: dict[int, tuple[str, nn.Parameter]] = {}
-    state: dict[str, Tensor] = {}
     for row in rows:
         if _is_dropped(row, parameters):
             continue
         for name, value in zip(row.ours, row.op.load(checkpoint.read(row.hf)), strict=True):
             old = parameters[name]
-            value = value.to(device or old.device, dtype or old.dtype)
-            new = nn.Parameter(value, old.requires_grad)
+            new = nn.Parameter(_converted(row.hf, value, old, dtype, device), old.requires_grad)
             # Parameters that the model ties stay one, and must get one and the same value.
             first, tied = made.setdefault(id(old), (name, new))
             if tied is not new and not torch.equal(tied, new):
@@ -183,11 +184,28 @@ def _assign(
                     f"the model ties {name} to {first}, but {checkpoint.weights} has different "
                     "tensors for them; untie them in the model"
                 )
-            state[name] = tied
     # A model on the meta device takes the tensors themselves, any other keeps its parameters and is
     # written into, so that an optimizer holds on to them. Strictness was checked above, by name.
+    state = {name: made[id(parameter)][1] for name, parameter in parameters.items()}
     on_meta = any(parameter.is_meta for parameter in parameters.values())
     model.load_state_dict(state, strict=False, assign=on_meta)
+
+
+def _converted(
+    name: str,
+    value: Tensor,
+    old: Tensor,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> Tensor:
+    """The value in the data type and on the device wanted, or those of the old parameter."""
+    new = value.to(device or ("cpu" if old.is_meta else old.device), dtype or old.dtype)
+    if new.dtype != value.dtype and not torch.isfinite(new).all():
+        raise CheckpointError(
+            f"{name} has values up to {value.abs().max().item():.6g}, beyond {new.dtype}; "
+            "load it in a wider data type"
+        )
+    return new
 
 
 def _is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
@@ -196,13 +214,21 @@ def _is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
 
 
 def _check_names(model: nn.Module, rows: list[Row], parameters: Mapping[str, Tensor]) -> None:
-    """Every parameter is in the map, and every name of the map in the model, biases aside."""
+    """Every parameter is in the map, or tied to one, and every name of the map in the model.
+
+    Biases that the model lacks are looked at elsewhere.
+    """
     targets = [name for row in rows if not _is_dropped(row, parameters) for name in row.ours]
     faults = []
     if absent := [name for name in targets if name not in parameters]:
         faults.append(f"{len(absent)} of its names are not in the model: {listed(absent)}")
-    if unmapped := [name for name in parameters if name not in set(targets)]:
+    filled = {id(parameters[name]) for name in targets if name in parameters}
+    if unmapped := [name for name, parameter in parameters.items() if id(parameter) not in filled]:
         faults.append(f"{len(unmapped)} parameters of the model have no row: {listed(unmapped)}")
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        faults.append(
+            f"{len(empty)} buffers are on the meta device, without values: {listed(empty)}"
+        )
     if faults:
         raise NameMapError(lines(f"the name map does not fit {type(model).__name__}:", faults))
 
@@ -214,7 +240,11 @@ def _check_shapes(
     faults = []
     for row in rows:
         shape = checkpoint.infos[row.hf].shape
-        made = row.op.load(torch.empty(shape, device="meta"))
+        try:
+            made = row.op.load(torch.empty(shape, device="meta"))
+        except NameMapError as error:
+            faults.append(f"{row.hf}: {error}")
+            continue
         if len(made) != len(row.ours):
             faults.append(
                 f"{row.hf}: {row.op} makes {len(made)} tensors, the row names {len(row.ours)}"

@@ -30,10 +30,10 @@ class Same:
     """The tensor as it is."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (tensor,)
+        return (tensor.contiguous(),)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0]
+        return tensors[0].contiguous()
 
     def __str__(self) -> str:
         return "same"

@@ -133,8 +133,9 @@ def test_a_pickle_of_parameters_is_read_as_tensors(write: Write, state: State) -
     holds(open_checkpoint(write(parameters, "pytorch_model.bin")), state)
 
 
-def test_each_read_has_memory_of_its_own(tiny: Path, state: State) -> None:
-    checkpoint = open_checkpoint(tiny)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_each_read_has_memory_of_its_own(write: Write, state: State, name: str) -> None:
+    checkpoint = open_checkpoint(write(state, name))
     checkpoint.read("wte.weight").zero_()
     holds(checkpoint, state)
 
@@ -515,3 +516,7 @@ def test_a_file_of_another_kind(write: Write, state: State) -> None:
     path = write(state) / "model.gguf"
     path.write_bytes(b"GGUF")
     refused(path, "expected .safetensors or .bin")
+
+
+def test_a_lie_about_the_depth_is_refused_at_once(write: Write, state: State) -> None:
+    refused(write(state, n_layer=10**9), "n_layer", "1000000000", f"{len(state)} tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -365,6 +366,14 @@ def test_load_into_keeps_dtype_mode_and_frozen_parameters(tiny: Path) -> None:
     )
 
 
+def test_load_into_keeps_the_parameters_that_an_optimizer_holds(tiny: Path) -> None:
+    model = MyGPT2()
+    held = torch.optim.SGD(model.parameters()).param_groups[0]["params"]
+    load_into(model, my_map(), tiny)
+    assert {id(parameter) for parameter in held} == {id(p) for p in model.parameters()}
+    assert torch.equal(held[0], load_file(tiny / "model.safetensors")["transformer.wte.weight"])
+
+
 def untouched(
     model: nn.Module,
     name_map: NameMap,
@@ -480,11 +489,40 @@ def test_load_into_changes_nothing_when_the_last_tensor_is_not_finite(tmp_path: 
     untouched(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
 
 
-def test_load_into_refuses_a_module_without_memory(tiny: Path) -> None:
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_load_into_fills_a_module_built_on_the_meta_device(tiny: Path, head: str) -> None:
     with torch.device("meta"):
-        model = MyGPT2()
-    with pytest.raises(CompatError, match="meta"):
+        model = MyGPT2(head)
+    load_into(model, my_map(), tiny)
+    ordinary = MyGPT2(head)
+    load_into(ordinary, my_map(), tiny)
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids), ordinary(ids))
+    assert (model.head.weight is model.tokens.weight) == (head == "tied")
+
+
+def test_load_into_refuses_buffers_that_nothing_would_fill(tiny: Path) -> None:
+    with torch.device("meta"):
+        model = MyGPT2("tied")
+        model.register_buffer("mask", torch.ones(32, 32), persistent=False)
+    with pytest.raises(CompatError, match="1 buffers are on the meta device.*: mask"):
         load_into(model, my_map(), tiny)
+
+
+def test_weights_beyond_the_data_type_are_refused(tmp_path: Path, tiny: Path) -> None:
+    """A cast to float16 would turn them into infinity without a word."""
+    state = load_file(tiny / "model.safetensors")
+    state["transformer.h.1.mlp.c_fc.weight"][3, 4] = -70000.0
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(tiny / "config.json", tmp_path)
+    load_pretrained(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(CompatError, match=r"h\.1\.mlp\.c_fc\.weight has values up to 70000"):
+        load_pretrained(tmp_path, dtype=torch.float16)
+
+
+def test_weights_of_whole_numbers_are_not_to_be_had(tiny: Path) -> None:
+    with pytest.raises(CompatError, match=r"dtype is torch\.int64"):
+        load_pretrained(tiny, dtype=torch.int64)
 
 
 # Blocks that lack biases.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast
@@ -29,7 +28,7 @@ class TensorFile(Protocol):
     infos: dict[str, TensorInfo]
 
     def read(self, name: str) -> Tensor:
-        """A copy of the tensor in memory: a file that is later cut short must not take it away."""
+        """A contiguous copy in memory: a file that is later cut short must not take it away."""
         ...
 
 
@@ -52,7 +51,8 @@ class SafetensorsFile:
             self._file = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{path} cannot be read as safetensors: {error}; download or export it again"
+                f"{path} cannot be read as safetensors: {_looks_like(path) or error}; "
+                "download or export it again"
             ) from error
         self.infos: dict[str, TensorInfo] = {}
         for name in self._file.keys():
@@ -62,7 +62,7 @@ class SafetensorsFile:
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class PickleFile:
@@ -71,17 +71,26 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         try:
             self._tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except Exception as error:  # a damaged file makes the unpickler raise nearly anything
             raise CheckpointError(
-                f"{path} cannot be read as a PyTorch file of plain tensors: {reason}; "
-                "download it again, or ask its author for safetensors"
+                f"{path} cannot be read as a PyTorch file of plain tensors: "
+                f"{_looks_like(path) or 'damaged, or holding other objects'} "
+                f"({type(error).__name__}); download it again, or ask its author for safetensors"
             ) from error
         if not isinstance(self._tensors, dict) or not all(
-            isinstance(k, str) and isinstance(v, Tensor) for k, v in self._tensors.items()
+            isinstance(name, str) and isinstance(tensor, Tensor)
+            for name, tensor in self._tensors.items()
         ):
             raise CheckpointError(
                 f"{path} holds no plain dictionary of named tensors, as a checkpoint does"
+            )
+        if strange := [
+            name
+            for name, tensor in self._tensors.items()
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized
+        ]:
+            raise CheckpointError(
+                f"{path}: {listed(strange)}: no dense tensors with data of their own"
             )
         self.infos: dict[str, TensorInfo] = {
             k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()
@@ -89,7 +98,7 @@ class PickleFile:
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._tensors[name]
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def open_file(path: Path) -> TensorFile:
@@ -107,6 +116,22 @@ def open_file(path: Path) -> TensorFile:
     )
 
 
+def _looks_like(path: Path) -> str | None:
+    """What the first bytes say that the file is, where that is another thing than its name says."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(64).lstrip().lower()
+    except OSError:
+        return None
+    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "it is a web page, saved under this name"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the file itself"
+    if path.suffix == ".safetensors" and start.startswith((b"pk\x03\x04", b"\x80")):
+        return "it is a pickle of PyTorch's, under the name of safetensors"
+    return None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -117,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; it belongs beside the weights") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object")

@@ -32,9 +32,9 @@ def fetch(repo_id: str, revision: str | None) -> Path:
         Exception
     ) as error:  # the client's errors, and its HTTP library's, share no narrower class
         at = f" at revision {revision!r}" if revision else ""
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HubError(
-            f"{repo_id!r}{at} could not be fetched from the Hugging Face hub: {reason} "
+            f"{repo_id!r}{at} could not be fetched from the Hugging Face hub: {reason}\n"
             "Check the name and the connection, or give a local folder."
         ) from error
     return folder

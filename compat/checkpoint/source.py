@@ -36,12 +36,14 @@ class Checkpoint:
     """A GPT-2 on disk whose names, shapes and data types are those its config asks for.
 
     Args:
+        source: what the user named.
         weights: the file or index that the tensors come from; `config.json` lies beside it.
         config: the configuration, with `tie_word_embeddings` as the tensors have it.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
         notes: what was found and passed over, in words.
     """
 
+    source: str
     weights: Path
     config: GPT2Config
     infos: dict[str, TensorInfo]
@@ -85,7 +87,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 
     Raises:
         CheckpointError: nothing there, unreadable, or tensors missing, left over, of the wrong
-            shape or data type; all of them are named.
+            shape or data type; the first ten of each are named, the rest counted.
         HubError: the hub could not be reached or lacks it.
         ConfigError: the config is not understood.
     """
@@ -102,7 +104,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
                     f"{path} holds {name} a second time (as {stored}); each belongs once"
                 )
             files[name] = file, stored
-    return _checked(weights, config, files)
+    return _checked(str(source), weights, config, files)
 
 
 def find_weights(source: str | Path, revision: str | None) -> Path:
@@ -123,8 +125,13 @@ def find_weights(source: str | Path, revision: str | None) -> Path:
     raise CheckpointError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
-def _checked(weights: Path, config: GPT2Config, files: Stored) -> Checkpoint:
+def _checked(source: str, weights: Path, config: GPT2Config, files: Stored) -> Checkpoint:
     """Compare the set of tensors with the set that the config asks for."""
+    if config.n_layer > len(files):  # before a million names are written out
+        raise CheckpointError(
+            f"{weights} has {len(files)} tensors, fewer than the {config.n_layer} layers (n_layer) "
+            "of its config.json; check that the two belong together"
+        )
     notes = []
     masks = files.keys() & mask_buffers(config)
     if masks:
@@ -160,7 +167,8 @@ def _checked(weights: Path, config: GPT2Config, files: Stored) -> Checkpoint:
         )
     if len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")
-    return Checkpoint(weights, config, {name: infos[name] for name in expected}, notes, files)
+    infos = {name: infos[name] for name in expected}
+    return Checkpoint(source, weights, config, infos, notes, files)
 
 
 def _settle_head(config: GPT2Config, files: Stored, notes: list[str]) -> GPT2Config:
@@ -187,4 +195,4 @@ def _shape_fault(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _is_float(info: TensorInfo) -> bool:
-    return isinstance(info.dtype, torch.dtype) and info.dtype.is_floating_point
+    return info.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

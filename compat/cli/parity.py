@@ -68,15 +68,21 @@ def show(report: ParityReport, quiet: bool = False) -> None:
 def _table(report: ParityReport) -> Table:
     B, T = report.input_shape
     table = Table(
-        title=f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} x {T} ids",
-        caption="x: our error over the reference's own, both against float64; up to 2 passes"
+        title=f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids",
+        caption="× ref: our error over the reference's own, both against float64; up to 2 passes"
         if report.calibrated
         else "no float64 run: only local differences are judged",
     )
     table.add_column("layer")
-    for kind in ("accumulated", "local"):
-        for measure in ("max|Δ|", "rms", "x"):
-            table.add_column(f"{kind}\n{measure}", justify="right")
+    for heading in (
+        "accumulated\nmax|Δ|",
+        "\nΔ/RMS",
+        "\n× ref",
+        "local\nmax|Δ|",
+        "\nΔ/RMS",
+        "\n× ref",
+    ):
+        table.add_column(heading, justify="right")
     table.add_column("bit-identical")
     table.add_column("verdict")
     for layer, group in groupby(report.taps, key=lambda result: _layer(result.tap)):
@@ -101,8 +107,8 @@ def _worst(found: list[Difference]) -> list[str]:
     """The largest max|Δ|, relative RMS, and error as a multiple of the reference's own."""
     ratios = [d.ratio for d in found if d.ratio is not None]
     return [
-        f"{max(d.max_abs for d in found):.1e}",
-        f"{max(d.rel_rms for d in found):.1e}",
+        _number(max(d.max_abs for d in found)),
+        _number(max(d.rel_rms for d in found)),
         f"{max(ratios):.2f}" if ratios else "-",
     ]
 
@@ -113,3 +119,7 @@ def _identical(results: list[TapResult]) -> str:
     far = sum(result.accumulated.bit_identical for result in results)
     near = sum(result.local.bit_identical for result in results)
     return f"{total}/{total}" if far == near == total else f"{far}/{total}, local {near}/{total}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,7 +60,6 @@ def generate(
     return torch.cat([input_ids, *(ids[:, None] for ids in steps)], dim=1)
 
 
-@torch.no_grad()
 def stream(
     model: Model,
     input_ids: Tensor,
@@ -76,29 +76,38 @@ def stream(
     """The ids (B,) of one new position after another; arguments and errors as in `generate`."""
     check_settings(temperature, top_k, top_p)
     _check_request(model, input_ids, max_new_tokens, attention_mask)
-    B, T = input_ids.shape
-    stop_ids = torch.tensor(
-        sorted(model.config.stop_ids if stop is None else stop), dtype=torch.long
+    choose = partial(
+        next_ids, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
     )
-    stop_ids = stop_ids.to(input_ids.device)
+    stop_ids = tuple(model.config.stop_ids if stop is None else stop)
+    return _steps(model, input_ids, max_new_tokens, choose, stop_ids, attention_mask, use_cache)
+
+
+@torch.no_grad()
+def _steps(
+    model: Model,
+    context: Tensor,
+    max_new_tokens: int,
+    choose: Callable[[Tensor], Tensor],
+    stop_ids: tuple[int, ...],
+    attention_mask: Tensor | None,
+    use_cache: bool,
+) -> Iterator[Tensor]:
+    """The loop; `context` is what the model reads next: all ids, then with a cache the newest."""
+    B, T = context.shape
+    stops = torch.tensor(stop_ids, dtype=torch.long, device=context.device)
     filler = model.config.pad_token_id
     if filler is None:
-        filler = int(stop_ids[0]) if len(stop_ids) else 0
+        filler = stop_ids[0] if stop_ids else 0
     cache = (
         [KVCache(T + max_new_tokens) for _ in range(model.config.n_layer)] if use_cache else None
     )
-    running = torch.ones(B, dtype=torch.bool, device=input_ids.device)
-    context = (
-        input_ids  # what the model reads next: everything, then with a cache only the newest id
-    )
+    running = torch.ones(B, dtype=torch.bool, device=context.device)
     for _ in range(max_new_tokens):
         logits = model(context, cache, attention_mask, logits_to_keep=1)[:, -1]  # (B, V)
-        ids = next_ids(
-            logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
-        ids = torch.where(running, ids, filler)
+        ids = torch.where(running, choose(logits), filler)
         yield ids
-        running = running & ~torch.isin(ids, stop_ids)
+        running = running & ~torch.isin(ids, stops)
         if not running.any():
             return
         context = ids[:, None] if use_cache else torch.cat([context, ids[:, None]], dim=1)
@@ -128,10 +137,11 @@ def _check_request(
         raise GenerationError(
             "the model is in training mode, with dropout on; call model.eval() first"
         )
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
+    whole = input_ids.dtype in (torch.int32, torch.int64)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not whole:
         raise GenerationError(
-            f"input_ids have shape {list(input_ids.shape)}; expected (B, T) with at least one id; "
-            "an empty prompt may start from the end-of-text id"
+            f"input_ids are {input_ids.dtype} of shape {list(input_ids.shape)}; expected whole "
+            "numbers (B, T), at least one; an empty prompt may start from the end-of-text id"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= config.vocab_size:

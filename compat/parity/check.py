@@ -82,7 +82,7 @@ def check_parity(
 
     dialect = dialect_of(model)
     return ParityReport(
-        model=str(checkpoint.folder if isinstance(source, Checkpoint) else source),
+        model=checkpoint.source,
         dialect=dialect.name if dialect else type(model).__name__,
         dtype=str(dtype).removeprefix("torch."),
         input_shape=(ids.shape[0], ids.shape[1]),
@@ -124,9 +124,11 @@ def _ids(checkpoint: Checkpoint, input_ids: Tensor | None, text: str | None) -> 
         input_ids = torch.tensor([load_tokenizer(checkpoint).encode(text)], dtype=torch.long)
     ids = random_ids(checkpoint) if input_ids is None else input_ids
     n_positions, vocab_size = checkpoint.config.n_positions, checkpoint.config.vocab_size
-    if ids.dim() != 2 or ids.numel() == 0 or ids.shape[1] > n_positions:
+    whole = ids.dtype in (torch.int32, torch.int64)
+    if ids.dim() != 2 or ids.numel() == 0 or ids.shape[1] > n_positions or not whole:
         raise ParityError(
-            f"input_ids have shape {list(ids.shape)}; expected (B, T), T from 1 to {n_positions}"
+            f"input_ids are {ids.dtype} of shape {list(ids.shape)}; expected whole numbers (B, T), "
+            f"T from 1 to {n_positions}"
         )
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ParityError(
