@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX
+from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
 from compat.dialects import Block, Model, dialect_of, get_dialect
 from compat.errors import CheckpointError, ConfigError, NameMapError, lines, listed
 from compat.name_map import NameMap, Row
@@ -96,7 +96,8 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
     """The model's weights under Hugging Face's names and in its `[in, out]` layout.
 
     Names are those of a file that `transformers` saves: with `transformer.`, without a head that
-    equals the embedding. Biases that the model lacks are written as zeros.
+    equals the embedding. Biases that the model lacks are written as zeros. Tensors that need no
+    rearranging share the model's memory, as those of `state_dict()` do.
 
     Args:
         model: a dialect's model, or any module with a name map.
@@ -127,9 +128,7 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if head is not None and embedding is not None and not untied and torch.equal(head, embedding):
         del tensors[HEAD]
-    return {
-        k if k == HEAD else PREFIX + k: tensors[k] for k in (r.hf for r in rows) if k in tensors
-    }
+    return {saved_name(row.hf): tensors[row.hf] for row in rows if row.hf in tensors}
 
 
 def _opened(source: Source, revision: str | None) -> Checkpoint:

@@ -9,6 +9,11 @@ HEAD, EMBEDDING = "lm_head.weight", "wte.weight"
 PREFIX = "transformer."  # of all names but the head's, in files that transformers saves
 
 
+def saved_name(name: str) -> str:
+    """The name under which `transformers` saves a tensor."""
+    return name if name == HEAD else PREFIX + name
+
+
 def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
     """Every tensor that a GPT-2 of this configuration has, the head included even if tied."""
     C, inner = config.n_embd, config.d_inner

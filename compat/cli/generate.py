@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated
 
 import torch
@@ -66,27 +66,19 @@ def generate_command(
         generator=generator,
     )
     new_ids: list[int] = []
-    pieces: list[str] = []
     start = time.perf_counter()
-    if not as_json:
-        _show(prompt)
-    for piece in tokenizer.stream(_until_stop(steps, checkpoint.config.stop_ids, new_ids)):
-        pieces.append(piece)
-        if not as_json:
-            _show(piece)
+    pieces = chain(
+        [prompt], tokenizer.stream(_until_stop(steps, checkpoint.config.stop_ids, new_ids))
+    )
+    if as_json:
+        text = "".join(pieces)
+    else:
+        for piece in chain(pieces, "\n"):
+            print(piece, end="", flush=True)
     rate = len(new_ids) / (time.perf_counter() - start)
     if as_json:
-        print_json(
-            {
-                "prompt": prompt,
-                "text": prompt + "".join(pieces),
-                "prompt_ids": prompt_ids,
-                "new_ids": new_ids,
-                "tokens_per_second": round(rate, 1),
-            }
-        )
-        return
-    _show("\n")
+        found = {"prompt": prompt, "text": text, "prompt_ids": prompt_ids, "new_ids": new_ids}
+        print_json({**found, "tokens_per_second": round(rate, 1)})
     note(f"{len(new_ids)} tokens, {rate:.1f} tokens/s")
 
 
@@ -108,7 +100,3 @@ def _until_stop(
         new_ids.append(int(step))
         if new_ids[-1] not in stop_ids:
             yield new_ids[-1]
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True, file=sys.stdout)

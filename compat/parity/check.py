@@ -16,7 +16,7 @@ from compat.errors import ParityError
 from compat.loading import Source, load_pretrained
 from compat.parity.compare import compare
 from compat.parity.report import ParityReport
-from compat.parity.trace import trace
+from compat.parity.trace import Trace, trace
 from compat.taps import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
@@ -62,39 +62,30 @@ def check_parity(
         model: nn.Module = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
     else:
         model = model_or_dialect
-    dtype = _dtype_of(model, dtype)
-    ids = _ids(checkpoint, input_ids, text)
+    dtype, ids = _dtype_of(model, dtype), _ids(checkpoint, input_ids, text)
     theirs = hf.taps(checkpoint.config.n_layer, attention)
     ours = _our_taps(model, taps, theirs, checkpoint.config.n_layer)
-
     reference = hf.load_reference(checkpoint, dtype, attention)
     if calibrate is None:
         calibrate = sum(p.numel() for p in reference.parameters()) < CALIBRATE_BELOW
-    exact = exact_local = None
     with hf.quiet():
         expected = trace(reference, theirs, ids)
         given = {tap.name: expected[tap.name] for tap in ours}  # the borders of the model's pieces
+        exact: tuple[Trace, Trace] | tuple[None, None] = (None, None)
         if calibrate and dtype != torch.float64:
-            reference = hf.in_float64(reference)
-            exact = trace(reference, theirs, ids)
-            exact_local = trace(reference, theirs, ids, forced=given)
+            float64 = hf.in_float64(reference)
+            exact = trace(float64, theirs, ids), trace(float64, theirs, ids, forced=given)
     accumulated, local = trace(model, ours, ids), trace(model, ours, ids, forced=given)
-
     dialect = dialect_of(model)
     return ParityReport(
         model=checkpoint.source,
         dialect=dialect.name if dialect else type(model).__name__,
         dtype=str(dtype).removeprefix("torch."),
         input_shape=(ids.shape[0], ids.shape[1]),
-        calibrated=exact is not None,
+        calibrated=exact[0] is not None,
         training=model.training,
-        taps=compare(expected, accumulated, local, exact, exact_local),
-        versions={
-            "compat": version("gpt2-compat"),
-            "torch": torch.__version__,
-            "transformers": hf.VERSION,
-            "python": platform.python_version(),
-        },
+        taps=compare(expected, accumulated, local, *exact),
+        versions=_versions(hf.VERSION),
     )
 
 
@@ -147,3 +138,12 @@ def _our_taps(
         taps = dialect.taps if dialect else [Tap("logits", "")]
     shown = {tap.name for tap in theirs}
     return [tap for tap in expand_taps(taps, n_layer) if tap.name in shown]
+
+
+def _versions(transformers: str) -> dict[str, str]:
+    return {
+        "compat": version("gpt2-compat"),
+        "torch": torch.__version__,
+        "transformers": transformers,
+        "python": platform.python_version(),
+    }

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.layout import HEAD, PREFIX
+from compat.checkpoint.layout import saved_name
 from compat.errors import ParityError, listed
 from compat.taps import Tap, expand_taps
 
@@ -92,7 +92,7 @@ def _from_where(checkpoint: Checkpoint) -> dict[str, Any]:
     if name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
         return {"pretrained_model_name_or_path": folder, "use_safetensors": False}
     # A file of a name that transformers does not look for: its tensors, under transformers' names.
-    tensors = {k if k == HEAD else PREFIX + k: checkpoint.read(k) for k in checkpoint.infos}
+    tensors = {saved_name(name): checkpoint.read(name) for name in checkpoint.infos}
     config = transformers.GPT2Config.from_pretrained(folder)
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
