@@ -41,8 +41,9 @@ Cli = Callable[..., Outcome]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run a command in this process: `cli("load", "--model", folder)`."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def run(*argv: object) -> Outcome:
         with pytest.raises(SystemExit) as exited:
@@ -60,12 +61,14 @@ def tarot(shared: Path) -> Path:
 
 def script(name: str, *argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME.py in a process of its own."""
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": "1"}
+    env.pop("FORCE_COLOR", None)
     return subprocess.run(
         [sys.executable, ROOT / f"scripts/{name}.py", *map(str, argv)],
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": "1"},
+        env=env,
         timeout=120,
         check=False,
         **options,
