@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+pytest.register_assert_rewrite("tests.checkpoint_files", "tests.loading_common")
+
+State = dict[str, Tensor]
 MakeCheckpoint = Callable[..., Path]
+Write = Callable[..., Path]
 
 TINY = {
     "vocab_size": 97,
@@ -55,6 +62,30 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
     """One small noisy checkpoint, not to be changed."""
     return make_checkpoint()
+
+
+@pytest.fixture
+def state(tiny: Path) -> State:
+    """The tensors of `tiny` without `transformer.` and without a head, free to be changed."""
+    stored = load_file(tiny / "model.safetensors")
+    return {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+
+
+@pytest.fixture
+def write(tmp_path: Path, tiny: Path) -> Write:
+    """Write a folder with the config of `tiny`: `write(state, file name, **config changes)`."""
+
+    def write(tensors: State, name: str = "model.safetensors", **changes: Any) -> Path:
+        path = tmp_path / name
+        if path.suffix == ".bin":
+            torch.save(tensors, path)
+        else:
+            save_file(tensors, path)
+        config = json.loads((tiny / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        return tmp_path
+
+    return write
 
 
 @pytest.fixture(scope="session")

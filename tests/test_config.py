@@ -1,4 +1,4 @@
-"""GPT2Config: what it accepts under which names, what it refuses, and what it derives."""
+"""GPT2Config: what it reads under which names, what it derives, and what it writes."""
 
 from __future__ import annotations
 
@@ -11,47 +11,10 @@ import pytest
 import transformers
 
 from compat import GPT2Config
-from compat.config import ALIASES, as_config
-from compat.errors import ConfigError
+from compat.config import as_config
+from tests.config_dicts import HUB_GPT2, NOTEBOOK
 
 OURS_ONLY = {"qkv_bias", "layer_norm_bias"}
-
-# config.json of the hub's `gpt2`, as it stands there.
-HUB_GPT2: dict[str, Any] = {
-    "activation_function": "gelu_new",
-    "architectures": ["GPT2LMHeadModel"],
-    "attn_pdrop": 0.1,
-    "bos_token_id": 50256,
-    "embd_pdrop": 0.1,
-    "eos_token_id": 50256,
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05,
-    "model_type": "gpt2",
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "resid_pdrop": 0.1,
-    "summary_activation": None,
-    "summary_first_dropout": 0.1,
-    "summary_proj_to_labels": True,
-    "summary_type": "cls_index",
-    "summary_use_proj": True,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-    "vocab_size": 50257,
-}
-
-# The notebooks' dictionary.
-NOTEBOOK: dict[str, Any] = {
-    "vocab_size": 500,
-    "context_length": 64,
-    "emb_dim": 48,
-    "n_heads": 6,
-    "n_layers": 5,
-    "drop_rate": 0.2,
-    "qkv_bias": False,
-}
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -102,7 +65,6 @@ def test_hub_gpt2s_config_is_the_default() -> None:
         pytest.param({"_num_labels": 1, "id2label": {"0": "LABEL_0"}}, id="distilgpt2"),
         pytest.param({"output_past": True}, id="gpt2-xl"),
         pytest.param({"torch_dtype": "float16", "transformers_version": "4.20"}, id="half"),
-        pytest.param({"add_cross_attention": False, "pruned_heads": {}}, id="switched off"),
         pytest.param({"gradient_checkpointing": True, "use_cache": False}, id="for training"),
     ],
 )
@@ -152,46 +114,11 @@ def test_other_spellings_of_the_notebook_are_read(used: str, other: str) -> None
     assert GPT2Config.from_dict(raw) == GPT2Config.from_dict(NOTEBOOK)
 
 
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_two_names_that_disagree_are_refused(alias: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' twice: 24, and 48 as '{alias}'"):
-        GPT2Config.from_dict({name: 24, alias: 48})
-
-
-def test_two_aliases_that_disagree_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'n_embd' twice: 24, and 48 as 'hidden_size'"):
-        GPT2Config.from_dict({"emb_dim": 24, "hidden_size": 48})
-
-
-def test_drop_rate_that_disagrees_with_one_of_its_three_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'attn_pdrop' twice: 0\.3, and 0\.2 as 'drop_rate'"):
-        GPT2Config.from_dict({"attn_pdrop": 0.3, "drop_rate": 0.2})
-
-
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+@pytest.mark.parametrize(
+    ("alias", "name"), [("hidden_size", "n_embd"), ("context_length", "n_positions")]
+)
 def test_two_names_that_agree_are_fine(alias: str, name: str) -> None:
     assert getattr(GPT2Config.from_dict({name: 24, alias: 24}), name) == 24
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("add_cross_attention", True),
-        ("rotary_pct", 0.25),
-        ("n_embed", 64),
-        ("quantization_config", {"bits": 4}),
-        ("pruned_heads", {"0": [1]}),
-    ],
-)
-def test_an_unknown_field_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"'{field}' = ") as caught:
-        GPT2Config.from_dict({**HUB_GPT2, field: value})
-    assert repr(value) in str(caught.value)
-
-
-def test_all_unknown_fields_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"'alpha' = 1, 'beta' = 'x'"):
-        GPT2Config.from_dict({"beta": "x", "alpha": 1})
 
 
 @pytest.mark.parametrize("off", [False, None, 0, "", {}, []])
@@ -199,67 +126,8 @@ def test_an_unknown_field_that_is_switched_off_is_accepted(off: object) -> None:
     assert GPT2Config.from_dict({"some_new_feature": off}) == GPT2Config()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt-nano", "GPT2", None])
-def test_another_model_type_is_refused(model_type: object) -> None:
-    with pytest.raises(ConfigError, match=f"model_type {model_type!r}; expected 'gpt2'"):
-        GPT2Config.from_dict({**HUB_GPT2, "model_type": model_type})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n_layer", "2"),
-        ("n_layer", True),
-        ("n_layer", 12.0),
-        ("n_layer", None),
-        ("n_head", (12,)),
-        ("vocab_size", 50257.5),
-        ("n_inner", "3072"),
-        ("n_inner", False),
-        ("layer_norm_epsilon", "1e-5"),
-        ("layer_norm_epsilon", None),
-        ("attn_pdrop", True),
-        ("activation_function", None),
-        ("tie_word_embeddings", 1),
-        ("scale_attn_weights", "true"),
-        ("qkv_bias", None),
-        ("eos_token_id", "50256"),
-        ("eos_token_id", ("50256",)),
-        ("bos_token_id", 1.0),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"'{field}'") as caught:
-        GPT2Config.from_dict({field: value})
-    assert repr(value) in str(caught.value)
-
-
 def test_a_whole_number_is_a_float_too() -> None:
     assert GPT2Config.from_dict({"drop_rate": 0}).attn_pdrop == 0
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[
-            (name, bad)
-            for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
-            for bad in (0, -1)
-        ],
-        ("n_head", 7),
-        ("n_embd", 770),
-        ("embd_pdrop", -0.1),
-        ("attn_pdrop", 1.5),
-        ("resid_pdrop", float("nan")),
-        ("layer_norm_epsilon", -1e-5),
-        ("layer_norm_epsilon", float("inf")),
-        ("layer_norm_epsilon", float("nan")),
-    ],
-)
-def test_a_value_out_of_range_is_refused(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"'{field}'") as caught:
-        GPT2Config.from_dict({field: value})
-    assert str(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(("n_inner", "d_inner"), [(None, 96), (50, 50)])

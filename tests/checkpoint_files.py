@@ -1,0 +1,29 @@
+"""Checkpoints in shards, and what one that is opened has to hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from compat.checkpoint import Checkpoint
+from tests.conftest import State
+
+
+def holds(checkpoint: Checkpoint, state: State) -> None:
+    """The checkpoint has exactly these tensors, to the bit; the tied head is the embedding."""
+    wanted = {"lm_head.weight": state["wte.weight"], **state}
+    assert checkpoint.infos.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        read = checkpoint.read(name)
+        assert read.dtype == checkpoint.infos[name].dtype == tensor.dtype, name
+        assert read.shape == checkpoint.infos[name].shape, name
+        assert torch.equal(read, tensor), name
+
+
+def sharded(folder: Path, tiny: Path) -> Path:
+    model = transformers.GPT2LMHeadModel.from_pretrained(tiny)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert not (folder / "model.safetensors").exists()
+    return folder

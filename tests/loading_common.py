@@ -1,0 +1,31 @@
+"""What the tests of loading share: reference checkpoints, inputs, equality to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from compat.dialects import DIALECTS
+from tests.conftest import State
+
+both_dialects = pytest.mark.parametrize("dialect", DIALECTS)
+
+
+def identical(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def saved(folder: Path, model: transformers.GPT2LMHeadModel) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def ids(batch: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,88 @@
+"""A GPT-2 that compat does not know, with names and a layout of its own, and the map for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compat import NameMap, Row, Same, Transpose
+
+
+class MyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.query_key = nn.Linear(24, 48)
+        self.value = nn.Linear(24, 24)
+        self.merge = nn.Linear(24, 24)
+        self.wide, self.narrow = nn.Linear(24, 96), nn.Linear(96, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before_attention(x)
+        q, k, v = (
+            t.unflatten(-1, (4, 6)).transpose(1, 2)
+            for t in (*self.query_key(y).chunk(2, dim=-1), self.value(y))
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(heads.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.before_mlp(x)), approximate="tanh"))
+
+
+class MyGPT2(nn.Module):
+    """Own names and layout: fused `query_key` beside `value`, no `config`; head None is no head."""
+
+    def __init__(self, head: str | None = "tied") -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(97, 24), nn.Embedding(32, 24)
+        self.stack = nn.Sequential(*[MyBlock() for _ in range(3)])
+        self.end = nn.LayerNorm(24)
+        if head is not None:
+            self.head = nn.Linear(24, 97, bias=False)
+        if head == "tied":
+            self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        x = self.end(self.stack(x))
+        return self.head(x) if hasattr(self, "head") else x @ self.tokens.weight.t()
+
+
+class Cut:
+    """Fused q, k, v ↔ fused q, k beside v: an op of the user's own, for weights and biases."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = tensor.t().chunk(3)
+        return torch.cat([q, k]), v.contiguous()
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).t().contiguous()
+
+
+ROWS = [
+    Row("wte.weight", ("tokens.weight",), Same()),
+    Row("wpe.weight", ("places.weight",), Same()),
+    *[
+        Row(f"h.{{i}}.{hf}.{kind}", tuple(f"stack.{{i}}.{name}.{kind}" for name in ours), op)
+        for hf, ours, op in [
+            ("ln_1", ["before_attention"], Same()),
+            ("attn.c_attn", ["query_key", "value"], Cut()),
+            ("attn.c_proj", ["merge"], Transpose()),
+            ("ln_2", ["before_mlp"], Same()),
+            ("mlp.c_fc", ["wide"], Transpose()),
+            ("mlp.c_proj", ["narrow"], Transpose()),
+        ]
+        for kind in ("weight", "bias")
+    ],
+    Row("ln_f.weight", ("end.weight",), Same()),
+    Row("ln_f.bias", ("end.bias",), Same()),
+    Row("lm_head.weight", ("head.weight",), Same()),
+]
+
+
+def my_map(*changed: Row, without: str = "") -> NameMap:
+    """The map of MyGPT2, one row left out, or some put in another's place or added."""
+    rows = {row.hf: row for row in [*ROWS, *changed]}
+    return NameMap(tuple(row for row in rows.values() if row.hf != without))
