@@ -3,54 +3,63 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.files import read_json
 from compat.errors import CheckpointError, TokenizerError
-
-if TYPE_CHECKING:
-    import tiktoken
-
-END_OF_TEXT = "<|endoftext|>"
+from compat.vocabulary import END_OF_TEXT, Vocabulary, build_vocabulary
 
 # How text is cut before merging: contractions, words, numbers, signs, white space. Source: OpenAI's
 # `gpt-2/src/encoder.py`.
-PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)  # fmt: skip
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
     """Text to ids and back.
 
-    tiktoken merges by rank, and ranks follow the order of the merges; ids may be numbered in
-    another way, so a table leads from ranks to ids.
-
-    Args:
-        encoding: tiktoken's, in which tokens are numbered by rank.
-        ids: the id of every rank.
-        special: text and id of the tokens that stand for themselves, such as end-of-text.
+    tiktoken merges by rank, and ranks follow the order of the merges; a table leads to the ids.
     """
 
-    def __init__(
-        self, encoding: tiktoken.Encoding, ids: list[int], special: dict[str, int]
-    ) -> None:
-        self._encoding, self._ids, self.special = encoding, ids, special
-        self._ranks = {token_id: rank for rank, token_id in enumerate(ids)}
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import tiktoken
+
+        self.special = vocabulary.special
+        self._ids, self._texts = vocabulary.ids, vocabulary.texts
+        self._encoding = tiktoken.Encoding(
+            "gpt2-compat", pat_str=PATTERN, mergeable_ranks=vocabulary.ranks, special_tokens={}
+        )
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @property
     def end_of_text(self) -> int | None:
         """The id of `<|endoftext|>`, if the vocabulary has it."""
         return self.special.get(END_OF_TEXT)
 
+    def ids_without_text(self, vocab_size: int) -> list[int]:
+        """The ids below `vocab_size` that no token has, as in a padded embedding."""
+        return [token_id for token_id in range(vocab_size) if token_id not in self._texts]
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """The ids of a text. The text of a special token is plain text unless it is allowed."""
-        allowed = set(self.special) if allow_special else set()
-        ranks = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        return [self._ids[rank] for rank in ranks]
+        """The ids of a text; the name of a special token is plain text unless allowed.
+
+        Raises:
+            TokenizerError: the text holds a lone surrogate, which is no Unicode text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is no valid Unicode: {error}") from error
+        if not (allow_special and self.special):
+            return [self._ids[rank] for rank in self._encoding.encode_ordinary(text)]
+        ids: list[int] = []
+        for piece in self._special_pattern.split(text):
+            ids += [self.special[piece]] if piece in self.special else self.encode(piece)
+        return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids.
@@ -59,10 +68,10 @@ class Tokenizer:
             TokenizerError: an id that the vocabulary does not have, as in a padded embedding.
         """
         try:
-            return self._encoding.decode_bytes([self._ranks[token_id] for token_id in ids])
+            return b"".join(self._texts[token_id] for token_id in ids)
         except KeyError as error:
             raise TokenizerError(
-                f"id {error} is not in the vocabulary of {len(self._ids)} tokens and has no text"
+                f"id {error} is not in the vocabulary of {len(self._texts)} tokens and has no text"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -88,102 +97,86 @@ def load_tokenizer(source: str | Path | Checkpoint, revision: str | None = None)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
     folder, vocab_size = checkpoint.folder, checkpoint.config.vocab_size
     try:
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = _from_tokenizer_json(folder / "tokenizer.json")
-        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-            merges = [line for line in lines if line and not line.startswith("#version")]
-            tokenizer = build_tokenizer(read_json(folder / "vocab.json"), merges, {})
-        elif vocab_size >= 50257:
-            return _tiktoken_gpt2()
-        else:
-            raise TokenizerError(
-                f"no tokenizer.json, nor vocab.json and merges.txt; a vocabulary of {vocab_size} "
-                "is not GPT-2's 50257; give ids instead of text"
-            )
+        vocabulary = _read_vocabulary(folder, vocab_size)
     except (CheckpointError, OSError, UnicodeError) as error:
         raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
     except TokenizerError as error:
         raise TokenizerError(f"{folder}: {error}") from None
-    highest = max(tokenizer._ids)
+    highest = max(vocabulary.texts)
     if highest >= vocab_size:
         raise TokenizerError(
             f"{folder}: the tokenizer has id {highest}, config.json a vocab_size of {vocab_size}"
         )
-    return tokenizer
+    return Tokenizer(vocabulary)
 
 
 def build_tokenizer(
-    vocab: dict[str, Any], merges: Iterable[str | list[str]], added: dict[str, int]
+    vocab: dict[str, Any], merges: Sequence[Any], added: dict[str, int]
 ) -> Tokenizer:
-    """A tokenizer from GPT-2's tables.
+    """A tokenizer from GPT-2's tables; arguments and errors as of `build_vocabulary`."""
+    return Tokenizer(build_vocabulary(vocab, merges, added))
 
-    Args:
-        vocab: token, bytes written as GPT-2's printable characters → id.
-        merges: "left right" or [left, right], in order of priority.
-        added: further tokens that stand for themselves.
 
-    Raises:
-        TokenizerError: a byte, or the result of a merge, has no id, or an id belongs to two tokens.
-    """
-    import tiktoken
-
-    if not all(isinstance(i, int) and i >= 0 for i in vocab.values()):
-        raise TokenizerError("the vocabulary has ids that are no whole numbers from 0 on")
-    to_byte = _printable_bytes()
-    missing = [char for char in to_byte if char not in vocab]
-    if missing:
-        raise TokenizerError(
-            f"the vocabulary lacks {len(missing)} of the 256 bytes, the first as {missing[0]!r}; "
-            "expected GPT-2's byte-level BPE"
-        )
-    tokens = list(to_byte)  # in order of rank: bytes first, then what the merges make
-    known = set(tokens)
-    for number, merge in enumerate(merges, start=1):
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        made = "".join(parts)
-        if len(parts) != 2 or not known.issuperset(parts) or made not in vocab:
-            raise TokenizerError(f"merge {number}, {merge!r}, does not make one known token of two")
-        if made not in known:
-            tokens.append(made)
-            known.add(made)
-    special = {END_OF_TEXT: vocab[END_OF_TEXT], **added} if END_OF_TEXT in vocab else added
-    rest = {token: i for token, i in {**vocab, **special}.items() if token not in known}
-    ids = [vocab[token] for token in tokens] + list(rest.values())
-    if len(set(ids)) < len(ids):
-        raise TokenizerError("the vocabulary gives one id to two tokens")
-    encoding = tiktoken.Encoding(
-        "gpt2-compat",
-        pat_str=PATTERN,
-        mergeable_ranks={
-            bytes(to_byte[char] for char in token): rank for rank, token in enumerate(tokens)
-        },
-        special_tokens={token: rank for rank, token in enumerate(rest, start=len(tokens))},
+def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
+    if (folder / "tokenizer.json").is_file():
+        return _from_tokenizer_json(read_json(folder / "tokenizer.json"))
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        return build_vocabulary(read_json(folder / "vocab.json"), merges, {})
+    if vocab_size >= 50257:
+        return _tiktokens_gpt2()
+    raise TokenizerError(
+        f"no tokenizer.json, nor vocab.json and merges.txt; a vocabulary of {vocab_size} is not "
+        "GPT-2's 50257; give ids instead of text"
     )
-    return Tokenizer(encoding, ids, special)
 
 
-def _from_tokenizer_json(path: Path) -> Tokenizer:
-    data = read_json(path)
-    model, before = data.get("model"), data.get("pre_tokenizer") or {}
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise TokenizerError(f"{path.name} has no vocabulary")
-    plain_gpt2 = (
-        model.get("type", "BPE") == "BPE"
-        and data.get("normalizer") is None
-        and before.get("type") == "ByteLevel"
-        and before.get("use_regex", True)
-        and not before.get("add_prefix_space")
-    )
-    if not plain_gpt2:
+def _from_tokenizer_json(data: dict[str, Any]) -> Vocabulary:
+    """The tables in a `tokenizer.json`, if it asks for nothing but GPT-2's byte-level BPE."""
+    model, before = _section(data, "model"), _section(data, "pre_tokenizer")
+    asks_for_more = [
+        f"model.{name} = {model[name]!r}"
+        for name in ("dropout", "end_of_word_suffix", "continuing_subword_prefix", "ignore_merges")
+        if model.get(name)
+    ]
+    if model.get("type", "BPE") != "BPE":
+        asks_for_more.append(f"model.type = {model['type']!r}")
+    if data.get("normalizer") is not None:
+        asks_for_more.append("a normalizer")
+    if before.get("type") != "ByteLevel" or not before.get("use_regex", True):
+        asks_for_more.append("another pre-tokenizer")
+    if before.get("add_prefix_space"):
+        asks_for_more.append("pre_tokenizer.add_prefix_space")
+    if asks_for_more:
         raise TokenizerError(
-            f"{path.name} is not GPT-2's byte-level BPE: another model, normalizer or pre-tokenizer"
+            f"tokenizer.json is not GPT-2's byte-level BPE: it has {', '.join(asks_for_more)}"
         )
-    added = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
-    return build_tokenizer(model["vocab"], model.get("merges") or [], added)
+    vocab, merges = model.get("vocab"), model.get("merges", [])
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise TokenizerError("tokenizer.json has no model.vocab, or no list of model.merges")
+    return build_vocabulary(vocab, merges, _added_tokens(data))
 
 
-def _tiktoken_gpt2() -> Tokenizer:
+def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+    section = data.get(name) or {}
+    if not isinstance(section, dict):
+        raise TokenizerError(f"tokenizer.json has a {type(section).__name__} as {name!r}")
+    return section
+
+
+def _added_tokens(data: dict[str, Any]) -> dict[str, int]:
+    added = data.get("added_tokens") or []
+    proper = isinstance(added, list) and all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]
+        for token in added
+    )
+    if not proper:
+        raise TokenizerError("tokenizer.json has added_tokens without content")
+    return {token["content"]: token.get("id") for token in added}
+
+
+def _tiktokens_gpt2() -> Vocabulary:
     import tiktoken
 
     try:
@@ -193,11 +186,11 @@ def _tiktoken_gpt2() -> Tokenizer:
             f"the checkpoint has no tokenizer, and tiktoken could not get GPT-2's: {error}; "
             "put vocab.json and merges.txt beside the weights"
         ) from error
-    return Tokenizer(encoding, list(range(encoding.n_vocab)), {END_OF_TEXT: encoding.eot_token})
-
-
-def _printable_bytes() -> dict[str, int]:
-    """GPT-2's way to write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    tokens = [encoding.decode_single_token_bytes(rank) for rank in range(encoding.n_vocab)]
+    plain = [text for rank, text in enumerate(tokens) if rank != encoding.eot_token]
+    return Vocabulary(
+        ranks={text: rank for rank, text in enumerate(plain)},
+        ids=list(range(len(plain))),
+        texts=dict(enumerate(tokens)),
+        special={END_OF_TEXT: encoding.eot_token},
+    )

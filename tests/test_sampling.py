@@ -153,6 +153,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int
     assert drawn(PROBS.log(), (1.0, None, top_p)) == kept
 
 
+def test_a_set_that_reaches_p_exactly_suffices() -> None:
+    """Two of four equals for a half: exact in binary, so "<" for "<=" shows."""
+    assert len(drawn(torch.zeros(1, 4), (1.0, None, 0.5))) == 2
+    setting = (1.0, None, 0.5)
+    same = torch.zeros(64, 4)
+    assert torch.equal(ours(same, setting, 0), theirs(same, setting, 0))
+
+
 @pytest.mark.parametrize(
     ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
 )

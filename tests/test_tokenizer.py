@@ -281,7 +281,7 @@ def test_merges_that_tiktoken_cannot_follow_are_refused() -> None:
     merges = ["b c", "a b", "ab c"]
     theirs = GPT2TokenizerFast(vocab=vocab, merges=[tuple(merge.split()) for merge in merges])
     assert theirs("abc")["input_ids"] == [vocab["a"], vocab["bc"]]
-    with pytest.raises(TokenizerError, match="ab c"):
+    with pytest.raises(TokenizerError, match=r"merge 3 makes .abc. of .*leads to"):
         build_tokenizer(vocab, merges, {})
 
 
@@ -293,21 +293,21 @@ def without(char: str) -> dict[str, int]:
     ("vocab", "merges", "named"),
     [
         (without("Ġ"), ["a b"], r"lacks 1 of the 256 bytes, the first as 'Ġ'"),
-        (small_vocab(ab=3), ["a b"], "one id to two tokens"),
-        (small_vocab(**{END: 256}), ["a b"], "one id to two tokens"),
-        (small_vocab(), ["a b", "b c"], r"merge 2, 'b c'"),
-        (small_vocab(), ["x ab"], r"merge 1, 'x ab'"),
-        (small_vocab(abab=258), ["ab ab", "a b"], r"merge 1, 'ab ab'"),
-        (small_vocab(), ["ab"], r"merge 1, 'ab'"),
-        (small_vocab(), ["a b "], r"merge 1, 'a b '"),
-        (small_vocab(), ["a  b"], r"merge 1, 'a  b'"),
-        (small_vocab(), [["a", "b", ""]], r"merge 1, \['a', 'b', ''\]"),
-        (small_vocab(), [7], "merge 1, 7"),
-        (small_vocab(), [[1, 2]], r"merge 1, \[1, 2\]"),
-        (small_vocab(ab=-1), ["a b"], "whole numbers"),
-        (small_vocab(ab="256"), ["a b"], "whole numbers"),
-        (small_vocab(ab=256.0), ["a b"], "whole numbers"),
-        (small_vocab(ab=None), ["a b"], "whole numbers"),
+        (small_vocab(ab=3), ["a b"], r"id \d+ is given to"),
+        (small_vocab(**{END: 256}), ["a b"], r"id \d+ is given to"),
+        (small_vocab(), ["a b", "b c"], "merge 2 makes 'bc'"),
+        (small_vocab(), ["x ab"], "merge 1 is 'x ab'"),
+        (small_vocab(abab=258), ["ab ab", "a b"], "merge 1 is 'ab ab'"),
+        (small_vocab(), ["ab"], "merge 1 is 'ab'"),
+        (small_vocab(), ["a b "], "merge 1 is 'a b '"),
+        (small_vocab(), ["a  b"], "merge 1 is 'a  b'"),
+        (small_vocab(), [["a", "b", ""]], r"merge 1 is \['a', 'b', ''\]"),
+        (small_vocab(), [7], "merge 1 is 7"),
+        (small_vocab(), [[1, 2]], r"merge 1 is \[1, 2\]"),
+        (small_vocab(ab=-1), ["a b"], "token 'ab' has id"),
+        (small_vocab(ab="256"), ["a b"], "token 'ab' has id"),
+        (small_vocab(ab=256.0), ["a b"], "token 'ab' has id"),
+        (small_vocab(ab=None), ["a b"], "token 'ab' has id"),
     ],
 )
 def test_a_broken_vocabulary_is_refused_by_name(

@@ -19,6 +19,7 @@ from compat.errors import CompatError, GenerationError, HubError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_SEED = 2**63 - 1
 BAD_REQUEST, BAD_INPUT, NETWORK, INTERRUPTED = 2, 3, 4, 130
 
 

@@ -12,6 +12,7 @@ import typer
 
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
+    MAX_SEED,
     DialectName,
     DialectOption,
     JsonOption,
@@ -20,7 +21,7 @@ from compat.cli.common import (
     note,
     print_json,
 )
-from compat.errors import GenerationError
+from compat.errors import GenerationError, TokenizerError
 from compat.generation import stream
 from compat.loading import load_pretrained
 from compat.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +45,9 @@ def generate_command(
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest that reach p.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes the draws repeatable.", min=0, max=MAX_SEED)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout, the speed goes to stderr."""
@@ -63,6 +66,7 @@ def generate_command(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        suppress_tokens=tokenizer.ids_without_text(checkpoint.config.vocab_size),
         generator=generator,
     )
     new_ids: list[int] = []
@@ -84,7 +88,10 @@ def generate_command(
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The prompt's ids; an empty prompt starts from end-of-text, as GPT-2's training texts do."""
-    ids = tokenizer.encode(prompt)
+    try:
+        ids = tokenizer.encode(prompt)
+    except TokenizerError as error:  # the prompt is at fault, not the tokenizer
+        raise GenerationError(f"the prompt cannot be encoded: {error}") from error
     if not ids and tokenizer.end_of_text is None:
         raise GenerationError(
             "the prompt is empty, and the vocabulary has no end-of-text to start from"

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
+    MAX_SEED,
     DialectName,
     DialectOption,
     DtypeOption,
@@ -30,7 +31,7 @@ def parity_command(
     every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
     dtype: DtypeOption = None,
     text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random ids.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random ids.", min=0, max=MAX_SEED)] = 0,
     batch: Annotated[int, typer.Option(help="Sequences of random ids.", min=1)] = 2,
     length: Annotated[int, typer.Option(help="Ids a sequence, cut to n_positions.", min=1)] = 128,
     as_json: JsonOption = False,

@@ -22,6 +22,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     stop: Collection[int] | None = None,
     attention_mask: Tensor | None = None,
@@ -36,6 +37,7 @@ def generate(
         temperature: 0 is greedy, below 1 sharper, above 1 flatter.
         top_k: draw from the k likeliest ids only.
         top_p: draw from the smallest set of likeliest ids whose probabilities reach p.
+        suppress_tokens: ids never to be chosen, such as those of a padded vocabulary.
         generator: source of randomness; None is torch's global one.
         stop: ids after which a row ends, filled up with the padding id; None takes the config's
             `eos_token_id`, () never stops.
@@ -52,6 +54,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        suppress_tokens=suppress_tokens,
         generator=generator,
         stop=stop,
         attention_mask=attention_mask,
@@ -68,6 +71,7 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     stop: Collection[int] | None = None,
     attention_mask: Tensor | None = None,
@@ -77,7 +81,12 @@ def stream(
     check_settings(temperature, top_k, top_p)
     _check_request(model, input_ids, max_new_tokens, attention_mask)
     choose = partial(
-        next_ids, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        next_ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        suppress_tokens=suppress_tokens,
+        generator=generator,
     )
     stop_ids = tuple(model.config.stop_ids if stop is None else stop)
     return _steps(model, input_ids, max_new_tokens, choose, stop_ids, attention_mask, use_cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,23 +17,32 @@ def next_ids(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Choose one id per row: logits (B, V) → ids (B,).
 
     Temperature, top-k, top-p, then one draw from the softmax, in float32: the order and the
     arithmetic of `transformers`, so that the same seed draws the same ids. Temperature 0 is
-    greedy.
+    greedy. Suppressed ids are never chosen.
 
     Raises:
-        GenerationError: logits that are not finite.
+        GenerationError: logits that are not finite, or not over so small a temperature.
     """
     logits = logits.float()
     if not torch.isfinite(logits).all():
         raise GenerationError("the model's logits are not finite; check its weights and data type")
+    if temperature > 0:
+        logits = logits / temperature
+        if not torch.isfinite(logits).all():
+            raise GenerationError(
+                f"temperature {temperature} is too small to divide by; 0 is greedy"
+            )
+    if suppress_tokens:
+        ids = torch.tensor(suppress_tokens, device=logits.device)
+        logits = logits.index_fill(1, ids, -math.inf)
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
     if top_k is not None:
         lowest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < lowest_kept, -math.inf)

@@ -1,0 +1,127 @@
+"""A byte-level BPE's tables, checked: what GPT-2's vocabulary files say, and whether it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from compat.errors import TokenizerError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a byte-level BPE.
+
+    Args:
+        ranks: the bytes of a token → its place in the order of merging; the 256 bytes come first.
+        ids: the id of every rank; ids may be numbered in another order than tokens are merged.
+        texts: the bytes of every id.
+        special: text and id of the tokens that stand for themselves, such as end-of-text.
+    """
+
+    ranks: dict[bytes, int]
+    ids: list[int]
+    texts: dict[int, bytes]
+    special: dict[str, int]
+
+
+def build_vocabulary(
+    vocab: dict[str, Any], merges: Sequence[Any], added: dict[str, int]
+) -> Vocabulary:
+    """Check GPT-2's tables and put them in order.
+
+    Args:
+        vocab: token, its bytes written as GPT-2's printable characters → id.
+        merges: "left right" or [left, right], in order of priority.
+        added: further tokens that stand for themselves → id.
+
+    Raises:
+        TokenizerError: a byte or a merge's result has no id, an id belongs to two tokens, or a
+            merge could never be the one that makes its token.
+    """
+    to_byte = printable_bytes()
+    _check_ids(vocab, added)
+    if missing := [char for char in to_byte if char not in vocab]:
+        raise TokenizerError(
+            f"the vocabulary lacks {len(missing)} of the 256 bytes, the first as {missing[0]!r}; "
+            "expected GPT-2's byte-level BPE"
+        )
+    special = {END_OF_TEXT: vocab[END_OF_TEXT], **added} if END_OF_TEXT in vocab else added
+    tokens = [*to_byte, *_merged_tokens(vocab, merges, set(to_byte))]
+
+    def text_of(token: str) -> bytes:
+        if token in special or not all(char in to_byte for char in token):
+            return token.encode()
+        return bytes(to_byte[char] for char in token)
+
+    return Vocabulary(
+        ranks={bytes(to_byte[char] for char in token): rank for rank, token in enumerate(tokens)},
+        ids=[vocab[token] for token in tokens],
+        texts={token_id: text_of(token) for token, token_id in {**vocab, **added}.items()},
+        special=special,
+    )
+
+
+def printable_bytes() -> dict[str, int]:
+    """GPT-2's way to write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
+    """Every token has a whole number from 0 on, and no two share one."""
+    owners: dict[int, str] = {}
+    for token, token_id in {**vocab, **added}.items():
+        if type(token_id) is not int or token_id < 0:
+            raise TokenizerError(
+                f"token {token!r} has id {token_id!r}; expected a whole number ≥ 0"
+            )
+        if token_id in owners:
+            raise TokenizerError(f"id {token_id} is given to {owners[token_id]!r} and to {token!r}")
+        owners[token_id] = token
+
+
+def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]) -> list[str]:
+    """The tokens that the merges make, in their order; every merge makes its own one."""
+    made: list[str] = []
+    pairs: list[list[str]] = []
+    for number, merge in enumerate(merges, start=1):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        proper = isinstance(parts, list) and len(parts) == 2
+        if not proper or not all(isinstance(part, str) and part in known for part in parts):
+            raise TokenizerError(f"merge {number} is {merge!r}; expected two tokens made before it")
+        token = "".join(parts)
+        if token not in vocab:
+            raise TokenizerError(
+                f"merge {number} makes {token!r}, which has no id in the vocabulary"
+            )
+        if token in known:
+            raise TokenizerError(f"merge {number} makes {token!r}, which is there already")
+        known.add(token)
+        made.append(token)
+        pairs.append(parts)
+    ranks = {token: rank for rank, token in enumerate(made)}
+    for number, (token, pair) in enumerate(zip(made, pairs, strict=True), start=1):
+        if (last := _last_two(token, ranks)) != pair:
+            # tiktoken goes by the rank of what a pair makes, not of the pair: it would join these.
+            raise TokenizerError(
+                f"merge {number} makes {token!r} of {pair}, but merging in order leads to {last}; "
+                "tiktoken cannot follow such a vocabulary"
+            )
+    return made
+
+
+def _last_two(token: str, ranks: dict[str, int]) -> list[str]:
+    """What merging by rank leaves of a token's characters before the merge that makes it whole."""
+    parts = list(token)
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]
+        at = joined.index(min(joined))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
