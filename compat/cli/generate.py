@@ -40,7 +40,7 @@ def generate_command(
             help=f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, 1 the model's own odds.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest that reach p.")
