@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.command_line import Cli, run
 
 pytest.register_assert_rewrite("tests.checkpoint_files", "tests.loading_common")
 
@@ -64,6 +67,12 @@ def tiny(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint()
 
 
+@pytest.fixture(scope="session")
+def noisy(make_checkpoint: MakeCheckpoint) -> Path:
+    """A tiny noisy checkpoint with room for long texts; its id 0 ends a text."""
+    return make_checkpoint(n_positions=256)
+
+
 @pytest.fixture
 def state(tiny: Path) -> State:
     """The tensors of `tiny` without `transformer.` and without a head, free to be changed."""
@@ -94,6 +103,13 @@ def shared() -> Path:
     if "COMPAT_SHARED" not in os.environ:
         pytest.skip("COMPAT_SHARED names no folder with data/gpt2-tokenizer and data/checkpoints")
     return Path(os.environ["COMPAT_SHARED"])
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run a command in this process: `cli("load", "--model", folder)`."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    return partial(run, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -1,78 +1,43 @@
-"""The command line: what it prints where, and its exit codes."""
+"""The command line: what it prints, and where."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from compat import HubError, generate, load_pretrained, load_tokenizer
-from compat.cli import main
-from compat.dialects import linear
+import compat
+from compat import Tokenizer, generate, load_pretrained, load_tokenizer
+from compat.dialects import DIALECTS
 from compat.taps import tap_names
-from tests.conftest import noisy_reference
+from tests.command_line import Cli
+from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
 
-ROOT = Path(__file__).parents[1]
-each_dialect = pytest.mark.parametrize("dialect", ["linear", "conv1d"])
-
-
-class Outcome(NamedTuple):
-    """What a run of the command line leaves."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Outcome]
+DEMO = Path(compat.__file__).parent / "demo"
+each_dialect = pytest.mark.parametrize("dialect", DIALECTS)
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command in this process: `cli("load", "--model", folder)`."""
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
+def demo() -> Tokenizer:
+    return load_tokenizer("demo")
 
-    def run(*argv: object) -> Outcome:
-        with pytest.raises(SystemExit) as exited:
-            main([str(argument) for argument in argv])
-        out, err = capsys.readouterr()
-        return Outcome(int(exited.value.code or 0), out, err)
 
-    return run
+def demo_ending_at(stop: int | None, folder: Path) -> Path:
+    """The embedded checkpoint with another id, or none, that ends a text."""
+    shutil.copytree(DEMO, folder)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": stop}))
+    return folder
 
 
 @pytest.fixture
-def tarot(shared: Path) -> Path:
-    return shared / "data/checkpoints/tarot"
-
-
-def script(name: str, *argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run scripts/NAME.py in a process of its own."""
-    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": "1"}
-    env.pop("FORCE_COLOR", None)
-    return subprocess.run(
-        [sys.executable, ROOT / f"scripts/{name}.py", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=env,
-        timeout=120,
-        check=False,
-        **options,
-    )
+def endless(tmp_path: Path) -> Path:
+    """The embedded checkpoint without an id that ends a text: all the tokens asked for come."""
+    return demo_ending_at(None, tmp_path / "endless")
 
 
 # load
@@ -131,14 +96,15 @@ def test_load_shows_a_table_with_a_line_per_kind_of_tensor(
     assert "tied" in done.out
 
 
-def test_load_notes_go_to_stderr(cli: Cli, tarot: Path) -> None:
-    """Tarot's file has causal masks beside its weights."""
-    done = cli("load", "--model", tarot)
+def test_load_notes_go_to_stderr(cli: Cli, state: State, write: Write) -> None:
+    """As on a file with causal masks beside its weights."""
+    folder = write({**state, "h.0.attn.bias": torch.ones(1, 1, 32, 32).tril()})
+    done = cli("load", "--model", folder)
     assert done.code == 0
-    assert "929,536" in done.out
+    assert f"{noisy_reference().num_parameters():,}" in done.out
     assert "causal-mask" in done.err
     assert "causal-mask" not in done.out
-    assert "causal-mask" in " ".join(cli("load", "--model", tarot, "--json").json()["notes"])
+    assert "causal-mask" in " ".join(cli("load", "--model", folder, "--json").json()["notes"])
 
 
 # parity
@@ -188,260 +154,106 @@ def test_parity_quiet_is_one_line(cli: Cli, tiny: Path) -> None:
     assert (done.code, line[:8]) == (0, "✓ linear")
 
 
-def test_parity_takes_its_input_from_the_options(cli: Cli, tiny: Path, tarot: Path) -> None:
-    def report(model: Path, *options: object) -> Any:
+def test_parity_takes_its_input_from_the_options(cli: Cli, tiny: Path, demo: Tokenizer) -> None:
+    def report(model: object, *options: object) -> Any:
         return cli("parity", "--model", model, "--json", *options).json()
 
     assert report(tiny, "--batch", 3, "--length", 5)["input_shape"] == [3, 5]
     assert report(tiny, "--dtype", "bfloat16")["dtype"] == "bfloat16"
     assert report(tiny, "--seed", 1)["taps"] != report(tiny)["taps"]
-    ids = load_tokenizer(tarot).encode("The more you")
-    assert report(tarot, "--text", "The more you")["input_shape"] == [1, len(ids)]
-
-
-@pytest.fixture
-def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A classic mistake in the linear dialect: variance over C − 1."""
-
-    def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
-
-    monkeypatch.setattr(linear.LayerNorm, "forward", forward)
-
-
-@pytest.mark.usefixtures("unbiased")
-def test_no_parity_is_exit_code_1_and_names_the_culprit(cli: Cli, tiny: Path) -> None:
-    done = cli("parity", "--model", tiny, "--json")
-    found = done.json()
-    assert (done.code, found["passed"], found["first_divergence"]) == (1, False, "h.0.ln_1")
-    wrong = {tap["tap"] for tap in found["taps"] if tap["local"]["rel_rms"] > 1e-3}
-    assert wrong == {"ln_f", *(f"h.{i}.{norm}" for i in range(3) for norm in ("ln_1", "ln_2"))}
-    shown = cli("parity", "--model", tiny)
-    assert shown.code == 1
-    assert "✗ from ln_1" in shown.out
-    assert shown.out.splitlines()[-1].startswith("✗ linear diverges from transformers at h.0.ln_1")
-
-
-@pytest.mark.usefixtures("unbiased")
-def test_one_dialect_without_parity_is_enough_for_exit_code_1(cli: Cli, tiny: Path) -> None:
-    done = cli("parity", "--model", tiny, "--all", "--json")
-    assert done.code == 1
-    assert [report["passed"] for report in done.json()] == [False, True]
-    assert cli("parity", "--model", tiny, "--dialect", "conv1d", "--quiet").code == 0
+    ids = demo.encode("The more you")
+    assert report("demo", "--text", "The more you")["input_shape"] == [1, len(ids)]
 
 
 # generate
 
 
 @each_dialect
-def test_generate_prints_the_text_and_nothing_else(cli: Cli, tarot: Path, dialect: str) -> None:
+def test_generate_prints_the_text_and_nothing_else(
+    cli: Cli, demo: Tokenizer, endless: Path, dialect: str
+) -> None:
     greedy = ("--temperature", 0, "--max-new-tokens", 14, "--dialect", dialect)
-    done = cli("generate", "The", "--model", tarot, *greedy)
-    ids = torch.tensor([load_tokenizer(tarot).encode("The")])
-    whole = generate(load_pretrained(tarot), ids, max_new_tokens=14, temperature=0)
+    done = cli("generate", "The", "--model", endless, *greedy)
+    ids = torch.tensor([demo.encode("The")])
+    whole = generate(load_pretrained(endless), ids, max_new_tokens=14, temperature=0)
     assert done.code == 0
-    assert done.out == load_tokenizer(tarot).decode(whole[0].tolist()) + "\n"
-    assert done.out.startswith("The more you make things happen")
+    assert done.out == demo.decode(whole[0].tolist()) + "\n"
     assert done.err.startswith("14 tokens, ")
     assert "tokens/s" in done.err
 
 
-def test_generate_as_json(cli: Cli, tarot: Path) -> None:
-    tokenizer = load_tokenizer(tarot)
-    done = cli("generate", "Héllo", "--model", tarot, "--seed", 1, "--json", "--max-new-tokens", 9)
+def test_generate_as_json(cli: Cli, demo: Tokenizer, endless: Path) -> None:
+    options = ("--seed", 1, "--json", "--max-new-tokens", 9)
+    done = cli("generate", "Héllo", "--model", endless, *options)
     found = done.json()
     assert (done.code, found["prompt"]) == (0, "Héllo")
-    assert found["prompt_ids"] == tokenizer.encode("Héllo")
+    assert found["prompt_ids"] == demo.encode("Héllo")
     assert len(found["new_ids"]) == 9
-    assert found["text"] == tokenizer.decode(found["prompt_ids"] + found["new_ids"])
+    assert found["text"] == demo.decode(found["prompt_ids"] + found["new_ids"])
     assert found["tokens_per_second"] > 0
 
 
-def test_generate_fills_the_context_if_no_length_is_given(cli: Cli, tarot: Path) -> None:
-    found = cli("generate", "The", "--model", tarot, "--temperature", 0, "--json").json()
-    assert len(found["prompt_ids"]) + len(found["new_ids"]) == 64
+def test_100_tokens_or_what_the_context_has_room_for(
+    cli: Cli, make_checkpoint: MakeCheckpoint
+) -> None:
+    """If no length is given. The prompt is of a control character, which no merge knows."""
+    n_ids = load_pretrained("demo").config.vocab_size
+    folder = make_checkpoint(vocab_size=n_ids, n_positions=128, eos_token_id=None)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(DEMO / name, folder)
+    for n_prompt, n_new in ((1, 100), (28, 100), (29, 99), (127, 1)):
+        found = cli("generate", "\x01" * n_prompt, "--model", folder, "--json").json()
+        assert (len(found["prompt_ids"]), len(found["new_ids"])) == (n_prompt, n_new)
 
 
-def test_a_seed_makes_the_text_repeatable(cli: Cli, tarot: Path) -> None:
+def test_a_seed_makes_the_text_repeatable(cli: Cli, endless: Path) -> None:
     def text(seed: int, *options: object) -> str:
-        return cli("generate", "The", "--model", tarot, "--seed", seed, *options).out
+        length = ("--max-new-tokens", 30)
+        return cli("generate", "The", "--model", endless, "--seed", seed, *length, *options).out
 
     assert text(1) == text(1) != text(2)
     assert text(1, "--top-k", 3) != text(1) != text(1, "--top-p", 0.5)
     assert text(1, "--top-k", 1) == text(2, "--top-k", 1) == text(1, "--temperature", 0)
 
 
-def test_text_ends_before_the_stop_id(cli: Cli, tarot: Path, tmp_path: Path) -> None:
-    """Tarot, told that a line's end ends a text."""
-    folder = shutil.copytree(tarot, tmp_path / "tarot")
-    (line_end,) = load_tokenizer(tarot).encode("\n")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": line_end}))
-    sentence = "The more you make things happen the more you will make money too."
-    done = cli("generate", "The", "--model", folder, "--temperature", 0)
-    assert done.out == sentence + "\n"
-    found = cli("generate", "The", "--model", folder, "--temperature", 0, "--json").json()
-    assert (found["text"], found["new_ids"][-1]) == (sentence, line_end)
+def test_text_ends_before_the_stop_id(
+    cli: Cli, demo: Tokenizer, endless: Path, tmp_path: Path
+) -> None:
+    """The embedded checkpoint, told that an id of its text ends one."""
+    greedy = ("generate", "The", "--temperature", 0, "--max-new-tokens", 30)
+    ids = cli(*greedy, "--model", endless, "--json").json()["new_ids"]
+    n = next(n for n in range(5, 30) if ids[n] not in ids[:n])
+    sentence = "The" + demo.decode(ids[:n])
+    ends = demo_ending_at(ids[n], tmp_path / "ends")
+    assert cli(*greedy, "--model", ends).out == sentence + "\n"
+    found = cli(*greedy, "--model", ends, "--json").json()
+    assert (found["text"], found["new_ids"]) == (sentence, ids[: n + 1])
 
 
-def test_an_empty_prompt_starts_from_end_of_text(cli: Cli, tarot: Path) -> None:
-    found = cli("generate", "", "--model", tarot, "--max-new-tokens", 3, "--json").json()
-    assert (found["prompt"], found["prompt_ids"], len(found["new_ids"])) == ("", [0], 3)
+def test_an_empty_prompt_starts_from_end_of_text(cli: Cli, demo: Tokenizer, endless: Path) -> None:
+    found = cli("generate", "", "--model", endless, "--max-new-tokens", 3, "--json").json()
+    assert (found["prompt"], found["prompt_ids"]) == ("", [demo.end_of_text])
+    assert len(found["new_ids"]) == 3
 
 
-def test_no_new_tokens_print_the_prompt(cli: Cli, tarot: Path) -> None:
-    done = cli("generate", "The", "--model", tarot, "--max-new-tokens", 0)
+def test_no_new_tokens_print_the_prompt(cli: Cli) -> None:
+    done = cli("generate", "The", "--model", "demo", "--max-new-tokens", 0)
     assert (done.code, done.out) == (0, "The\n")
 
 
 def test_a_padded_vocabulary_generates_only_ids_with_text(
-    cli: Cli, make_checkpoint: Callable[..., Path], tarot: Path
+    cli: Cli, make_checkpoint: MakeCheckpoint, demo: Tokenizer
 ) -> None:
     """Half of these ids are none of the tokenizer's, and a noisy model likes them as well."""
-    folder = make_checkpoint(vocab_size=2000)
-    shutil.copy(tarot / "tokenizer.json", folder)
+    n = load_pretrained("demo").config.vocab_size
+    folder = make_checkpoint(vocab_size=2 * n, eos_token_id=None)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(DEMO / name, folder)
     done = cli("generate", "The", "--model", folder, "--seed", 0, "--max-new-tokens", 20, "--json")
     assert done.code == 0
-    assert max(done.json()["new_ids"]) < 1000
-
-
-# exit codes
-
-COMMANDS = {"load": [], "parity": [], "generate": ["The"]}
-each_command = pytest.mark.parametrize("command", COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["nonsense"], "nonsense"),
-        (["load", "--nonsense"], "--nonsense"),
-        (["load", "--dialect", "torch"], "torch"),
-        (["parity", "--dtype", "int8"], "int8"),
-        (["parity", "--batch", "0"], "--batch"),
-        (["parity", "--length", "0"], "--length"),
-        (["generate"], "prompt"),
-        (["generate", "The", "--temperature", "warm"], "--temperature"),
-    ],
-)
-def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
-    done = cli(*argv)
-    assert (done.code, done.out) == (2, "")
-    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # colours, where they are forced
-
-
-@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--max-new-tokens", 200], ["1 prompt", "200", "201", "64"]),
-        (["--max-new-tokens", -1], ["-1"]),
-        (["--temperature", -1], ["temperature", "-1"]),
-        (["--temperature", "nan"], ["temperature", "nan"]),
-        (["--top-k", 0], ["top_k", "0"]),
-        (["--top-p", 1.5], ["top_p", "1.5"]),
-        (["--seed", 2**80], ["seed"]),
-    ],
-)
-def test_a_request_that_cannot_be_met_is_2(
-    cli: Cli, tarot: Path, options: list[object], named: list[str], as_json: list[str]
-) -> None:
-    done = cli("generate", "The", "--model", tarot, *options, *as_json)
-    assert (done.code, done.out) == (2, "")
-    assert all(word in done.err for word in named)
-
-
-def test_a_prompt_that_fills_the_context_is_2(cli: Cli, tarot: Path) -> None:
-    prompt = "The " * 40
-    n = len(load_tokenizer(tarot).encode(prompt))
-    done = cli("generate", prompt, "--model", tarot)
-    assert (done.code, done.out) == (2, "")
-    assert f"{n} prompt tokens" in done.err
-    assert "64 positions" in done.err
-
-
-@each_command
-def test_a_bad_checkpoint_is_3(cli: Cli, tiny: Path, tmp_path: Path, command: str) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    broken = shutil.copytree(tiny, tmp_path / "broken")
-    (broken / "model.safetensors").write_bytes(b"<html>")
-    config = shutil.copytree(tiny, tmp_path / "config")
-    (config / "config.json").write_text('{"model_type": "gpt2", "n_head": 0}')
-    for source in (tmp_path / "no/such/folder", empty, broken, config):
-        done = cli(command, *COMMANDS[command], "--model", source)
-        assert (done.code, done.out) == (3, "")
-        assert done.err.startswith("error: ")
-        assert str(source) in done.err or "n_head" in done.err
-
-
-@pytest.mark.parametrize("argv", [["generate", "The"], ["parity", "--text", "The"]])
-def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[str]) -> None:
-    done = cli(*argv, "--model", tiny)
-    assert (done.code, done.out) == (3, "")
-    assert "tokenizer.json" in done.err
-
-
-def failing_with(error: BaseException) -> Callable[..., NoReturn]:
-    def fail(*args: object) -> NoReturn:
-        raise error
-
-    return fail
-
-
-@each_command
-def test_no_network_is_4(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("compat.checkpoint.source.fetch", failing_with(HubError("no route")))
-    done = cli(command, *COMMANDS[command], "--model", "some/model")
-    assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
-
-
-@each_command
-def test_ctrl_c_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("compat.checkpoint.source.fetch", failing_with(KeyboardInterrupt()))
-    done = cli(command, *COMMANDS[command], "--model", "some/model")
-    assert (done.code, done.out) == (130, "")
-    assert "interrupted" in done.err
-    assert "Traceback" not in done.err
-
-
-def test_ctrl_c_leaves_the_text_so_far(
-    cli: Cli, tarot: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object, **kwargs: object) -> Iterator[Tensor]:
-        yield from torch.tensor([[868], [706]])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("compat.cli.generate.stream", interrupted)
-    done = cli("generate", "The", "--model", tarot)
-    assert (done.code, done.out.rstrip("\n")) == (130, "The only reason")
-
-
-# The scripts, as programs
-
-
-def test_the_scripts_are_the_commands(tiny: Path) -> None:
-    load = script("load", "--model", tiny, "--json")
-    assert (load.returncode, load.stderr) == (0, "")
-    assert len(json.loads(load.stdout)["tensors"]) == len(hf_shapes())
-    parity = script("parity", "--model", tiny, "--quiet")
-    assert (parity.returncode, parity.stderr) == (0, "")
-    assert parity.stdout.startswith("✓ linear")
-    generate = script("generate", "The", "--model", tiny)
-    assert (generate.returncode, generate.stdout) == (3, "")
-
-
-def test_a_prompt_that_is_no_utf8_is_no_traceback(tarot: Path) -> None:
-    done = script("generate", os.fsdecode(b"a\xff"), "--model", tarot, "--max-new-tokens", 3)
-    assert "Traceback" not in done.stderr
-    assert done.returncode in (0, 2)
-
-
-def test_a_reader_that_goes_away_is_no_error(tiny: Path) -> None:
-    command = [sys.executable, ROOT / "scripts/load.py", "--model", tiny, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
+    new_ids = done.json()["new_ids"]
+    assert len(new_ids) == 20
+    assert not {*new_ids} & {*demo.ids_without_text(2 * n)}
+    ids, seeded = torch.tensor([demo.encode("The")]), torch.Generator().manual_seed(0)
+    whole = generate(load_pretrained(folder), ids, max_new_tokens=20, generator=seeded)
+    assert {*whole[0].tolist()} & {*demo.ids_without_text(2 * n)}

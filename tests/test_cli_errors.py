@@ -1,0 +1,199 @@
+"""The command line's exit codes: no parity, what it refuses, interruptions; and the scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat import HubError, load_pretrained, load_tokenizer
+from compat.dialects import linear
+from tests.command_line import ROOT, Cli, script
+from tests.conftest import noisy_reference
+
+COMMANDS = {"load": [], "parity": [], "generate": ["The"]}
+each_command = pytest.mark.parametrize("command", COMMANDS)
+
+
+@pytest.fixture
+def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A classic mistake in the linear dialect: variance over C − 1."""
+
+    def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
+
+    monkeypatch.setattr(linear.LayerNorm, "forward", forward)
+
+
+@pytest.mark.usefixtures("unbiased")
+def test_no_parity_is_exit_code_1_and_names_the_culprit(cli: Cli, tiny: Path) -> None:
+    done = cli("parity", "--model", tiny, "--json")
+    found = done.json()
+    assert (done.code, found["passed"], found["first_divergence"]) == (1, False, "h.0.ln_1")
+    wrong = {tap["tap"] for tap in found["taps"] if tap["local"]["rel_rms"] > 1e-3}
+    assert wrong == {"ln_f", *(f"h.{i}.{norm}" for i in range(3) for norm in ("ln_1", "ln_2"))}
+    shown = cli("parity", "--model", tiny)
+    assert shown.code == 1
+    assert "✗ from ln_1" in shown.out
+    assert shown.out.splitlines()[-1].startswith("✗ linear diverges from transformers at h.0.ln_1")
+
+
+@pytest.mark.usefixtures("unbiased")
+def test_one_dialect_without_parity_is_enough_for_exit_code_1(cli: Cli, tiny: Path) -> None:
+    done = cli("parity", "--model", tiny, "--all", "--json")
+    assert done.code == 1
+    assert [report["passed"] for report in done.json()] == [False, True]
+    assert cli("parity", "--model", tiny, "--dialect", "conv1d", "--quiet").code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["nonsense"], "nonsense"),
+        (["load", "--nonsense"], "--nonsense"),
+        (["load", "--dialect", "torch"], "torch"),
+        (["parity", "--dtype", "int8"], "int8"),
+        (["parity", "--batch", "0"], "--batch"),
+        (["parity", "--length", "0"], "--length"),
+        (["generate"], "prompt"),
+        (["generate", "The", "--temperature", "warm"], "--temperature"),
+    ],
+)
+def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
+    done = cli(*argv)
+    assert (done.code, done.out) == (2, "")
+    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # colours, where they are forced
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--max-new-tokens", -1], ["-1"]),
+        (["--temperature", -1], ["temperature", "-1"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--top-k", 0], ["top_k", "0"]),
+        (["--top-p", 1.5], ["top_p", "1.5"]),
+        (["--seed", 2**80], ["seed"]),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_2(
+    cli: Cli, options: list[object], named: list[str]
+) -> None:
+    done = cli("generate", "The", *options)
+    assert (done.code, done.out) == (2, "")
+    assert all(word in done.err for word in named)
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+def test_more_tokens_than_the_context_has_room_for_are_2(cli: Cli, as_json: list[str]) -> None:
+    n, T = load_pretrained("demo").config.n_positions, len(load_tokenizer("demo").encode("The"))
+    done = cli("generate", "The", "--max-new-tokens", n, *as_json)
+    assert (done.code, done.out) == (2, "")
+    assert all(f"{words}" in done.err for words in (f"{T} prompt", n, n + T))
+
+
+def test_a_prompt_that_fills_the_context_is_2(cli: Cli) -> None:
+    n = load_pretrained("demo").config.n_positions
+    prompt = "The " * n
+    T = len(load_tokenizer("demo").encode(prompt))
+    assert T >= n
+    done = cli("generate", prompt)
+    assert (done.code, done.out) == (2, "")
+    assert f"{T} prompt tokens" in done.err
+    assert f"{n} positions" in done.err
+
+
+@each_command
+def test_a_bad_checkpoint_is_3(cli: Cli, tiny: Path, tmp_path: Path, command: str) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"<html>")
+    config = shutil.copytree(tiny, tmp_path / "config")
+    (config / "config.json").write_text('{"model_type": "gpt2", "n_head": 0}')
+    for source in (tmp_path / "no/such/folder", empty, broken, config):
+        done = cli(command, *COMMANDS[command], "--model", source)
+        assert (done.code, done.out) == (3, "")
+        assert done.err.startswith("error: ")
+        assert str(source) in done.err or "n_head" in done.err
+
+
+@pytest.mark.parametrize("argv", [["generate", "The"], ["parity", "--text", "The"]])
+def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[str]) -> None:
+    done = cli(*argv, "--model", tiny)
+    assert (done.code, done.out) == (3, "")
+    assert "tokenizer.json" in done.err
+
+
+def failing_with(error: BaseException) -> Callable[..., NoReturn]:
+    def fail(*args: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
+@each_command
+def test_no_network_is_4(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr("compat.checkpoint.source.fetch", failing_with(HubError("no route")))
+    done = cli(command, *COMMANDS[command], "--model", "some/model")
+    assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
+
+
+@each_command
+def test_ctrl_c_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr("compat.checkpoint.source.fetch", failing_with(KeyboardInterrupt()))
+    done = cli(command, *COMMANDS[command], "--model", "some/model")
+    assert (done.code, done.out) == (130, "")
+    assert "interrupted" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c_leaves_the_text_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = load_tokenizer("demo").encode(" only reason")
+
+    def interrupted(*args: object, **kwargs: object) -> Iterator[Tensor]:
+        yield from torch.tensor(ids)[:, None]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compat.cli.generate.stream", interrupted)
+    done = cli("generate", "The")
+    assert (done.code, done.out.rstrip("\n")) == (130, "The only reason")
+
+
+# The scripts, as programs
+
+
+def test_the_scripts_are_the_commands(tiny: Path) -> None:
+    load = script("load", "--model", tiny, "--json")
+    assert (load.returncode, load.stderr) == (0, "")
+    stored = [entry["tensor"] for entry in json.loads(load.stdout)["tensors"]]
+    assert len(stored) == len(noisy_reference().state_dict())
+    parity = script("parity", "--model", tiny, "--quiet")
+    assert (parity.returncode, parity.stderr) == (0, "")
+    assert parity.stdout.startswith("✓ linear")
+
+
+def test_a_prompt_that_is_no_utf8_is_2_and_no_traceback() -> None:
+    done = script("generate", os.fsdecode(b"a\xff"), "--max-new-tokens", 3)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the prompt cannot be encoded")
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/load.py", "--model", tiny, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

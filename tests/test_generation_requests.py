@@ -1,0 +1,195 @@
+"""What ends a text, which ids are kept out of it, and which requests are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat import GenerationError, generate, left_pad, load_pretrained, stream
+from tests.conftest import MakeCheckpoint
+from tests.generation_common import (
+    BATCH,
+    PROMPT,
+    cached_or_not,
+    greedy,
+    ours,
+    theirs,
+)
+
+
+def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int]]:
+    """What is left of rows that were generated without stop ids."""
+    rows = []
+    for row in whole.tolist():
+        end = next((i for i in range(T, len(row)) if row[i] in stop), len(row))
+        rows.append(row[: end + 1])
+    longest = max(map(len, rows))
+    return [row + [filler] * (longest - len(row)) for row in rows]
+
+
+@cached_or_not
+@pytest.mark.parametrize("pad", [None, 96])
+def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
+    make_checkpoint: MakeCheckpoint, use_cache: bool, pad: int | None
+) -> None:
+    """Filled up with the padding id, or where there is none with the stop id."""
+    folder = make_checkpoint(n_positions=64, pad_token_id=pad)
+    whole = greedy(ours(folder), BATCH, 40, use_cache=use_cache)
+    stop = int(whole[0, 8])
+    filler = stop if pad is None else pad
+    expected = stopped(whole, 3, {stop}, filler)
+    assert expected != whole.tolist()
+    found = greedy(ours(folder), BATCH, 40, stop=[stop], use_cache=use_cache)
+    assert found.tolist() == expected
+    assert torch.equal(found, theirs(folder, BATCH, 40, eos_token_id=stop, pad_token_id=filler))
+
+
+def test_generation_ends_with_the_last_row(noisy: Path) -> None:
+    whole = greedy(ours(noisy), BATCH, 30)
+    stop = {int(row[3 + i]) for i, row in enumerate(whole)}
+    found = greedy(ours(noisy), BATCH, 30, stop=stop)
+    assert found.shape[0] == 3
+    assert 4 <= found.shape[1] <= 6
+    assert found.tolist() == stopped(whole, 3, stop, min(stop))
+
+
+def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
+    whole = greedy(ours(noisy), PROMPT, 20)
+    prompt_id = next(i for i in range(97) if i not in whole[0, 3:].tolist())
+    prompt = torch.tensor([[prompt_id, 5]])
+    assert greedy(ours(noisy), prompt, 1, stop=[prompt_id]).shape == (1, 3)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
+    """A finished row goes on drawing, unseen: otherwise the others' draws would shift."""
+    found = generate(
+        ours(noisy),
+        BATCH,
+        max_new_tokens=60,
+        temperature=1.5,
+        generator=torch.Generator().manual_seed(seed),
+        stop=(7, 30),
+    )
+    expected = theirs(
+        noisy,
+        BATCH,
+        60,
+        seed,
+        do_sample=True,
+        temperature=1.5,
+        top_k=0,
+        eos_token_id=[7, 30],
+        pad_token_id=7,
+    )
+    assert {7, 30} & set(found[:, 3:-1].flatten().tolist())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_config_says_what_ends_a_text(
+    make_checkpoint: MakeCheckpoint, noisy: Path, as_list: bool
+) -> None:
+    """The same weights under different configs: one stop id, several, none."""
+    whole = greedy(ours(noisy), PROMPT, 30)
+    stop = int(whole[0, 10])
+    unused = next(i for i in range(97) if i not in whole[0].tolist())
+    ends = make_checkpoint(n_positions=256, eos_token_id=[unused, stop] if as_list else stop)
+    expected = stopped(whole, 3, {stop}, stop)
+    found = greedy(ours(ends), PROMPT, 30, stop=None)
+    assert found.tolist() == expected != whole.tolist()
+    assert torch.equal(greedy(ours(ends), PROMPT, 30, stop=()), whole)
+    endless = make_checkpoint(n_positions=256, eos_token_id=None)
+    assert torch.equal(greedy(ours(endless), PROMPT, 30, stop=None), whole)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {}, {"top_k": 5}, {"temperature": 1.7, "top_p": 0.8}],
+    ids=str,
+)
+def test_suppressed_ids_never_come_as_if_their_logits_were_minus_infinity(
+    noisy: Path, settings: dict[str, Any]
+) -> None:
+    """As transformers makes them; top_k and top_p then keep some of the other ids alone."""
+
+    def run(suppressed: list[int]) -> Tensor:
+        return generate(
+            ours(noisy),
+            BATCH,
+            max_new_tokens=40,
+            suppress_tokens=suppressed,
+            generator=torch.Generator().manual_seed(5),
+            stop=(),
+            **settings,
+        )
+
+    suppressed = run([])[:, 3:].unique()[::2].tolist()
+    found = run(suppressed)
+    assert not set(suppressed) & set(found[:, 3:].flatten().tolist())
+    drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
+    how = drawn if settings.get("temperature") != 0 else {}
+    assert torch.equal(found, theirs(noisy, BATCH, 40, 5, suppress_tokens=suppressed, **how))
+
+
+def test_left_pad_aligns_prompts_at_the_right() -> None:
+    ids, mask = left_pad([[1, 2, 3], [4], [5, 6]], pad_id=9)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    assert ids.dtype == mask.dtype == torch.long
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
+def test_left_pad_refuses_empty_prompts(prompts: list[list[int]]) -> None:
+    with pytest.raises(GenerationError, match="empty"):
+        left_pad(prompts)
+
+
+LONG = torch.zeros(1, 30, dtype=torch.long)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too long": ({"input_ids": LONG, "max_new_tokens": 3}, r"\b30\b.*\b33\b.*\b32\b"),
+    "one too long": ({"max_new_tokens": 30}, r"\b33\b.*\b32\b.*at most 29"),
+    "prompt too long": ({"input_ids": LONG.repeat(1, 2)}, r"\b60\b.*\b32\b"),
+    "empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"\[1, 0\]"),
+    "empty batch": ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"\[0, 3\]"),
+    "no batch": ({"input_ids": torch.tensor([1, 2])}, r"\[2\]"),
+    "negative id": ({"input_ids": torch.tensor([[1, -1]])}, r"-1\b.*0 to 96"),
+    "id too high": ({"input_ids": torch.tensor([[1, 97]])}, r"\b97\b.*0 to 96"),
+    "fractional ids": ({"input_ids": torch.tensor([[1.5]])}, "float32"),
+    "negative length": ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+    "mask too short": ({"attention_mask": torch.ones(1, 2)}, r"\[1, 2\].*\[1, 3\]"),
+    "mask of 3 rows": ({"attention_mask": torch.ones(3, 3)}, r"\[3, 3\].*\[1, 3\]"),
+    "right padding": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "left"),
+    "temperature": ({"temperature": -1.0}, "temperature is -1.0"),
+    "top_k": ({"top_k": 0}, "top_k is 0"),
+    "top_p": ({"top_p": 1.5}, r"top_p is 1\.5"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_request_that_cannot_be_met_is_refused(tiny: Path, case: str) -> None:
+    change, named = REFUSED[case]
+    request = {"input_ids": PROMPT, "max_new_tokens": 1, **change}
+    with pytest.raises(GenerationError, match=named):
+        generate(ours(tiny), **request)
+    with pytest.raises(GenerationError, match=named):
+        stream(ours(tiny), **request)  # at once, not at the first id
+
+
+def test_training_mode_is_refused(tiny: Path) -> None:
+    model = load_pretrained(tiny, "linear").train()
+    with pytest.raises(GenerationError, match=r"training mode.*eval\(\)"):
+        greedy(model, PROMPT, 1)
+    assert greedy(model.eval(), PROMPT, 1).shape == (1, 4)
+
+
+def test_logits_that_are_not_finite_are_refused(tiny: Path) -> None:
+    model = load_pretrained(tiny, "linear")
+    with torch.no_grad():
+        model.get_parameter("final_norm.shift")[0] = torch.nan
+    with pytest.raises(GenerationError, match="not finite"):
+        greedy(model, PROMPT, 1)

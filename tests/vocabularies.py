@@ -1,0 +1,16 @@
+"""Small byte-level vocabularies, and a checkpoint small enough to carry any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+END = "<|endoftext|>"
+BYTES = sorted(ByteLevel.alphabet())
+SMALL = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+
+
+def small_vocab(**more: Any) -> dict[str, Any]:
+    """All bytes, "ab" = 256 and end-of-text = 257, then what the test adds or changes."""
+    return {**{char: i for i, char in enumerate(BYTES)}, "ab": 256, END: 257, **more}
