@@ -64,8 +64,11 @@ class ParityReport:
             )
         result = next(tap for tap in self.taps if not tap.passed)
         worse = result.accumulated if result.local.within else result.local
+        digits = 0 if (worse.ratio or 0) >= 10 else 1
         where = "accumulated" if result.local.within else "local"
-        times = "" if worse.ratio is None else f", {worse.ratio:.3g} times the reference's own"
+        times = (
+            "" if worse.ratio is None else f", {worse.ratio:,.{digits}f} times the reference's own"
+        )
         mode = (
             " The model is in training mode: dropout is on; call eval()." if self.training else ""
         )

@@ -14,7 +14,7 @@ from compat.parity.compare import compare, difference
 
 def test_numbers_of_a_known_difference() -> None:
     reference = torch.tensor([3.0, -4.0])
-    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, slack=4)
+    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, granted=1e-6)
     assert found.max_abs == 0.5
     assert found.rel_rms == pytest.approx(0.1)  # √(0.25 / 2) over √(25 / 2)
     assert found.ratio is None and not found.bit_identical and not found.within
@@ -24,8 +24,8 @@ def test_verdict_is_about_scale() -> None:
     """The same max|Δ| is nothing beside activations in the thousands and much beside small ones."""
     torch.manual_seed(0)
     x = torch.randn(1000)
-    assert difference(1000 * x + 1e-4, 1000 * x, None, slack=4).within
-    assert not difference(x + 1e-4, x, None, slack=4).within
+    assert difference(1000 * x + 1e-4, 1000 * x, None, granted=1e-6).within
+    assert not difference(x + 1e-4, x, None, granted=1e-6).within
 
 
 def test_verdict_against_float64_allows_twice_the_references_error() -> None:
@@ -33,27 +33,39 @@ def test_verdict_against_float64_allows_twice_the_references_error() -> None:
     exact, noise = torch.randn(10_000).double(), torch.randn(10_000).double() * 1e-4
     reference = (exact + noise).float()
     for factor, within in ((-1.9, True), (-2.1, False)):
-        found = difference((exact + factor * noise).float(), reference, exact, slack=0)
+        found = difference((exact + factor * noise).float(), reference, exact, granted=0.0)
         assert found.within is within
         assert found.ratio == pytest.approx(abs(factor), rel=1e-3)
 
 
-def test_rounding_of_the_result_is_granted_where_the_reference_happens_to_be_exact() -> None:
-    reference = torch.full((100,), 1.0)
-    exact, one_ulp = reference.double(), torch.finfo(torch.float32).eps
-    few_ulps = torch.zeros(100)
-    few_ulps[::8] = one_ulp
-    assert difference(reference + few_ulps, reference, exact, slack=0).within
-    assert not difference(reference + 8 * few_ulps, reference, exact, slack=0).within
+def test_rounding_is_granted_where_the_reference_happens_to_be_exact() -> None:
+    """With few values, luck can spare the reference what rounding costs on average."""
+    reference = {"embed": torch.full((100,), 1.0)}
+    exact, one_ulp = {"embed": torch.ones(100).double()}, torch.finfo(torch.float32).eps
+    for ulps, passes in ((2, True), (3, False)):
+        ours = {"embed": reference["embed"] + ulps * one_ulp}
+        assert compare(reference, ours, ours, exact, exact)[0].passed is passes
+
+
+def test_error_of_earlier_taps_is_granted_to_what_accumulates_but_not_to_a_piece() -> None:
+    """Rounding that has come in does not go away; at one tap luck may hide it in the reference."""
+    torch.manual_seed(0)
+    truth, noise = torch.randn(1000).double(), 1e-4 * torch.randn(1000).double()
+    exact = {"embed": truth, "h.0.ln_1": truth}
+    reference = {"embed": (truth + noise).float(), "h.0.ln_1": truth.float()}
+    ours = {"embed": (truth - noise).float(), "h.0.ln_1": (truth - noise).float()}
+    embed, ln_1 = compare(reference, ours, ours, exact, exact)
+    assert embed.passed
+    assert ln_1.accumulated.within and not ln_1.local.within
 
 
 def test_bit_identical_always_passes_and_nan_never() -> None:
     x = torch.tensor([1.0, 2.0])
-    assert difference(x, x.clone(), x.double() + 1, slack=0).within
+    assert difference(x, x.clone(), x.double() + 1, granted=0.0).within
     for bad in (math.nan, math.inf):
-        found = difference(torch.tensor([1.0, bad]), x, x.double(), slack=4)
+        found = difference(torch.tensor([1.0, bad]), x, x.double(), granted=1e-6)
         assert not found.within
-        assert not difference(torch.tensor([1.0, bad]), x, None, slack=4).within
+        assert not difference(torch.tensor([1.0, bad]), x, None, granted=1e-6).within
 
 
 def test_accumulated_error_is_judged_only_against_float64() -> None:
