@@ -68,12 +68,10 @@ def show(report: ParityReport, quiet: bool = False) -> None:
 
 def _table(report: ParityReport) -> Table:
     B, T = report.input_shape
-    table = Table(
-        title=f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids",
-        caption="× ref: our error over the reference's own, both against float64; up to 2 passes"
-        if report.calibrated
-        else "no float64 run: only local differences are judged",
-    )
+    title = f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids"
+    calibrated = "× ref: our error over the reference's own, both against float64; up to 2 passes"
+    caption = calibrated if report.calibrated else "no float64 run: local differences are judged"
+    table = Table(title=Text(title), caption=caption)
     table.add_column("layer")
     for heading in (
         "accumulated\nmax|Δ|",
@@ -100,7 +98,7 @@ def _table(report: ParityReport) -> Table:
 
 
 def _layer(tap: str) -> str:
-    """ "h.3" for "h.3.act", and a tap outside the blocks as it is."""
+    """The block of a tap, h.3 of h.3.act; a tap outside the blocks as it is."""
     return tap.rpartition(".")[0] or tap
 
 

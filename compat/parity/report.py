@@ -50,33 +50,33 @@ class ParityReport:
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        total, first = len(self.taps), self.first_divergence
-        if first is None:
-            same = sum(tap.accumulated.bit_identical for tap in self.taps)
-            local = sum(tap.local.bit_identical for tap in self.taps)
-            everywhere = "all bit-identical"
-            everywhere = "all bit-identical"
-            end_to_end = f"bit-identical at {same} from the ids on, at {local} locally"
-            return (
-                f"{self.dialect} computes what transformers computes: {total} of {total} taps, "
-                f"{everywhere if same == local == total else end_to_end}; "
-                f"max|Δlogits| = {self.max_abs_diff:.2g}"
-            )
-        result = next(tap for tap in self.taps if not tap.passed)
-        worse = result.accumulated if result.local.within else result.local
-        digits = 0 if (worse.ratio or 0) >= 10 else 1
-        where = "accumulated" if result.local.within else "local"
-        times = (
-            "" if worse.ratio is None else f", {worse.ratio:,.{digits}f} times the reference's own"
-        )
-        mode = (
-            " The model is in training mode: dropout is on; call eval()." if self.training else ""
-        )
+        first = next((result for result in self.taps if not result.passed), None)
+        return self._parity() if first is None else self._divergence(first)
+
+    def _parity(self) -> str:
+        total = len(self.taps)
+        far = sum(result.accumulated.bit_identical for result in self.taps)
+        near = sum(result.local.bit_identical for result in self.taps)
+        identical = f"bit-identical at {far} from the ids on, at {near} locally"
         return (
-            f"{self.dialect} diverges from transformers at {first}: {where} error "
-            f"{worse.rel_rms:.2g} of the tensor's RMS{times}; "
-            f"{sum(tap.passed for tap in self.taps)} of {total} taps pass.{mode}"
+            f"{self.dialect} computes what transformers computes: {total} of {total} taps, "
+            f"{'all bit-identical' if far == near == total else identical}; "
+            f"max|Δlogits| = {self.max_abs_diff:.2g}"
         )
+
+    def _divergence(self, first: TapResult) -> str:
+        kind, worse = ("local", first.local)
+        if first.local.within:
+            kind, worse = ("accumulated", first.accumulated)
+        passed = sum(result.passed for result in self.taps)
+        text = f"{self.dialect} diverges from transformers at {first.tap}: {kind} error "
+        text += f"{worse.rel_rms:.2g} of the tensor's RMS"
+        if worse.ratio is not None:
+            text += f", {worse.ratio:,.{0 if worse.ratio >= 10 else 1}f} times the reference's own"
+        text += f"; {passed} of {len(self.taps)} taps pass."
+        if self.training:
+            text += " The model is in training mode: dropout is on; call eval()."
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values; a number that is not finite becomes None."""
