@@ -22,6 +22,7 @@ from compat.cli.common import (
     print_json,
 )
 from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
+from compat.parity.compare import count_identical
 
 
 @explained
@@ -113,10 +114,8 @@ def _worst(found: list[Difference]) -> list[str]:
 
 
 def _identical(results: list[TapResult]) -> str:
-    """How many taps have no differing bit, from the ids on and locally."""
-    total = len(results)
-    far = sum(result.accumulated.bit_identical for result in results)
-    near = sum(result.local.bit_identical for result in results)
+    """The count of bit-identical taps, in one number where all agree."""
+    total, (far, near) = len(results), count_identical(results)
     return f"{total}/{total}" if far == near == total else f"{far}/{total}, local {near}/{total}"
 
 

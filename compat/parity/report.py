@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from compat.parity.compare import Difference, TapResult
+from compat.parity.compare import Difference, TapResult, count_identical
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ParityReport:
     @property
     def first_divergence(self) -> str | None:
         """The first tap, in execution order, that is out of bounds."""
-        return next((result.tap for result in self.taps if not result.passed), None)
+        return None if self._first is None else self._first.tap
 
     @property
     def max_abs_diff(self) -> float:
@@ -50,13 +50,14 @@ class ParityReport:
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        first = next((result for result in self.taps if not result.passed), None)
-        return self._parity() if first is None else self._divergence(first)
+        return self._parity() if self._first is None else self._divergence(self._first)
+
+    @property
+    def _first(self) -> TapResult | None:
+        return next((result for result in self.taps if not result.passed), None)
 
     def _parity(self) -> str:
-        total = len(self.taps)
-        far = sum(result.accumulated.bit_identical for result in self.taps)
-        near = sum(result.local.bit_identical for result in self.taps)
+        total, (far, near) = len(self.taps), count_identical(self.taps)
         identical = f"bit-identical at {far} from the ids on, at {near} locally"
         return (
             f"{self.dialect} computes what transformers computes: {total} of {total} taps, "
@@ -65,9 +66,9 @@ class ParityReport:
         )
 
     def _divergence(self, first: TapResult) -> str:
-        kind, worse = ("local", first.local)
+        kind, worse = "local", first.local
         if first.local.within:
-            kind, worse = ("accumulated", first.accumulated)
+            kind, worse = "accumulated", first.accumulated
         passed = sum(result.passed for result in self.taps)
         text = f"{self.dialect} diverges from transformers at {first.tap}: {kind} error "
         text += f"{worse.rel_rms:.2g} of the tensor's RMS"

@@ -59,6 +59,17 @@ def test_error_of_earlier_taps_is_granted_to_what_accumulates_but_not_to_a_piece
     assert ln_1.accumulated.within and not ln_1.local.within
 
 
+def test_a_reference_of_zeros_does_not_grant_anything_after_it() -> None:
+    torch.manual_seed(0)
+    truth = torch.randn(1000).double()
+    exact = {"embed": truth * 1e-50, "h.0.ln_1": truth}
+    reference = {tap: value.float() for tap, value in exact.items()}
+    assert not reference["embed"].any()
+    ours = reference | {"h.0.ln_1": 5 * reference["h.0.ln_1"]}
+    embed, ln_1 = compare(reference, ours, reference, exact, exact)
+    assert embed.passed and ln_1.local.within and not ln_1.accumulated.within
+
+
 def test_bit_identical_always_passes_and_nan_never() -> None:
     x = torch.tensor([1.0, 2.0])
     assert difference(x, x.clone(), x.double() + 1, granted=0.0).within
