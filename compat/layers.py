@@ -86,6 +86,23 @@ class KVCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
+def fault_in_ids(input_ids: Tensor, vocab_size: int) -> str | None:
+    """What is wrong with ids that should be (B, T) whole numbers below `vocab_size`, in words."""
+    whole = input_ids.dtype in (torch.int32, torch.int64)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not whole:
+        return (
+            f"input_ids are {input_ids.dtype} of shape {list(input_ids.shape)}; expected whole "
+            "numbers (B, T), at least one; an empty prompt may start from the end-of-text id"
+        )
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        return (
+            f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
+            f"{vocab_size - 1}; is this prompt encoded by another tokenizer?"
+        )
+    return None
+
+
 def position_ids(
     input_ids: Tensor, cache: Sequence[KVCache] | None, attention_mask: Tensor | None
 ) -> Tensor:

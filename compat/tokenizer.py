@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,6 @@ def load_tokenizer(source: str | Path | Checkpoint, revision: str | None = None)
             f"{folder}: the tokenizer has id {highest}, config.json a vocab_size of {vocab_size}"
         )
     return Tokenizer(vocabulary)
-
-
-def build_tokenizer(
-    vocab: dict[str, Any], merges: Sequence[Any], added: dict[str, int]
-) -> Tokenizer:
-    """A tokenizer from GPT-2's tables; arguments and errors as of `build_vocabulary`."""
-    return Tokenizer(build_vocabulary(vocab, merges, added))
 
 
 def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:

@@ -15,9 +15,8 @@ from transformers import GPT2TokenizerFast
 
 import compat
 from compat import Tokenizer, TokenizerError, load_tokenizer
-from compat.tokenizer import build_tokenizer
 from tests.conftest import MakeCheckpoint
-from tests.vocabularies import BYTES, END, SMALL, small_vocab
+from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
 DEMO = Path(compat.__file__).parent / "demo"
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # one emoji of three, joined

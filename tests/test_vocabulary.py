@@ -12,9 +12,8 @@ import pytest
 from transformers import GPT2TokenizerFast
 
 from compat import Tokenizer, TokenizerError, load_tokenizer
-from compat.tokenizer import build_tokenizer
 from tests.conftest import MakeCheckpoint
-from tests.vocabularies import BYTES, END, SMALL, small_vocab
+from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 

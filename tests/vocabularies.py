@@ -6,6 +6,9 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from compat import Tokenizer
+from compat.vocabulary import build_vocabulary
+
 END = "<|endoftext|>"
 BYTES = sorted(ByteLevel.alphabet())
 SMALL = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
@@ -14,3 +17,8 @@ SMALL = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
 def small_vocab(**more: Any) -> dict[str, Any]:
     """All bytes, "ab" = 256 and end-of-text = 257, then what the test adds or changes."""
     return {**{char: i for i, char in enumerate(BYTES)}, "ab": 256, END: 257, **more}
+
+
+def build_tokenizer(vocab: dict[str, Any], merges: list[Any], added: dict[str, int]) -> Tokenizer:
+    """A tokenizer from tables, without a folder."""
+    return Tokenizer(build_vocabulary(vocab, merges, added))

@@ -28,9 +28,8 @@ def fetch(repo_id: str, revision: str | None) -> Path:
         if not any(folder.glob("*.safetensors")):
             # A snapshot's folder is named by its commit: the same one, even if main has moved on.
             snapshot_download(repo_id, revision=folder.name, allow_patterns=_PICKLES)
-    except (
-        Exception
-    ) as error:  # the client's errors, and its HTTP library's, share no narrower class
+    except Exception as error:
+        # The client's errors, and its HTTP library's, share no narrower class.
         at = f" at revision {revision!r}" if revision else ""
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HubError(

@@ -62,10 +62,10 @@ def explained(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except CompatError as error:
-            print(f"error: {error}", file=sys.stderr)
+            note(f"error: {error}")
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
+            note("\ninterrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -33,7 +33,8 @@ def load_command(
     checkpoint = open_checkpoint(model)
     loaded = load_pretrained(checkpoint, dialect.value)
     count = sum(p.numel() for p in loaded.parameters())
-    tensors = _tensors(get_dialect(dialect.value).name_map, checkpoint)
+    name_map = get_dialect(dialect.value).name_map
+    tensors = _tensors(name_map, checkpoint)
     if as_json:
         found = {
             "model": model,
@@ -46,8 +47,7 @@ def load_command(
         }
         print_json(found)
         return
-    n_layer, name_map = checkpoint.config.n_layer, get_dialect(dialect.value).name_map
-    console().print(_table(name_map, tensors, n_layer))
+    console().print(_table(name_map, tensors, checkpoint.config.n_layer))
     print(
         f"{len(tensors)} tensors of {checkpoint.weights} → {len(list(loaded.parameters()))} "
         f"{dialect.value} parameters with {count:,} values"

@@ -11,7 +11,7 @@ from torch import Tensor
 from compat.dialects import Model
 from compat.errors import GenerationError
 from compat.generation.sampling import check_settings, next_ids
-from compat.layers import KVCache
+from compat.layers import KVCache, fault_in_ids
 
 
 def generate(
@@ -146,18 +146,8 @@ def _check_request(
         raise GenerationError(
             "the model is in training mode, with dropout on; call model.eval() first"
         )
-    whole = input_ids.dtype in (torch.int32, torch.int64)
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or not whole:
-        raise GenerationError(
-            f"input_ids are {input_ids.dtype} of shape {list(input_ids.shape)}; expected whole "
-            "numbers (B, T), at least one; an empty prompt may start from the end-of-text id"
-        )
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= config.vocab_size:
-        raise GenerationError(
-            f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
-            f"{config.vocab_size - 1}; is this prompt encoded by another tokenizer?"
-        )
+    if fault := fault_in_ids(input_ids, config.vocab_size):
+        raise GenerationError(fault)
     if max_new_tokens < 0:
         raise GenerationError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
     T = input_ids.shape[1]

@@ -30,28 +30,27 @@ def next_ids(
         GenerationError: logits that are not finite, or not over so small a temperature.
     """
     logits = logits.float()
-    if not torch.isfinite(logits).all():
-        raise GenerationError("the model's logits are not finite; check its weights and data type")
-    if temperature > 0:
-        logits = logits / temperature
-        if not torch.isfinite(logits).all():
+    scores = logits / temperature if temperature > 0 else logits
+    if not torch.isfinite(scores).all():
+        if torch.isfinite(logits).all():
             raise GenerationError(
                 f"temperature {temperature} is too small to divide by; 0 is greedy"
             )
+        raise GenerationError("the model's logits are not finite; check its weights and data type")
     if suppress_tokens:
-        ids = torch.tensor(suppress_tokens, device=logits.device)
-        logits = logits.index_fill(1, ids, -math.inf)
+        ids = torch.tensor(suppress_tokens, device=scores.device)
+        scores = scores.index_fill(1, ids, -math.inf)
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        return scores.argmax(dim=-1)
     if top_k is not None:
-        lowest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest_kept, -math.inf)
+        lowest_kept = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < lowest_kept, -math.inf)
     if top_p is not None and top_p < 1:
-        ascending, order = logits.sort(dim=-1)
+        ascending, order = scores.sort(dim=-1)
         dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
         dropped[:, -1] = False  # the likeliest id always stays
-        logits = logits.masked_fill(dropped.scatter(1, order, dropped), -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+        scores = scores.masked_fill(dropped.scatter(1, order, dropped), -math.inf)
+    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
 def check_settings(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.dialects import dialect_of
 from compat.errors import ParityError
+from compat.layers import fault_in_ids
 from compat.loading import Source, load_pretrained
 from compat.parity.compare import compare
 from compat.parity.report import ParityReport
@@ -114,17 +115,12 @@ def _ids(checkpoint: Checkpoint, input_ids: Tensor | None, text: str | None) -> 
     if text is not None:
         input_ids = torch.tensor([load_tokenizer(checkpoint).encode(text)], dtype=torch.long)
     ids = random_ids(checkpoint) if input_ids is None else input_ids
-    n_positions, vocab_size = checkpoint.config.n_positions, checkpoint.config.vocab_size
-    whole = ids.dtype in (torch.int32, torch.int64)
-    if ids.dim() != 2 or ids.numel() == 0 or ids.shape[1] > n_positions or not whole:
+    if fault := fault_in_ids(ids, checkpoint.config.vocab_size):
+        raise ParityError(fault)
+    if ids.shape[1] > checkpoint.config.n_positions:
         raise ParityError(
-            f"input_ids are {ids.dtype} of shape {list(ids.shape)}; expected whole numbers (B, T), "
-            f"T from 1 to {n_positions}"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ParityError(
-            f"input_ids run from {int(ids.min())} to {int(ids.max())}; "
-            f"the vocabulary has 0 to {vocab_size - 1}"
+            f"input_ids have shape {list(ids.shape)}; expected (B, T), T from 1 to "
+            f"{checkpoint.config.n_positions}"
         )
     return ids
 
