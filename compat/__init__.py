@@ -14,10 +14,12 @@ from compat.errors import (
     TokenizerError,
 )
 from compat.generation import generate, left_pad, stream
+from compat.inspection import Inspection, inspect_checkpoint
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
 from compat.name_map import NameMap, Row, Same, Split, Transpose
 from compat.parity import ParityReport, check_parity
 from compat.rearrange import Fused, Part, Rearrange, Rows
+from compat.saving import save_pretrained
 from compat.taps import Tap
 from compat.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,6 +34,7 @@ __all__ = [
     "GPT2Config",
     "GenerationError",
     "HubError",
+    "Inspection",
     "NameMap",
     "NameMapError",
     "ParityError",
@@ -49,11 +52,13 @@ __all__ = [
     "adapt",
     "check_parity",
     "generate",
+    "inspect_checkpoint",
     "left_pad",
     "load_block",
     "load_into",
     "load_pretrained",
     "load_tokenizer",
+    "save_pretrained",
     "stream",
     "to_hf_state_dict",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from compat.errors import ConfigError
+from compat.errors import ConfigError, listed, shown
 
 # Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
 ALIASES = {
@@ -28,17 +27,17 @@ IGNORED = frozenset(
     """
     _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures
     attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
-    cross_attention_hidden_size dataset decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping embed_dropout encoder_no_repeat_ngram_size finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder label2id
-    length_penalty license max_length min_length model_max_length model_type n_ctx
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_past output_scores predict_special_tokens prefix
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj suppress_tokens task_specific_params temperature tie_encoder_decoder
-    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
-    use_cache
+    classifier_dropout cross_attention_hidden_size dataset decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embed_dropout encoder_no_repeat_ngram_size
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout id2label initializer_range is_decoder label2id length_penalty license
+    max_length min_length model_max_length model_type n_ctx no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_past
+    output_scores predict_special_tokens prefix problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
 
@@ -50,6 +49,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
 }
+
+# Beyond this PyTorch has no tensor, and no position or id for one.
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +94,22 @@ class GPT2Config:
                 isinstance(value, bool) and bool not in accepted
             ):
                 raise ConfigError(
-                    f"config field {field.name!r} is {value!r}; expected {field.type}"
+                    f"config field {field.name!r} is {shown(value)}; expected {field.type}"
                 )
         if not all(type(token_id) is int for token_id in self.stop_ids):
             raise ConfigError(
-                f"config field 'eos_token_id' is {self.eos_token_id!r}; expected whole numbers"
+                f"config field 'eos_token_id' is {shown(self.eos_token_id)}; expected whole numbers"
             )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if any(abs(token_id) > _MOST for token_id in _as_ids(value)):
+                raise ConfigError(f"config field {name!r} is {shown(value)}; expected ≤ {_MOST:,}")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) <= _MOST:
                 field_name = "n_inner" if name == "d_inner" else name
+                found = shown(getattr(self, name))
                 raise ConfigError(
-                    f"config field {field_name!r} is {getattr(self, name)}; expected ≥ 1"
+                    f"config field {field_name!r} is {found}; expected 1 to {_MOST:,}"
                 )
         if self.n_embd % self.n_head:
             raise ConfigError(
@@ -112,11 +119,12 @@ class GPT2Config:
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"config field {name!r} is {getattr(self, name)}; expected 0 to 1"
+                    f"config field {name!r} is {shown(getattr(self, name))}; expected 0 to 1"
                 )
-        if not (math.isfinite(self.layer_norm_epsilon) and self.layer_norm_epsilon >= 0):
+        if not 0 <= self.layer_norm_epsilon < 1e30:  # an int can be too large to be a float
             raise ConfigError(
-                f"config field 'layer_norm_epsilon' is {self.layer_norm_epsilon}; expected ≥ 0"
+                f"config field 'layer_norm_epsilon' is {shown(self.layer_norm_epsilon)}; "
+                "expected ≥ 0"
             )
 
     @property
@@ -137,9 +145,7 @@ class GPT2Config:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end a text."""
-        if self.eos_token_id is None:
-            return ()
-        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return _as_ids(self.eos_token_id)
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The fields of Hugging Face's `config.json`; `n_ctx` is there for older readers."""
@@ -164,7 +170,7 @@ class GPT2Config:
         if not isinstance(raw, Mapping):
             raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields")
         if raw.get("model_type", "gpt2") != "gpt2":
-            raise ConfigError(f"config has model_type {raw['model_type']!r}; expected 'gpt2'")
+            raise ConfigError(f"config has model_type {shown(raw['model_type'])}; expected 'gpt2'")
         known: dict[str, Any] = {}
         for given, value in raw.items():
             targets = (
@@ -175,18 +181,26 @@ class GPT2Config:
             for name in targets:
                 if name in known and known[name] != value:
                     raise ConfigError(
-                        f"config says {name!r} twice: {known[name]!r}, and {value!r} as {given!r}"
+                        f"config says {name!r} twice: {shown(known[name])}, "
+                        f"and {shown(value)} as {given!r}"
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
         names = {field.name for field in fields(cls)}
         unknown = sorted(k for k, v in known.items() if k not in names | IGNORED and v)
         if unknown:
-            listed = ", ".join(f"{name!r} = {known[name]!r}" for name in unknown)
+            found = listed([f"{shown(name)} = {shown(known[name])}" for name in unknown])
             raise ConfigError(
-                f"config has {listed}, which compat does not understand and which may change the "
+                f"config has {found}, which compat does not understand and which may change the "
                 "arithmetic; if it does not, remove it from the config"
             )
         return cls(**{name: value for name, value in known.items() if name in names})
+
+
+def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """One id, several or none."""
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
 
 
 def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:

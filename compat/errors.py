@@ -1,11 +1,23 @@
 """What `compat` raises on bad input, one class per kind, and how its messages list things."""
 
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
+
+_LONGEST = 8_000
 
 
 class CompatError(Exception):
-    """Base of all errors here; the message says what, where, found, expected and the next step."""
+    """Base of all errors here; the message says what, where, found, expected and the next step.
+
+    Names from a file stand in it: none of them can fill the screen, or send the terminal commands.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+        return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 class ConfigError(CompatError):
@@ -40,6 +52,25 @@ class GenerationError(CompatError):
     """A generation request that cannot be met."""
 
 
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python does not write numbers out that are longer than this.
+        return (
+            super().repr_int(x, level)
+            if x.bit_length() < 10_000
+            else "a number of thousands of digits"
+        )
+
+
+_REPR = _Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+
+
+def shown(value: object) -> str:
+    """A value from a file as Python writes it, in a line, however long it is or deeply nested."""
+    return _REPR.repr(value)
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first names and how many more there are, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -54,15 +85,24 @@ def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
 
 def folded(names: Sequence[str]) -> list[str]:
     """Names that differ in the layer alone written once: h.{0…11}.attn.c_attn.bias."""
-    layers: dict[str, list[int]] = {}
+    layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        found = re.fullmatch(r"h\.(\d+)\.(.+)", name)
-        layers.setdefault(found[2] if found else f"\0{name}", []).extend(
-            [int(found[1])] if found else []
-        )
+        # The first number in it is the layer; one of zeros in front, or endless, is none.
+        found = re.fullmatch(r"(\D*\.)?(0|[1-9][0-9]{0,8})(\..+)", name, re.DOTALL)
+        place = (found[1] or "", found[3]) if found else (name, "")
+        layers.setdefault(place, []).extend([int(found[2])] if found else [])
     return [
-        f"h.{_ranges(numbers)}.{name}" if numbers else name[1:] for name, numbers in layers.items()
+        before + (_ranges(numbers) if numbers else "") + after
+        for (before, after), numbers in layers.items()
     ]
+
+
+def folded_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
+    """`name: what is wrong` in lines, one for all the layers of which the same is wrong."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in faults:
+        by_text.setdefault(text, []).append(name)
+    return [f"{name}: {text}" for text, names in by_text.items() for name in folded(names)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
-from compat.dialects import Block, Model, dialect_of, get_dialect
-from compat.errors import CheckpointError, ConfigError, NameMapError, lines, listed
+from compat.dialects import Block, Model, get_dialect
+from compat.errors import CheckpointError, ConfigError, NameMapError, folded, lines, listed
+from compat.hf_tensors import hf_tensors
 from compat.name_map import NameMap, Row
 from compat.strict import check_dropped, check_names, check_shapes, is_dropped
 
@@ -23,6 +27,9 @@ def load_pretrained(
     dialect: str = "linear",
     *,
     revision: str | None = None,
+    verify: bool = False,
+    mmap: bool = False,
+    n_head: int | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> Model:
@@ -32,14 +39,18 @@ def load_pretrained(
         source: "demo", a hub id such as `gpt2`, a folder, or a weights file beside its config.json.
         dialect: "linear" or "conv1d".
         revision: branch, tag or commit on the hub.
+        verify: compare what came from the hub with its checksums.
+        mmap: share the file's pages where nothing is rearranged; see `open_checkpoint`.
+        n_head: the number of heads, for a minGPT or makemore file that has no config beside it.
         dtype: of the parameters; None keeps the checkpoint's.
         device: where the parameters go.
 
     Raises:
         CompatError: the checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
     """
-    checkpoint, kind = _opened(source, revision), get_dialect(dialect)
-    with torch.device("meta"):
+    checkpoint = _opened(source, revision, verify=verify, mmap=mmap, n_head=n_head)
+    kind = get_dialect(dialect)
+    with torch.device("meta"), _Unfilled():
         model = kind.model_class(checkpoint.config)
     _assign(model, _rows(kind.name_map, checkpoint), checkpoint, dtype or checkpoint.dtype, device)
     return model.to(device).eval()
@@ -65,7 +76,7 @@ def load_block(
         raise ConfigError(
             f"layer {layer} is not in the checkpoint, which has layers 0 to {n_layer - 1}"
         )
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         block = kind.block_class(checkpoint.config, layer)
     here = kind.block_path.format(i=layer) + "."
     rows = [
@@ -109,38 +120,34 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
     Raises:
         NameMapError: no map, or parameters that the map does not name.
     """
-    if name_map is None:
-        dialect = dialect_of(model)
-        if dialect is None:
-            raise NameMapError(
-                f"{type(model).__name__} is not one of compat's models; give its name_map"
-            )
-        name_map = dialect.name_map
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    n_layer = name_map.count_layers(parameters)
-    rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
-    check_names(model, rows, parameters, zeros)
-    if filled := [name for name in zeros if parameters[name].count_nonzero()]:
-        raise NameMapError(
-            f"GPT-2 has no place for {listed(filled)}, which must be zero to be left out"
+    return {saved_name(name): tensor.make() for name, tensor in hf_tensors(model, name_map).items()}
+
+
+class _Unfilled(TorchFunctionMode):
+    """No initial values: weights follow, and for random ones on meta torch imports its compiler."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _opened(source: Source, revision: str | None, **how: Any) -> Checkpoint:
+    """The checkpoint, opened here unless it is open already, when it is too late to say how."""
+    if not isinstance(source, Checkpoint):
+        return open_checkpoint(source, revision, **how)
+    if late := [name for name, value in {"revision": revision, **how}.items() if value]:
+        raise CheckpointError(
+            f"{source.source} is open already; give {listed(late)} to open_checkpoint"
         )
-    tensors: dict[str, Tensor] = {}
-    for row in rows:
-        if not is_dropped(row, parameters):
-            tensors[row.hf] = row.op.save([parameters[name].detach() for name in row.ours])
-    for row in rows:
-        if is_dropped(row, parameters):  # a bias is as long as the last axis of its weight
-            weight = tensors[row.hf.removesuffix("bias") + "weight"]
-            tensors[row.hf] = weight.new_zeros(weight.shape[-1])
-    untied = getattr(getattr(model, "config", None), "tie_word_embeddings", True) is False
-    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
-    if head is not None and embedding is not None and not untied and torch.equal(head, embedding):
-        del tensors[HEAD]
-    return {saved_name(row.hf): tensors[row.hf] for row in rows if row.hf in tensors}
-
-
-def _opened(source: Source, revision: str | None) -> Checkpoint:
-    return source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
+    return source
 
 
 def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
@@ -152,9 +159,9 @@ def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
         mapped.discard(HEAD)
     faults = []
     if homeless := [name for name in checkpoint.infos if name in stored - mapped]:
-        faults.append(f"{len(homeless)} tensors have no row: {listed(homeless)}")
+        faults.append(f"{len(homeless)} tensors have no row: {listed(folded(homeless))}")
     if unknown := sorted(mapped - stored):
-        faults.append(f"{len(unknown)} rows name no tensor: {listed(unknown)}")
+        faults.append(f"{len(unknown)} rows name no tensor: {listed(folded(unknown))}")
     if faults:
         raise NameMapError(lines(f"the name map does not fit {checkpoint.weights}:", faults))
     return rows
@@ -192,16 +199,31 @@ def fill(
     """Give the parameters that the rows name their tensors, unchecked; all others stay as they are.
 
     Raises:
-        CheckpointError: different tensors for parameters that the model ties.
+        CheckpointError: weights that are not finite, or different tensors for parameters that the
+            model ties.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def make(row: Row) -> tuple[list[Tensor], str | None]:
+        tensor, fault = checkpoint.take(row.hf)
+        if fault:
+            return [], fault
+        pairs = zip(row.op.load(tensor), row.ours, strict=True)
+        return [_converted(row.hf, m, parameters[name], dtype, device) for m, name in pairs], None
+
+    rows = [row for row in rows if not is_dropped(row, parameters)]
+    if checkpoint.config.tie_word_embeddings:
+        rows = _without_tied_head(rows, parameters)
+    # Memory comes page by page, which takes longer than to copy into it; two threads halve it.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        read = list((map if checkpoint.mmap else pool.map)(make, rows))
+    if faults := [fault for _, fault in read if fault]:
+        raise checkpoint.not_finite(faults)
     made: dict[int, tuple[str, nn.Parameter]] = {}
-    for row in rows:
-        if is_dropped(row, parameters):
-            continue
-        for name, value in zip(row.ours, row.op.load(checkpoint.read(row.hf)), strict=True):
+    for row, (tensors, _) in zip(rows, read, strict=True):
+        for name, tensor in zip(row.ours, tensors, strict=True):
             old = parameters[name]
-            new = nn.Parameter(_converted(row.hf, value, old, dtype, device), old.requires_grad)
+            new = nn.Parameter(tensor, old.requires_grad)
             # Parameters that the model ties stay one, and must get one and the same value.
             first, tied = made.setdefault(id(old), (name, new))
             if tied is not new and not torch.equal(tied, new):
@@ -213,11 +235,32 @@ def fill(
         old = parameters[name]
         zero = _converted(name, torch.zeros(old.shape), old, dtype, device)
         made[id(old)] = name, nn.Parameter(zero, old.requires_grad)
-    # A model on the meta device takes the tensors themselves, any other keeps its parameters and is
-    # written into, so that an optimizer holds on to them. Strictness was checked above, by name.
-    state = {n: made[id(old)][1] for n, old in parameters.items() if id(old) in made}
-    on_meta = any(parameter.is_meta for parameter in parameters.values())
-    model.load_state_dict(state, strict=False, assign=on_meta)
+    _put(model, {place: new for place, (_, new) in made.items()})
+
+
+def _put(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """A parameter on the meta device is replaced; any other is written into, and so stays the one
+    that an optimizer holds. `made` goes by the `id` of the old one, so that tied ones stay tied."""
+    for module in model.modules():
+        for name, old in module.named_parameters(recurse=False):
+            if id(old) not in made:
+                continue
+            if old.is_meta:
+                setattr(module, name, made[id(old)])
+            else:
+                with torch.no_grad():
+                    old.copy_(made[id(old)])
+
+
+def _without_tied_head(rows: list[Row], parameters: Mapping[str, Tensor]) -> list[Row]:
+    """A model that ties its head as the checkpoint does gets the embedding, read once."""
+    by_hf = {row.hf: row for row in rows}
+    head, embedding = by_hf.get(HEAD), by_hf.get(EMBEDDING)
+    if head is None or embedding is None or head.op != embedding.op:
+        return rows
+    pairs = zip(head.ours, embedding.ours, strict=False)
+    tied = all(parameters[ours] is parameters[theirs] for ours, theirs in pairs)
+    return [row for row in rows if row is not head] if tied else rows
 
 
 def _converted(

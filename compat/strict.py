@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
-from compat.errors import CheckpointError, NameMapError, lines, listed
+from compat.errors import CheckpointError, NameMapError, folded, lines, listed
 from compat.name_map import Row
 
 
@@ -31,13 +31,15 @@ def check_names(
     targets += zeros
     faults = []
     if absent := [name for name in targets if name not in parameters]:
-        faults.append(f"{len(absent)} of its names are not in the model: {listed(absent)}")
+        faults.append(f"{len(absent)} of its names are not in the model: {listed(folded(absent))}")
     filled = {id(parameters[name]) for name in targets if name in parameters}
     if unmapped := [name for name, parameter in parameters.items() if id(parameter) not in filled]:
-        faults.append(f"{len(unmapped)} parameters of the model have no row: {listed(unmapped)}")
+        faults.append(
+            f"{len(unmapped)} parameters of the model have no row: {listed(folded(unmapped))}"
+        )
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         faults.append(
-            f"{len(empty)} buffers are on the meta device, without values: {listed(empty)}"
+            f"{len(empty)} buffers are on the meta device, without values: {listed(folded(empty))}"
         )
     if faults:
         raise NameMapError(lines(f"the name map does not fit {type(model).__name__}:", faults))
@@ -80,5 +82,5 @@ def check_dropped(
     if lost := [name for name in dropped if checkpoint.read(name).count_nonzero()]:
         raise CheckpointError(
             f"{checkpoint.weights} has {len(lost)} biases that {type(model).__name__} has no place "
-            f"for and that are not zero: {listed(lost)}; give the module its biases"
+            f"for and that are not zero: {listed(folded(lost))}; give the module its biases"
         )

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.files import read_json
-from compat.errors import CheckpointError, TokenizerError
+from compat.checkpoint.files import read_json, read_small
+from compat.errors import CheckpointError, TokenizerError, shown
 from compat.vocabulary import END_OF_TEXT, Vocabulary, build_vocabulary
 
 # How text is cut before merging: contractions, words, numbers, signs, white space. Source: OpenAI's
 # `gpt-2/src/encoder.py`.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+# GPT-2's files take up to 4 MB, those of other languages more.
+_MOST_BYTES = 8 << 20
 
 
 class Tokenizer:
@@ -27,6 +31,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import tiktoken
 
+        self.vocabulary = vocabulary
         self.special = vocabulary.special
         self._ids, self._texts = vocabulary.ids, vocabulary.texts
         self._encoding = tiktoken.Encoding(
@@ -112,11 +117,11 @@ def load_tokenizer(source: str | Path | Checkpoint, revision: str | None = None)
 
 def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     if (folder / "tokenizer.json").is_file():
-        return _from_tokenizer_json(read_json(folder / "tokenizer.json"))
+        return _from_tokenizer_json(read_json(folder / "tokenizer.json", _MOST_BYTES))
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        lines = read_small(folder / "merges.txt", _MOST_BYTES).decode().split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
-        return build_vocabulary(read_json(folder / "vocab.json"), merges, {})
+        return build_vocabulary(read_json(folder / "vocab.json", _MOST_BYTES), merges, {})
     if vocab_size >= 50257:
         return _tiktokens_gpt2()
     raise TokenizerError(
@@ -129,12 +134,12 @@ def _from_tokenizer_json(data: dict[str, Any]) -> Vocabulary:
     """The tables in a `tokenizer.json`, if it asks for nothing but GPT-2's byte-level BPE."""
     model, before = _section(data, "model"), _section(data, "pre_tokenizer")
     asks_for_more = [
-        f"model.{name} = {model[name]!r}"
+        f"model.{name} = {shown(model[name])}"
         for name in ("dropout", "end_of_word_suffix", "continuing_subword_prefix", "ignore_merges")
         if model.get(name)
     ]
     if model.get("type", "BPE") != "BPE":
-        asks_for_more.append(f"model.type = {model['type']!r}")
+        asks_for_more.append(f"model.type = {shown(model['type'])}")
     if data.get("normalizer") is not None:
         asks_for_more.append("a normalizer")
     if before.get("type") != "ByteLevel" or not before.get("use_regex", True):

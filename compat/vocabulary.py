@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from compat.errors import TokenizerError
+from compat.errors import TokenizerError, shown
 
 END_OF_TEXT = "<|endoftext|>"
+
+# Checking a merge takes the square of the length of its token; GPT-2's take 2.4 million in all.
+_MOST_WORK = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,27 @@ def build_vocabulary(
     )
 
 
+def vocabulary_tables(
+    vocabulary: Vocabulary,
+) -> tuple[dict[str, int], list[str], dict[str, int]]:
+    """`vocab`, `merges` and `added` of which `build_vocabulary` makes this vocabulary."""
+    to_char = {byte: char for char, byte in printable_bytes().items()}
+
+    def written(text: bytes) -> str:
+        return "".join(to_char[byte] for byte in text)
+
+    tokens = [written(text) for text in sorted(vocabulary.ranks, key=vocabulary.ranks.__getitem__)]
+    vocab = dict(zip(tokens, vocabulary.ids, strict=True))
+    added = {text: i for text, i in vocabulary.special.items() if text != END_OF_TEXT}
+    known = {*vocab.values(), *added.values()}
+    for token_id, text in vocabulary.texts.items():  # end-of-text, and tokens that no merge makes
+        if token_id not in known:
+            token = written(text)
+            vocab[text.decode() if token in vocab or token in added else token] = token_id
+    order = {token: rank for rank, token in enumerate(tokens[256:])}
+    return vocab, [" ".join(_last_two(token, order)) for token in order], added
+
+
 def printable_bytes() -> dict[str, int]:
     """GPT-2's way to write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -80,10 +104,12 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
     for token, token_id in {**vocab, **added}.items():
         if type(token_id) is not int or token_id < 0:
             raise TokenizerError(
-                f"token {token!r} has id {token_id!r}; expected a whole number ≥ 0"
+                f"token {shown(token)} has id {shown(token_id)}; expected a whole number ≥ 0"
             )
         if token_id in owners:
-            raise TokenizerError(f"id {token_id} is given to {owners[token_id]!r} and to {token!r}")
+            raise TokenizerError(
+                f"id {shown(token_id)} is given to {shown(owners[token_id])} and to {shown(token)}"
+            )
         owners[token_id] = token
 
 
@@ -95,24 +121,31 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         parts = merge.split(" ") if isinstance(merge, str) else merge
         proper = isinstance(parts, list) and len(parts) == 2
         if not proper or not all(isinstance(part, str) and part in known for part in parts):
-            raise TokenizerError(f"merge {number} is {merge!r}; expected two tokens made before it")
+            raise TokenizerError(
+                f"merge {number} is {shown(merge)}; expected two tokens made before it"
+            )
         token = "".join(parts)
         if token not in vocab:
             raise TokenizerError(
-                f"merge {number} makes {token!r}, which has no id in the vocabulary"
+                f"merge {number} makes {shown(token)}, which has no id in the vocabulary"
             )
         if token in known:
-            raise TokenizerError(f"merge {number} makes {token!r}, which is there already")
+            raise TokenizerError(f"merge {number} makes {shown(token)}, which is there already")
         known.add(token)
         made.append(token)
         pairs.append(parts)
+    if sum(len(token) ** 2 for token in made) > _MOST_WORK:
+        raise TokenizerError(
+            f"the merges make tokens of up to {max(map(len, made)):,} bytes; "
+            "expected words and parts of them, which take no time to check"
+        )
     ranks = {token: rank for rank, token in enumerate(made)}
     for number, (token, pair) in enumerate(zip(made, pairs, strict=True), start=1):
         if (last := _last_two(token, ranks)) != pair:
             # tiktoken goes by the rank of what a pair makes, not of the pair: it would join these.
             raise TokenizerError(
-                f"merge {number} makes {token!r} of {pair}, but merging in order leads to {last}; "
-                "tiktoken cannot follow such a vocabulary"
+                f"merge {number} makes {shown(token)} of {shown(pair)}, but merging in order leads "
+                f"to {shown(last)}; tiktoken cannot follow such a vocabulary"
             )
     return made
 

@@ -20,8 +20,9 @@ FLOORS = [
     {"config", "layers", "name_map", "rearrange", "taps", "vocabulary"},
     {"checkpoint", "dialects"},
     {"strict", "tokenizer"},
+    {"hf_tensors", "inspection"},
     {"loading"},
-    {"parity", "generation"},
+    {"parity", "generation", "saving"},
     {"bring"},
     {"adapt"},
     {"page"},
@@ -95,5 +96,5 @@ def test_public_names_are_sorted_and_there() -> None:
 
 
 def test_command_scripts_are_short() -> None:
-    for name in ("load", "parity", "generate", "adapt"):
+    for name in ("load", "inspect", "parity", "generate", "adapt", "export"):
         assert len((ROOT.parent / "scripts" / f"{name}.py").read_text().splitlines()) <= 15

@@ -101,7 +101,7 @@ def test_no_network_is_4_and_ctrl_c_is_130(
     def fail(*args: object) -> NoReturn:
         raise error
 
-    monkeypatch.setattr("compat.checkpoint.source.fetch", fail)
+    monkeypatch.setattr("compat.checkpoint.find.fetch", fail)
     done = cli("adapt", "right.py:MyGPT", "--model", "some/model")
     assert (done.code, done.out) == (code, "")
     assert "Traceback" not in done.err

@@ -89,6 +89,7 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object) -> None
             for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
             for bad in (0, -1)
         ],
+        *[(name, 2**31) for name in ("vocab_size", "n_layer", "n_inner")],
         ("n_head", 7),
         ("n_embd", 770),
         ("embd_pdrop", -0.1),
@@ -97,9 +98,19 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object) -> None
         ("layer_norm_epsilon", -1e-5),
         ("layer_norm_epsilon", float("inf")),
         ("layer_norm_epsilon", float("nan")),
+        ("bos_token_id", 2**31),
+        ("eos_token_id", (0, -(2**31))),
     ],
 )
 def test_a_value_out_of_range_is_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"'{field}'") as caught:
         GPT2Config.from_dict({field: value})
     assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("digits", [400, 4000, 5000])
+@pytest.mark.parametrize("field", ["layer_norm_epsilon", "attn_pdrop", "n_embd", "eos_token_id"])
+def test_an_endless_number_is_refused_in_few_words(field: str, digits: int) -> None:
+    with pytest.raises(ConfigError, match=f"'{field}' is ") as caught:
+        GPT2Config(**{field: 10**digits})
+    assert len(str(caught.value)) < 500

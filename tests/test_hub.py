@@ -2,190 +2,209 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from compat import HubError, load_pretrained
+from compat.checkpoint.hub import fetch
 from tests.conftest import noisy_reference
+from tests.hub_client import Ask, Outcome, fetch_all, files_of, hash_of, is_error, start
+from tests.hub_server import HubServer
 
-# What a process prints of each [source, revision]: the weights' hash, or the error.
-LOAD = """
-import hashlib, json, sys
-from compat import load_pretrained, to_hf_state_dict
-for source, revision in json.loads(sys.argv[1]):
-    try:
-        state = to_hf_state_dict(load_pretrained(source, revision=revision))
-    except Exception as error:
-        outcome = {"error": type(error).__name__, "message": str(error)}
-    else:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(state.items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
-        outcome = {"weights": digest.hexdigest()}
-    print("OUTCOME", json.dumps(outcome))
-"""
-
-Outcome = dict[str, str]
+NAMES = (
+    "gpt2",
+    "org/only-bin",
+    "org/sharded",
+    "org/both",
+    "org/pinned",
+    "org/pushed",
+    "org/secret",
+)
+GPT2 = "openai-community/gpt2"  # where the hub redirects from `gpt2`
 
 
-def load(home: Path, sources: list[tuple[str, str | None]], **env: str) -> list[Outcome]:
-    """Load in a process of its own: `huggingface_hub` reads its settings when it is imported."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        kept.pop(name, None), kept.pop(name.upper(), None)
-    settings = {
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(sources)],
-        env={**kept, **settings, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
-    return [json.loads(rest) for mark, rest in lines if mark == "OUTCOME"]
-
-
-def weights_of(seed: int) -> Outcome:
+def weights_of(seed: int) -> str:
     state = noisy_reference(seed).state_dict()
     del state["lm_head.weight"]
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return {"weights": digest.hexdigest()}
+    return hash_of(state)
 
 
-def make_repos(root: Path) -> None:
-    """`gpt2` has other formats beside its safetensors; the rest are as they are named."""
-    for seed, name in enumerate(("gpt2", "org/only-bin", "org/sharded", "org/pinned")):
-        folder = root / name
+def make_folders(root: Path) -> None:
+    """One folder for each name; some have files beside their weights that nobody needs."""
+    for seed, name in enumerate(NAMES):
         shards = {"max_shard_size": "20KB"} if name == "org/sharded" else {}
-        noisy_reference(seed).save_pretrained(folder, **shards)
+        noisy_reference(seed).save_pretrained(root / name, **shards)
     state = load_file(root / "org/only-bin" / "model.safetensors")
     torch.save(state, root / "org/only-bin" / "pytorch_model.bin")
     (root / "org/only-bin" / "model.safetensors").unlink()
-    shutil.copy(root / "org/only-bin" / "pytorch_model.bin", root / "gpt2")
-    (root / "gpt2" / "tf_model.h5").write_bytes(b"not for us")
+    for path in (root / "org/sharded").glob("model*"):
+        shutil.copy(path, root / "org/both")
+    for other in ("pytorch_model.bin", "tf_model.h5", "README.md", "onnx/model.safetensors"):
+        (root / "gpt2" / other).parent.mkdir(exist_ok=True)
+        (root / "gpt2" / other).write_bytes(b"not for us")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
+        (root / "gpt2" / name).write_text(json.dumps({"file": name}))
 
 
 @dataclass
 class Session:
-    """One process that loaded several sources while the hub was up, and what the hub was asked."""
+    """One process that loaded several sources while the hub was up."""
 
     home: Path
-    url: str
-    commit: str
-    outcomes: dict[tuple[str, str | None], Outcome] = field(default_factory=dict)
-    log: list[tuple[str, str, int]] = field(default_factory=list)
-
-    def asked(self, repo: str) -> set[str]:
-        """The files of a repository that were requested."""
-        mark = f"/{repo}/resolve/"
-        return {path.split("/")[-1] for _, path, _ in self.log if path.startswith(mark)}
+    root: Path
+    hub: HubServer
+    pinned: str
+    outcomes: dict[Ask, Outcome]
 
 
 @pytest.fixture(scope="module")
-def session(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    spec = importlib.util.spec_from_file_location("local_hub", shared / "tools" / "local_hub.py")
-    assert spec is not None and spec.loader is not None
-    local_hub: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(local_hub)
-    root = tmp_path_factory.mktemp("hub")
-    make_repos(root)
-    with local_hub.LocalHub(root) as hub:
-        online = Session(tmp_path_factory.mktemp("home"), hub.url, hub.repo("org/pinned").commit)
-        sources: list[tuple[str, str | None]] = [
-            ("gpt2", None),
-            ("org/only-bin", None),
-            ("org/sharded", None),
-            ("org/pinned", online.commit),
-            ("org/nowhere", None),
-            ("gpt2", "no-such-branch"),
-        ]
-        outcomes = load(online.home, sources, HF_ENDPOINT=hub.url)
-        online.outcomes = dict(zip(sources, outcomes, strict=True))
-        online.log = list(hub.log)
-    yield online
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    root, home = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("home")
+    make_folders(root)
+    with HubServer() as hub:
+        for name in NAMES:
+            hub.push(GPT2 if name == "gpt2" else name, root / name)
+        hub.moved["gpt2"] = GPT2
+        hub.tokens["org/secret"] = "hf_letmein"
+        hub.repos["org/pushed"].to_push = root / "org/pinned"
+        hub.faults["org/pushed", ""] = "push"
+        pinned = hub.push("org/pinned", root / "org/pinned", "v1")
+        hub.push("org/pinned", root / "gpt2")  # main has moved on
+        asks: list[Ask] = [(name, None) for name in NAMES if name != "org/pinned"]
+        asks += [("org/pinned", "v1"), ("org/nowhere", None), ("org/both", "no-such-branch")]
+        found = fetch_all(home, asks, url=hub.url, load=True, HF_TOKEN="hf_letmein")
+        yield Session(home, root, hub, pinned, dict(zip(asks, found, strict=True)))
 
 
-def test_safetensors_are_loaded_and_nothing_else_is_requested(session: Session) -> None:
-    assert session.outcomes["gpt2", None] == weights_of(0)
-    assert {"config.json", "model.safetensors"} <= session.asked("gpt2")
-    assert not {"pytorch_model.bin", "tf_model.h5"} & session.asked("gpt2")
+def test_safetensors_are_loaded_and_only_what_is_needed_is_asked_for(session: Session) -> None:
+    outcome = session.outcomes["gpt2", None]
+    needed = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    needed += ("tokenizer_config.json", "vocab.json", "merges.txt")
+    assert outcome["weights"] == weights_of(0)
+    assert outcome["files"] == files_of(session.root / "gpt2", *needed)
+    assert session.hub.asked(GPT2) == set(needed)
 
 
 def test_a_repository_with_only_a_pickle_is_loaded(session: Session) -> None:
-    assert session.outcomes["org/only-bin", None] == weights_of(1)
-    assert "pytorch_model.bin" in session.asked("org/only-bin")
+    assert session.outcomes["org/only-bin", None]["weights"] == weights_of(1)
+    assert "pytorch_model.bin" in session.hub.asked("org/only-bin")
 
 
 def test_a_repository_in_shards_is_loaded(session: Session) -> None:
-    assert session.outcomes["org/sharded", None] == weights_of(2)
-    assert sum(name.startswith("model-") for name in session.asked("org/sharded")) > 2
+    assert session.outcomes["org/sharded", None]["weights"] == weights_of(2)
+    assert sum(name.startswith("model-") for name in session.hub.asked("org/sharded")) > 2
 
 
-def test_a_commit_is_loaded(session: Session) -> None:
-    assert session.outcomes["org/pinned", session.commit] == weights_of(3)
-    asked = [path for _, path, _ in session.log if "/org/pinned/" in path]
-    assert any(f"/{session.commit}/" in path for path in asked)
-    assert not any("/main" in path for path in asked)
+def test_a_single_file_is_fetched_rather_than_the_shards_beside_it(session: Session) -> None:
+    assert session.outcomes["org/both", None]["weights"] == weights_of(3)
+    weights = {name for name in session.hub.asked("org/both") if name.startswith("model")}
+    assert weights == {"model.safetensors"}
+
+
+def test_a_tag_is_loaded_and_every_file_asked_for_by_its_commit(session: Session) -> None:
+    outcome = session.outcomes["org/pinned", "v1"]
+    assert outcome["weights"] == weights_of(4)
+    assert Path(outcome["folder"]).name == session.pinned
+    asked = [request.path for request in session.hub.log if "/org/pinned/" in request.path]
+    files = [path for path in asked if "/resolve/" in path]
+    assert files and all(f"/resolve/{session.pinned}/" in path for path in files)
+    assert {path for path in asked if path not in files} == {"/api/models/org/pinned/revision/v1"}
+
+
+def test_a_push_while_files_are_fetched_does_not_mix_two_commits(session: Session) -> None:
+    folder = session.root / "org/pushed"
+    outcome = session.outcomes["org/pushed", None]
+    assert outcome["files"] == files_of(folder)
+    assert outcome["weights"] == weights_of(4)  # loaded after the push: the new commit, whole
+
+
+def test_the_token_of_the_environment_goes_with_every_request(session: Session) -> None:
+    assert session.outcomes["org/secret", None]["weights"] == weights_of(6)
+    asked = [request for request in session.hub.log if "org/secret" in request.path]
+    assert asked and all(request.token == "Bearer hf_letmein" for request in asked)
 
 
 @pytest.mark.parametrize(
-    ("source", "fragments"),
+    ("ask", "fragments"),
     [
-        (("org/nowhere", None), ("'org/nowhere'", "Check the name")),
-        (("gpt2", "no-such-branch"), ("'gpt2'", "revision 'no-such-branch'")),
+        (("org/nowhere", None), ("'org/nowhere'", "'main'", "401, no such", "Check the name")),
+        (("org/both", "no-such-branch"), ("'org/both'", "'no-such-branch'", "404, no such rev")),
     ],
 )
 def test_what_the_hub_does_not_have_is_named(
-    session: Session, source: tuple[str, str | None], fragments: tuple[str, ...]
+    session: Session, ask: Ask, fragments: tuple[str, ...]
 ) -> None:
-    outcome = session.outcomes[source]
-    assert outcome["error"] == "HubError"
-    for fragment in fragments:
-        assert fragment in outcome["message"]
-    assert "404" in outcome["message"]
+    is_error(session.outcomes[ask], *fragments, session.hub.url)
 
 
-def test_offline_with_an_empty_cache_is_a_hub_error(tmp_path: Path) -> None:
-    (outcome,) = load(tmp_path, [("gpt2", None)], HF_HUB_OFFLINE="1")
-    assert outcome["error"] == "HubError"
-    assert "'gpt2' could not be fetched" in outcome["message"]
+def test_a_second_fetch_asks_once_and_downloads_nothing(session: Session, tmp_path: Path) -> None:
+    shutil.copytree(session.home, tmp_path / "home", symlinks=True)
+    before = len(session.hub.log)
+    (outcome,) = fetch_all(tmp_path / "home", [("org/sharded", None)], url=session.hub.url)
+    assert outcome["files"] == files_of(session.root / "org/sharded")
+    (request,) = session.hub.log[before:]
+    assert request.path == "/api/models/org/sharded/revision/main"
 
 
-def test_offline_after_a_first_load_works(session: Session) -> None:
-    sources = [("gpt2", None), ("org/pinned", session.commit), ("org/only-bin", None)]
-    outcomes = load(session.home, sources, HF_HUB_OFFLINE="1", HF_ENDPOINT=session.url)
-    assert outcomes == [weights_of(0), weights_of(3), weights_of(1)]
+def test_offline_and_out_of_reach_use_the_cache_at_that_revision(session: Session) -> None:
+    asks: list[Ask] = [("gpt2", None), ("org/pinned", "v1"), ("org/pinned", session.pinned)]
+    asks += [("org/only-bin", None), ("org/sharded", None)]
+    offline = start(session.home, asks, url=session.hub.url, load=True, HF_HUB_OFFLINE="1")
+    away = start(session.home, asks, load=True)
+    for process, found in [(offline, offline.outcomes()), (away, away.outcomes())]:
+        assert [o["weights"] for o in found] == [weights_of(i) for i in (0, 4, 4, 1, 2)]
+        told = "using commit" in found[0]["stderr"]
+        assert told is (process is away)  # one who asked for the cache need not be told
+
+
+def test_offline_a_revision_that_the_cache_does_not_know_is_an_error(session: Session) -> None:
+    """`main` of org/pinned was never fetched, although another revision was."""
+    asks: list[Ask] = [("org/pinned", None), ("org/never", "v1"), ("gpt2", "../../x")]
+    offline = start(session.home, asks, HF_HUB_OFFLINE="1")
+    away = start(session.home, asks)
+    found = [process.outcomes() for process in (offline, away)]
+    for outcome in found[0]:
+        is_error(outcome, "HF_HUB_OFFLINE is set", "lacks config.json, weights")
+    for outcome in found[1]:
+        is_error(outcome, "refused", "lacks config.json, weights", "Check the name and the conn")
+
+
+def test_progress_goes_to_stderr_and_can_be_switched_off(session: Session, tmp_path: Path) -> None:
+    ask: list[Ask] = [("org/both", None)]
+    # The client shows no progress where stderr is no terminal, but for this.
+    settings = {"url": session.hub.url, "TQDM_POSITION": "-1"}
+    shown = start(tmp_path / "a", ask, **settings)
+    hidden = start(tmp_path / "b", ask, **settings, HF_HUB_DISABLE_PROGRESS_BARS="1")
+    told = [process.outcomes()[0]["stderr"] for process in (shown, hidden)]
+    assert "model.safetensors: 100%" in told[0]  # and not a word on stdout
+    assert told[1] == ""
+
+
+def test_the_cache_can_be_put_elsewhere(session: Session, tmp_path: Path) -> None:
+    cache = tmp_path / "elsewhere"
+    settings = {"url": session.hub.url, "HF_HUB_CACHE": str(cache)}
+    (outcome,) = fetch_all(tmp_path / "home", [("org/both", None)], **settings)
+    assert Path(outcome["folder"]).is_relative_to(cache)
 
 
 def test_an_error_without_a_message_is_a_hub_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP libraries raise time-outs whose text is empty."""
 
-    def snapshot_download(*args: object, **kwargs: object) -> str:
+    def model_info(*args: object, **kwargs: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(HubError, match="'org/name' could not be fetched"):
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    with pytest.raises(HubError, match=r"'org/name' at .* could not be fetched .*: TimeoutError\n"):
         load_pretrained("org/name")
+
+
+def test_a_name_that_no_repository_can_have_is_a_hub_error() -> None:
+    with pytest.raises(HubError, match=r"'org/a--b'.*\nCheck the name"):
+        fetch("org/a--b", None)

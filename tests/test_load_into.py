@@ -142,12 +142,12 @@ QKV_PARTS, WIDE = ("stack.{i}.query_key.weight", "stack.{i}.value.weight"), "sta
         ),
         pytest.param(
             my_map(without=FC),
-            ("3 tensors have no row: h.0.mlp.c_fc.weight, h.1.mlp.c_fc.weight, h.2.mlp.c_fc",),
+            ("3 tensors have no row: h.{0…2}.mlp.c_fc.weight",),
             id="tensors of all layers without a row",
         ),
         pytest.param(
             my_map(Row("h.{i}.rotary", ("stack.{i}.rotary",), Same())),
-            ("3 rows name no tensor: h.0.rotary, h.1.rotary, h.2.rotary",),
+            ("3 rows name no tensor: h.{0…2}.rotary",),
             id="row without a tensor",
         ),
         pytest.param(
@@ -221,7 +221,7 @@ def test_load_into_refuses_buffers_that_nothing_would_fill(tiny: Path) -> None:
 
 
 LACKING = [
-    ("qkv_bias", ("attn.c_attn.bias",), "h.0.attn.c_attn.bias"),
+    ("qkv_bias", ("attn.c_attn.bias",), "h.{0…2}.attn.c_attn.bias"),
     ("layer_norm_bias", ("ln_1.bias", "ln_2.bias", "ln_f.bias"), "ln_f.bias"),
 ]
 

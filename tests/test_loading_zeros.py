@@ -94,11 +94,11 @@ def test_writing_refuses_them_when_they_are_not_zero(tiny: Path, name: str) -> N
 
 def test_a_map_without_them_is_refused(tiny: Path) -> None:
     model = WithBiases()
-    with refused(model, "4 parameters of the model have no row: head_bias, stack.0.gate_bias"):
+    with refused(model, "4 parameters of the model have no row: head_bias, stack.{0…2}.gate_bias"):
         load_into(model, my_map(), tiny)
     with refused(model, "4 parameters of the model have no row"):
         to_hf_state_dict(model, my_map())
-    with refused(model, "3 parameters of the model have no row: stack.0.gate_bias"):
+    with refused(model, "3 parameters of the model have no row: stack.{0…2}.gate_bias"):
         load_into(model, with_zeros("head_bias"), tiny)
 
 

@@ -1,17 +1,28 @@
-"""Tensor files: what they hold, told from the header where there is one, and their tensors."""
+"""What every file of a checkpoint is asked: the tensors it holds, or its JSON, within bounds."""
 
 from __future__ import annotations
 
 import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compat.errors import CheckpointError, listed
+from compat.config import GPT2Config
+from compat.errors import CheckpointError, ConfigError, listed
+from compat.layers import activation
+
+# A GPT-2's config takes a kilobyte, the header of xl 60. Larger ones are refused unread: parsed,
+# JSON can take 20 times its size.
+MOST_JSON = 4 << 20
+# Each of them takes 60 bytes and more; a tokenizer may have one for every merge.
+MOST_NESTED = 200_000
 
 
 @dataclass(frozen=True)
@@ -31,126 +42,113 @@ class TensorFile(Protocol):
         """A contiguous copy in memory: a file that is later cut short must not take it away."""
         ...
 
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
+    def map(self, name: str) -> Tensor:
+        """The tensor in the file's own pages, shared and copied on writing."""
+        ...
 
 
-class SafetensorsFile:
-    """A `.safetensors` file; only the header is read before a tensor is asked for."""
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor of Hugging Face's lies: its file, its name in there, and how it is turned."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors: {_looks_like(path) or error}; "
-                "download or export it again"
-            ) from error
-        self.infos: dict[str, TensorInfo] = {}
-        for name in self._file.keys():
-            piece = self._file.get_slice(name)
-            code = piece.get_dtype()
-            self.infos[name] = TensorInfo(tuple(piece.get_shape()), _DTYPES.get(code, code))
+    file: TensorFile
+    name: str
+    transposed: bool = False
 
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor.clone(memory_format=torch.contiguous_format)
+    @property
+    def info(self) -> TensorInfo:
+        """Shape and data type as Hugging Face has them."""
+        info = self.file.infos[self.name]
+        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
+
+    def read(self, mapped: bool = False) -> Tensor:
+        """The tensor as Hugging Face has it, contiguous."""
+        tensor = self.file.map(self.name) if mapped else self.file.read(self.name)
+        return tensor.t().contiguous() if self.transposed else tensor
 
 
-class PickleFile:
-    """A `.bin` file of `torch.save`, read with `weights_only=True`: no code in it is ever run."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file makes the unpickler raise nearly anything
-            raise CheckpointError(
-                f"{path} cannot be read as a PyTorch file of plain tensors: "
-                f"{_looks_like(path) or 'damaged, or holding other objects'} "
-                f"({type(error).__name__}); download it again, or ask its author for safetensors"
-            ) from error
-        if not isinstance(self._tensors, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor)
-            for name, tensor in self._tensors.items()
-        ):
-            raise CheckpointError(
-                f"{path} holds no plain dictionary of named tensors, as a checkpoint does"
-            )
-        if strange := [
-            name
-            for name, tensor in self._tensors.items()
-            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized
-        ]:
-            raise CheckpointError(
-                f"{path}: {listed(strange)}: no dense tensors with data of their own"
-            )
-        self.infos: dict[str, TensorInfo] = {
-            k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._tensors[name]
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def open_file(path: Path) -> TensorFile:
-    """Open one file of tensors by its ending.
-
-    Raises:
-        CheckpointError: it cannot be read, or is of another kind.
-    """
-    if path.suffix == ".safetensors":
-        return SafetensorsFile(path)
-    if path.suffix in (".bin", ".pt", ".pth"):
-        return PickleFile(path)
-    raise CheckpointError(
-        f"{path} is no tensor file that compat knows; expected .safetensors or .bin"
-    )
-
-
-def _looks_like(path: Path) -> str | None:
-    """What the first bytes say that the file is, where that is another thing than its name says."""
+def looks_like(path: Path) -> str | None:
+    """What the first bytes say that a file is, where that is another thing than its name says."""
     try:
         with path.open("rb") as file:
-            start = file.read(64).lstrip().lower()
+            start = file.read(64)
     except OSError:
         return None
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
+    text = start.lstrip().lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "it is a web page, saved under this name"
-    if start.startswith(b"version https://git-lfs"):
+    if text.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file itself"
-    if path.suffix == ".safetensors" and start.startswith((b"pk\x03\x04", b"\x80")):
+    # The length of a header may begin like a pickle, but it ends in zeros.
+    pickled = start.startswith((b"PK\x03\x04", b"\x80")) and start[4:8] != bytes(4)
+    if path.suffix == ".safetensors" and pickled:
         return "it is a pickle of PyTorch's, under the name of safetensors"
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_small(path: Path, most: int = MOST_JSON) -> bytes:
+    """All of a file of at most `most` bytes.
 
     Raises:
-        CheckpointError: the file is missing, no JSON, or another value than an object.
+        CheckpointError: it is missing or too large, or no file but a folder, a pipe or a device.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        # Opened without waiting: a pipe would wait for its other end.
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is a pipe or a device; expected a file")
+            if status.st_size > most:
+                raise CheckpointError(
+                    f"{path} takes {status.st_size:,} bytes; expected at most {most:,}"
+                )
+            return file.read(most)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; it belongs beside the weights") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
+    """A JSON object from a file of at most `most` bytes, in which no key stands twice.
+
+    Raises:
+        CheckpointError: the file is missing, too large, no JSON, or another value than an object.
+    """
+    try:
+        value = parse_json(read_small(path, most))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as JSON: {looks_like(path) or error}; fetch or write it again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
 
 
-def shards_of(index: Path) -> list[Path]:
-    """The files that a `*.index.json` names, all there and all inside its own folder.
+def parse_json(data: bytes) -> Any:
+    """JSON in UTF-8.
+
+    Raises:
+        ValueError: it is none, has an endless number of lists and objects, or in an object the same
+            key twice, of which others take the last.
+        RecursionError: it is nested too deep.
+    """
+    if data.count(b"[") + data.count(b"{") > MOST_NESTED:
+        raise ValueError(f"it has more than {MOST_NESTED:,} lists and objects")
+    return json.loads(data.decode(), object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it names {twice!r} twice")
+    return found
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The weight map of a `*.index.json`: tensor → file, all there and in the index's own folder.
 
     Raises:
         CheckpointError: the index is malformed, leaves the folder, or a shard is missing.
@@ -160,14 +158,33 @@ def shards_of(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} has no 'weight_map' from tensor names to file names")
     names = sorted(set(weight_map.values()))
     outside = [
-        name for name in names if PurePosixPath(name).name != name or "\\" in name or ":" in name
+        name
+        for name in names
+        if name in ("", ".", "..") or set(name) & set("/\\:") or not name.isprintable()
     ]
     if outside:
-        raise CheckpointError(f"{index} names {listed(outside)}; shards must lie beside the index")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+        raise CheckpointError(
+            f"{index} names {listed([repr(name) for name in outside])}; "
+            "shards must lie beside the index"
+        )
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
     if missing:
         raise CheckpointError(
             f"{index.parent} lacks {listed(missing)}, {len(missing)} of the {len(names)} shards "
             "that the index names; fetch them"
         )
-    return [index.parent / name for name in names]
+    return weight_map
+
+
+def config_of(fields: Mapping[str, Any], where: Path) -> GPT2Config:
+    """The configuration that a file states.
+
+    Raises:
+        ConfigError: it is not understood; the file is named.
+    """
+    try:
+        config = GPT2Config.from_dict(fields)
+        activation(config.activation_function)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return config

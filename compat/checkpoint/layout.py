@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from compat.config import GPT2Config
 
 Shape = tuple[int, ...]
-HEAD, EMBEDDING = "lm_head.weight", "wte.weight"
+HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "wte.weight", "wpe.weight"
 PREFIX = "transformer."  # of all names but the head's, in files that transformers saves
+WRAPPERS = ("module.", "_orig_mod.")  # of all names, where DDP or torch.compile was around
+OTHER_HEADS = {
+    "score.weight": "sequence classification",
+    "classifier.weight": "token classification",
+    "classifier.bias": "token classification",
+    "qa_outputs.weight": "question answering",
+    "qa_outputs.bias": "question answering",
+    "multiple_choice_head.summary.weight": "multiple choice",
+    "multiple_choice_head.summary.bias": "multiple choice",
+}
 
 
 def saved_name(name: str) -> str:
@@ -14,10 +26,17 @@ def saved_name(name: str) -> str:
     return name if name == HEAD else PREFIX + name
 
 
-def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
-    """Every tensor that a GPT-2 of this configuration has, the head included even if tied."""
+def plain_name(saved: str) -> str:
+    """A tensor's name without what may stand before it in a file."""
+    for prefix in (*WRAPPERS, PREFIX):
+        saved = saved.removeprefix(prefix)
+    return saved
+
+
+def block_shapes(config: GPT2Config) -> dict[str, Shape]:
+    """The tensors of one block."""
     C, inner = config.n_embd, config.d_inner
-    block: dict[str, Shape] = {
+    return {
         "ln_1.weight": (C,),
         "ln_1.bias": (C,),
         "attn.c_attn.weight": (C, 3 * C),
@@ -31,14 +50,26 @@ def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
         "mlp.c_proj.weight": (inner, C),
         "mlp.c_proj.bias": (C,),
     }
+
+
+def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
+    """Every tensor that a GPT-2 of this configuration has, the head included even if tied."""
+    C, block = config.n_embd, block_shapes(config)
     return {
-        "wte.weight": (config.vocab_size, C),
-        "wpe.weight": (config.n_positions, C),
+        EMBEDDING: (config.vocab_size, C),
+        POSITIONS: (config.n_positions, C),
         **{f"h.{i}.{name}": shape for i in range(config.n_layer) for name, shape in block.items()},
         "ln_f.weight": (C,),
         "ln_f.bias": (C,),
         HEAD: (config.vocab_size, C),
     }
+
+
+def most_bytes(config: GPT2Config) -> int:
+    """What a file of this configuration can need: all in float64, old masks and room for names."""
+    C, block = config.n_embd, sum(math.prod(shape) for shape in block_shapes(config).values())
+    per_layer = 8 * (block + config.n_positions**2) + 10_000
+    return 8 * C * (2 * config.vocab_size + config.n_positions + 2) + config.n_layer * per_layer
 
 
 def mask_buffers(config: GPT2Config) -> set[str]:

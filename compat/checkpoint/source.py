@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compat.checkpoint.files import TensorFile, TensorInfo, open_file, read_json, shards_of
-from compat.checkpoint.hub import fetch
-from compat.checkpoint.layout import EMBEDDING, HEAD, PREFIX, expected_shapes, mask_buffers
-from compat.config import GPT2Config
-from compat.errors import CheckpointError, lines, listed
-
-Stored = dict[str, tuple[TensorFile, str]]  # name → its file, and the name it has in there
-
-DEMO = Path(__file__).parent.parent / "demo"
-
-HUB_ID = r"[\w.-]+(/[\w.-]+)?"
-
-# In the order in which they are looked for: safetensors first, as one file or in shards.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+from compat.checkpoint.checks import (
+    check_depth,
+    check_tensors,
+    drop_masks,
+    drop_other_heads,
+    settle_head,
 )
+from compat.checkpoint.contents import by_name, model_args_of, open_files
+from compat.checkpoint.files import Stored, TensorFile, TensorInfo, config_of, read_json
+from compat.checkpoint.find import find_weights
+from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translated
+from compat.checkpoint.layout import most_bytes
+from compat.checkpoint.names import CONFIG
+from compat.config import GPT2Config
+from compat.errors import CheckpointError, ConfigError, lines
 
 
 @dataclass
@@ -37,18 +34,24 @@ class Checkpoint:
 
     Args:
         source: what the user named.
-        weights: the file or index that the tensors come from; `config.json` lies beside it.
+        weights: the file or index that the tensors come from; what else there is lies beside it.
+        kind: whose file it is: "Hugging Face", "nanoGPT" or "minGPT" (which includes makemore).
         config: the configuration, with `tie_word_embeddings` as the tensors have it.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
         notes: what was found and passed over, in words.
+        mmap: whether tensors share the pages of the file instead of being copied.
+        check_finite: whether values that are read are searched for NaN and infinity.
     """
 
     source: str
     weights: Path
+    kind: str
     config: GPT2Config
     infos: dict[str, TensorInfo]
     notes: list[str]
-    _files: Stored
+    mmap: bool
+    check_finite: bool
+    _stored: dict[str, Stored]
 
     @property
     def folder(self) -> Path:
@@ -61,138 +64,126 @@ class Checkpoint:
         return reduce(torch.promote_types, dtypes)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own.
+        """One tensor, in memory of its own, or with `mmap` in the file's pages.
 
         Raises:
             CheckpointError: it has a NaN or an infinity.
         """
-        file, stored = self._files[name]
-        tensor = file.read(stored)
-        if not torch.isfinite(tensor).all():
-            bad = (~torch.isfinite(tensor)).nonzero()
-            raise CheckpointError(
-                f"{self.weights}: {name} has {len(bad)} NaN or infinite values, the first at "
-                f"{bad[0].tolist()}; weights must be finite, fetch or export the file again"
-            )
+        tensor, fault = self.take(name)
+        if fault:
+            raise self.not_finite([fault])
         return tensor
 
+    def take(self, name: str) -> tuple[Tensor, str | None]:
+        """One tensor, and in words which of its values are not finite, if any."""
+        tensor = self._stored[name].read(self.mmap)
+        if not self.check_finite or torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+            return tensor, None
+        bad = (~torch.isfinite(tensor)).nonzero()
+        first = bad[0].tolist()
+        return tensor, f"{name} has {len(bad):,} NaN or infinite values, the first at {first}"
 
-def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    def not_finite(self, faults: list[str]) -> CheckpointError:
+        """The error for what `take` found."""
+        headline = f"{self.weights} has weights that are not finite:"
+        next_step = "\nFetch or export it again; check_finite=False loads it as it is."
+        return CheckpointError(lines(headline, faults) + next_step)
+
+
+def open_checkpoint(
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    verify: bool = False,
+    mmap: bool = False,
+    check_finite: bool | None = None,
+    n_head: int | None = None,
+) -> Checkpoint:
     """Find a checkpoint and check it against its config; of safetensors only headers are read.
 
     Args:
         source: "demo" for the embedded checkpoint, a folder, a weights file with its `config.json`
-            beside it, or a hub id such as `gpt2` or `org/name`.
+            beside it, or a hub id such as `gpt2` or `org/name`. Files of nanoGPT, minGPT and
+            makemore are known by what is in them, and need no config.
         revision: branch, tag or commit on the hub.
+        verify: compare every file with the checksum that the hub states for it.
+        mmap: let tensors share the pages of a safetensors file instead of copying them. Fast, and
+            several models of one file take its memory once; but a file that is cut short while it
+            is in use ends the process.
+        check_finite: search the values for NaN and infinity when they are read; None does so
+            unless they are mapped, when nothing is read on loading.
+        n_head: the number of heads, for a minGPT or makemore file without a config; where there is
+            one the two must agree.
 
     Raises:
         CheckpointError: nothing there, unreadable, or tensors missing, left over, of the wrong
-            shape or data type; the first ten of each are named, the rest counted.
+            shape or data type; all of them listed, the first ten by name.
         HubError: the hub could not be reached or lacks it.
-        ConfigError: the config is not understood.
+        ConfigError: the config is not understood, or it does not say enough.
     """
-    weights = find_weights(source, revision)
-    config = GPT2Config.from_dict(read_json(weights.parent / "config.json"))
-    paths = shards_of(weights) if weights.name.endswith(".index.json") else [weights]
-    files: Stored = {}
-    for path in paths:
-        file = open_file(path)
-        for stored in file.infos:
-            name = stored.removeprefix(PREFIX)
-            if name in files:
-                raise CheckpointError(
-                    f"{path} holds {name} a second time (as {stored}); each belongs once"
-                )
-            files[name] = file, stored
-    return _checked(str(source), weights, config, files)
+    notes: list[str] = []
+    weights = find_weights(source, revision, verify, notes)
+    beside = config_beside(weights)
+    files = open_files(weights, most_unpacked(beside))
+    checkpoint = checked(str(source), weights, beside, files, notes, n_head)
+    checkpoint.mmap = mmap
+    checkpoint.check_finite = not mmap if check_finite is None else check_finite
+    return checkpoint
 
 
-def find_weights(source: str | Path, revision: str | None) -> Path:
-    """The weights file, or index of shards, that a source means."""
-    path = DEMO if source == "demo" else Path(source)
-    if isinstance(source, str) and not path.exists() and re.fullmatch(HUB_ID, source):
-        path = fetch(source, revision)
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{source} is neither a folder, a file nor a hub id; expected something like "
-            "'gpt2', a folder with config.json and weights, or 'demo'"
-        )
-    for name in WEIGHT_FILES:
-        if (path / name).is_file():
-            return path / name
-    raise CheckpointError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+# The steps of it, which `inspect_checkpoint` takes one by one.
 
 
-def _checked(source: str, weights: Path, config: GPT2Config, files: Stored) -> Checkpoint:
-    """Compare the set of tensors with the set that the config asks for."""
-    if config.n_layer > len(files):  # before a million names are written out
-        raise CheckpointError(
-            f"{weights} has {len(files)} tensors, fewer than the {config.n_layer} layers (n_layer) "
-            "of its config.json; check that the two belong together"
-        )
-    notes = []
-    masks = files.keys() & mask_buffers(config)
-    if masks:
-        notes.append(
-            f"ignored {len(masks)} causal-mask buffers (attn.bias, attn.masked_bias): no weights"
-        )
-    files = {name: file for name, file in files.items() if name not in masks}
-    config = _settle_head(config, files, notes)
-    expected = expected_shapes(config)
-    infos = {name: file.infos[stored] for name, (file, stored) in files.items()}
+def config_beside(weights: Path) -> dict[str, Any] | None:
+    """The config.json in the weights' folder, if there is one."""
+    path = weights.parent / CONFIG
+    return read_json(path) if path.exists() else None
 
-    faults = []
-    if missing := [name for name in expected if name not in infos]:
-        faults.append(f"{len(missing)} missing: {listed(missing)}")
-    if unexpected := [name for name in infos if name not in expected]:
-        faults.append(f"{len(unexpected)} left over: {listed(unexpected)}")
-    faults += [
-        _shape_fault(name, infos[name].shape, expected[name])
-        for name in expected
-        if name in infos and infos[name].shape != expected[name]
-    ]
-    if faults:
-        headline = f"{weights} does not hold the tensors that its config.json asks for:"
-        raise CheckpointError(
-            lines(headline, faults)
-            + "\nCheck that the two belong together and its sizes are right."
-        )
-    if strange := [
-        f"{name} ({infos[name].dtype})" for name in expected if not _is_float(infos[name])
-    ]:
-        raise CheckpointError(
-            f"{weights}: {listed(strange)}; weights must be floating-point numbers"
-        )
+
+def most_unpacked(beside: Mapping[str, Any] | None) -> int:
+    """The bytes that a pickle may unpack to by its config; 0 where that does not say so."""
+    known = beside is not None and is_hugging_face(beside)
+    try:
+        return most_bytes(GPT2Config.from_dict(beside)) if beside is not None and known else 0
+    except ConfigError:
+        return 0  # it is told when the config is needed
+
+
+def checked(
+    source: str,
+    weights: Path,
+    beside: Mapping[str, Any] | None,
+    files: dict[Path, TensorFile],
+    notes: list[str],
+    n_head: int | None = None,
+) -> Checkpoint:
+    """The checkpoint in files that are open, once it has proved to be one."""
+    stored, model_args = by_name(files), model_args_of(files)
+    kind = kind_of(model_args, beside, stored)
+    if kind == HUGGING_FACE:
+        config = _hugging_face_config(weights, beside, n_head)
+    else:
+        config, stored = translated(kind, weights, stored, model_args, beside, n_head, notes)
+    check_depth(weights, config, len(stored))
+    drop_masks(stored, config, notes)
+    drop_other_heads(stored, notes)
+    config = settle_head(config, stored, notes)
+    infos = check_tensors(weights, config, stored)
     if len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")
-    infos = {name: infos[name] for name in expected}
-    return Checkpoint(source, weights, config, infos, notes, files)
+    return Checkpoint(source, weights, kind, config, infos, notes, False, True, stored)
 
 
-def _settle_head(config: GPT2Config, files: Stored, notes: list[str]) -> GPT2Config:
-    """An absent tied head is the embedding; a stored one is compared with it."""
-    if not config.tie_word_embeddings or EMBEDDING not in files:
-        return config
-    if HEAD not in files:
-        files[HEAD] = files[EMBEDDING]
-        return config
-    (head_file, head_name), (file, name) = files[HEAD], files[EMBEDDING]
-    if torch.equal(head_file.read(head_name), file.read(name)):
-        notes.append(f"{HEAD} is stored, and equal to {EMBEDDING}, as tie_word_embeddings says")
-        return config
-    notes.append(
-        f"{HEAD} differs from {EMBEDDING} although the config says tie_word_embeddings; "
-        "the stored head is used, untied, as transformers does"
-    )
-    return replace(config, tie_word_embeddings=False)
-
-
-def _shape_fault(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    looks = " looks transposed:" if found == expected[::-1] and len(found) == 2 else ""
-    return f"{name}:{looks} found {list(found)}, expected {list(expected)}"
-
-
-def _is_float(info: TensorInfo) -> bool:
-    return info.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+def _hugging_face_config(
+    weights: Path, beside: Mapping[str, Any] | None, n_head: int | None
+) -> GPT2Config:
+    if beside is None:
+        path = weights.parent / CONFIG
+        raise CheckpointError(f"{path} is missing; it belongs beside the weights")
+    config = config_of(beside, weights.parent / CONFIG)
+    if n_head not in (None, config.n_head):
+        raise ConfigError(
+            f"n_head is given as {n_head}, but {weights.parent / CONFIG} has {config.n_head}; "
+            "leave the argument away"
+        )
+    return config

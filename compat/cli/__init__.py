@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import typer
 
 from compat.cli.adapt import adapt_command
+from compat.cli.export import export_command
 from compat.cli.generate import generate_command
+from compat.cli.inspect import inspect_command
 from compat.cli.load import load_command
 from compat.cli.parity import parity_command
 
@@ -21,9 +23,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("load")(load_command)
+app.command("inspect")(inspect_command)
 app.command("parity")(parity_command)
 app.command("generate")(generate_command)
 app.command("adapt")(adapt_command)
+app.command("export")(export_command)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

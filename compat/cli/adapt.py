@@ -18,7 +18,16 @@ from compat.adapt import Adaptation, Finding, adapt
 from compat.adapt.emit import to_python
 from compat.bring import construct, load_class
 from compat.checkpoint import open_checkpoint
-from compat.cli.common import JsonOption, ModelOption, console, explained, note, print_json
+from compat.cli.common import (
+    JsonOption,
+    ModelOption,
+    NHeadOption,
+    RevisionOption,
+    console,
+    explained,
+    note,
+    print_json,
+)
 from compat.cli.parity import HtmlOption, write_page
 from compat.errors import folded
 from compat.page import adapt_page
@@ -49,6 +58,8 @@ def adapt_command(
         str | None,
         typer.Option(metavar="NAME", help="A config of the file to build with, as it is."),
     ] = None,
+    revision: RevisionOption = None,
+    n_head: NHeadOption = None,
     emit_map: Annotated[
         bool, typer.Option("--emit-map", help="Print the name map as Python to paste.")
     ] = False,
@@ -73,7 +84,7 @@ def adapt_command(
     _at_most_one({"--json": as_json, "--emit-map": emit_map})
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
         cls = load_class(target)
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, revision, n_head=n_head)
         with Console(stderr=True).status("tracing and comparing …"):  # on a terminal only
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
             adaptation = adapt(built, checkpoint)

@@ -47,6 +47,19 @@ class DtypeName(str, Enum):
 ModelOption = Annotated[
     str, typer.Option("--model", help="demo, a hub id such as gpt2, a folder, or a weights file.")
 ]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Compare what came from the hub with its checksums.")
+]
+NHeadOption = Annotated[
+    int | None,
+    typer.Option("--n-head", min=1, help="Heads, for a minGPT or makemore file without a config."),
+]
+MmapOption = Annotated[
+    bool, typer.Option("--mmap", help="Share the pages of the file instead of copying it.")
+]
 DialectOption = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
 DtypeOption = Annotated[
     DtypeName | None, typer.Option("--dtype", help="Default: the checkpoint's data type.")

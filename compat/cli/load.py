@@ -12,7 +12,11 @@ from compat.cli.common import (
     DialectName,
     DialectOption,
     JsonOption,
+    MmapOption,
     ModelOption,
+    NHeadOption,
+    RevisionOption,
+    VerifyOption,
     console,
     explained,
     note,
@@ -27,10 +31,14 @@ from compat.name_map import NameMap
 def load_command(
     model: ModelOption = "demo",
     dialect: DialectOption = DialectName.linear,
+    revision: RevisionOption = None,
+    verify: VerifyOption = False,
+    n_head: NHeadOption = None,
+    mmap: MmapOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint by name and show which tensor went where."""
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
     loaded = load_pretrained(checkpoint, dialect.value)
     count = sum(p.numel() for p in loaded.parameters())
     name_map = get_dialect(dialect.value).name_map

@@ -17,7 +17,11 @@ from compat.cli.common import (
     DialectOption,
     DtypeOption,
     JsonOption,
+    MmapOption,
     ModelOption,
+    NHeadOption,
+    RevisionOption,
+    VerifyOption,
     console,
     explained,
     note,
@@ -57,7 +61,14 @@ def parity_command(
     text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random ids.", min=0, max=MAX_SEED)] = 0,
     batch: Annotated[int, typer.Option(help="Sequences of random ids.", min=1)] = 2,
-    length: Annotated[int, typer.Option(help="Ids a sequence, cut to n_positions.", min=1)] = 128,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Ids a sequence; default 128, or 32 from 500M parameters on.", min=1),
+    ] = None,
+    revision: RevisionOption = None,
+    verify: VerifyOption = False,
+    n_head: NHeadOption = None,
+    mmap: MmapOption = False,
     html: HtmlOption = None,
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the headline only.")] = False,
@@ -66,7 +77,7 @@ def parity_command(
 
     Exit code 0: they do. 1: they do not, and the table says from where on.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
     input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
     names = [d.value for d in DialectName] if every else [dialect.value]
     reports = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from compat.taps import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
 CALIBRATE_BELOW = 500_000_000  # parameters; above, a float64 copy gets large and slow
+LENGTH, LENGTH_ABOVE = 128, 32  # of random ids; above, three traces stay small beside the weights
 
 
 def check_parity(
@@ -153,8 +155,16 @@ class Reference:
         )
 
 
-def random_ids(checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int = 128) -> Tensor:
-    """Uniformly random ids (batch, length), the length cut to the checkpoint's `n_positions`."""
+def random_ids(
+    checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int | None = None
+) -> Tensor:
+    """Uniformly random ids (batch, length), the length cut to the checkpoint's `n_positions`.
+
+    The default length is 128, or 32 for models of 500M parameters and more.
+    """
+    if length is None:
+        count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
+        length = LENGTH if count < CALIBRATE_BELOW else LENGTH_ABOVE
     config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
     shape = (batch, min(length, config.n_positions))
     return torch.randint(config.vocab_size, shape, generator=generator)

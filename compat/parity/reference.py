@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from compat.checkpoint import Checkpoint
+from compat.checkpoint.foreign import HUGGING_FACE
 from compat.checkpoint.layout import saved_name
 from compat.errors import ParityError, listed
 from compat.taps import Tap, expand_taps
@@ -87,13 +88,22 @@ def in_float64(reference: nn.Module) -> nn.Module:
 def _from_where(checkpoint: Checkpoint) -> dict[str, Any]:
     """What makes transformers take the very weights that the checkpoint has."""
     folder, name = checkpoint.folder, checkpoint.weights.name
+    if checkpoint.kind != HUGGING_FACE:
+        config = transformers.GPT2Config.from_dict(checkpoint.config.to_hf_dict())
+        return _from_tensors(checkpoint, config)
     if name in ("model.safetensors", "model.safetensors.index.json"):
         return {"pretrained_model_name_or_path": folder, "use_safetensors": True}
     if name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
         return {"pretrained_model_name_or_path": folder, "use_safetensors": False}
-    # A file of a name that transformers does not look for: its tensors, under transformers' names.
+    return _from_tensors(checkpoint, transformers.GPT2Config.from_pretrained(folder))
+
+
+def _from_tensors(checkpoint: Checkpoint, config: transformers.GPT2Config) -> dict[str, Any]:
+    """A file that transformers does not look for, or does not know: what we read from it.
+
+    Whether that was read right, the comparison then does not show.
+    """
     tensors = {saved_name(name): checkpoint.read(name) for name in checkpoint.infos}
-    config = transformers.GPT2Config.from_pretrained(folder)
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
 

@@ -1,0 +1,121 @@
+"""What must hold before a model is built: the tensors are those that the config asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compat.checkpoint.files import Stored, TensorInfo
+from compat.checkpoint.layout import (
+    EMBEDDING,
+    HEAD,
+    OTHER_HEADS,
+    POSITIONS,
+    Shape,
+    expected_shapes,
+    mask_buffers,
+)
+from compat.config import GPT2Config
+from compat.errors import CheckpointError, folded, folded_faults, lines, listed
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_depth(weights: Path, config: GPT2Config, count: int) -> None:
+    """Before a million names are written out.
+
+    Raises:
+        CheckpointError: there are fewer tensors than layers.
+    """
+    if config.n_layer > count:
+        raise CheckpointError(
+            f"{weights} has {count} tensors, fewer than the {config.n_layer} layers (n_layer) "
+            "of its config.json; check that the two belong together"
+        )
+
+
+def drop_masks(stored: dict[str, Stored], config: GPT2Config, notes: list[str]) -> None:
+    """Old files carry causal masks beside the weights: passed over, and noted."""
+    masks = stored.keys() & mask_buffers(config)
+    for name in masks:
+        del stored[name]
+    if masks:
+        notes.append(
+            f"ignored {len(masks)} causal-mask buffers (attn.bias, attn.masked_bias): no weights"
+        )
+
+
+def drop_other_heads(stored: dict[str, Stored], notes: list[str]) -> None:
+    """What was put onto GPT-2 for another task than language is passed over, and named."""
+    there = [name for name in OTHER_HEADS if name in stored]
+    for name in there:
+        del stored[name]
+    if there:
+        tasks = dict.fromkeys(OTHER_HEADS[name] for name in there)
+        notes.append(f"ignored the head for {', '.join(tasks)}: {', '.join(there)}")
+
+
+def settle_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str]) -> GPT2Config:
+    """An absent tied head is the embedding; a stored one is compared with it."""
+    if not config.tie_word_embeddings or EMBEDDING not in stored:
+        return config
+    if HEAD not in stored:
+        stored[HEAD] = stored[EMBEDDING]
+        return config
+    head, embedding = stored[HEAD], stored[EMBEDDING]
+    if head.info != embedding.info or embedding.info.dtype not in FLOATS:
+        return config  # the check of all tensors says so
+    if torch.equal(head.read(), embedding.read()):
+        notes.append(f"{HEAD} is stored, and equal to {EMBEDDING}, as tie_word_embeddings says")
+        return config
+    notes.append(
+        f"{HEAD} differs from {EMBEDDING} although the config says tie_word_embeddings; "
+        "the stored head is used, untied, as transformers does"
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def check_tensors(
+    weights: Path, config: GPT2Config, stored: dict[str, Stored]
+) -> dict[str, TensorInfo]:
+    """Every tensor of a GPT-2 of this configuration and no other, with its shape, of floats.
+
+    Raises:
+        CheckpointError: something is otherwise; everything that is, folded by layer.
+    """
+    expected = expected_shapes(config)
+    infos = {name: tensor.info for name, tensor in stored.items()}
+    faults = []
+    if missing := [name for name in expected if name not in infos]:
+        faults.append(f"{len(missing)} missing: {listed(folded(missing))}")
+    if unexpected := [name for name in infos if name not in expected]:
+        faults.append(f"{len(unexpected)} left over: {listed(folded(unexpected))}")
+    shared = [name for name in expected if name in infos]
+    faults += folded_faults(
+        (name, _shape_fault(name, infos[name].shape, expected[name]))
+        for name in shared
+        if infos[name].shape != expected[name]
+    )
+    faults += folded_faults(
+        (name, f"data type {infos[name].dtype}; weights must be floating-point numbers")
+        for name in shared
+        if infos[name].dtype not in FLOATS
+    )
+    if faults:
+        headline = f"{weights} does not hold the tensors that its config asks for:"
+        raise CheckpointError(
+            lines(headline, faults)
+            + "\nCheck that the two belong together and its sizes are right."
+        )
+    return {name: infos[name] for name in expected}
+
+
+def _shape_fault(name: str, found: Shape, expected: Shape) -> str:
+    looks = "looks transposed: " if found == expected[::-1] and len(found) == 2 else ""
+    text = f"{looks}expected {list(expected)}, found {list(found)}"
+    field = {EMBEDDING: "vocab_size", HEAD: "vocab_size", POSITIONS: "n_positions"}.get(name)
+    if field and len(found) == 2 and found[0] != expected[0] and found[1] == expected[1]:
+        text += f": config.json has {field} {expected[0]}, the tensor {found[0]} rows"
+    return text

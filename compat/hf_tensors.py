@@ -1,0 +1,85 @@
+"""A model's weights as Hugging Face has them, each made only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.dialects import dialect_of
+from compat.errors import NameMapError, listed
+from compat.name_map import NameMap
+from compat.strict import check_names, is_dropped
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor that is still to be made, of some parameters."""
+
+    sources: list[Tensor]
+    op: Callable[[list[Tensor]], Tensor]
+
+    def make(self) -> Tensor:
+        return self.op(self.sources)
+
+    @cached_property
+    def like(self) -> Tensor:
+        """Its shape and data type, on the meta device."""
+        return self.op([source.to("meta") for source in self.sources])
+
+
+def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, HFTensor]:
+    """Hugging Face's tensors (without `transformer.`) of a model, in the order of the map.
+
+    A head that equals the embedding is left out, unless the model's config unties it. Biases that
+    the model lacks are zeros. What is not rearranged shares the model's memory when it is made.
+
+    Args:
+        model: a dialect's model, or any module with a name map.
+        name_map: needed for a module that is not a dialect's.
+
+    Raises:
+        NameMapError: no map, or parameters that the map does not name.
+    """
+    name_map = name_map or _own_map(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    n_layer = name_map.count_layers(parameters)
+    rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
+    check_names(model, rows, parameters, zeros)
+    if filled := [name for name in zeros if parameters[name].count_nonzero()]:
+        raise NameMapError(
+            f"GPT-2 has no place for {listed(filled)}, which must be zero to be left out"
+        )
+    kept = [row for row in rows if not is_dropped(row, parameters)]
+    tensors = {
+        row.hf: HFTensor([parameters[name].detach() for name in row.ours], row.op.save)
+        for row in kept
+    }
+    for row in rows:
+        if row.hf not in tensors:
+            weight = tensors[row.hf.removesuffix("bias") + "weight"]
+            tensors[row.hf] = HFTensor(weight.sources, partial(_zeros, weight.op))
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    untied = getattr(getattr(model, "config", None), "tie_word_embeddings", True) is False
+    if head and embedding and not untied and torch.equal(head.make(), embedding.make()):
+        del tensors[HEAD]
+    return {row.hf: tensors[row.hf] for row in rows if row.hf in tensors}
+
+
+def _own_map(model: nn.Module) -> NameMap:
+    dialect = dialect_of(model)
+    if dialect is None:
+        raise NameMapError(
+            f"{type(model).__name__} is not one of compat's models; give its name_map"
+        )
+    return dialect.name_map
+
+
+def _zeros(op: Callable[[list[Tensor]], Tensor], sources: list[Tensor]) -> Tensor:
+    """A bias that the model lacks, as long as the last axis of its weight."""
+    weight = op(sources)
+    return weight.new_zeros(weight.shape[-1])

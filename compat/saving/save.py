@@ -1,0 +1,207 @@
+"""A model written back as a Hugging Face checkpoint; a folder that was there is replaced whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
+from compat.config import GPT2Config, as_config
+from compat.dialects import get_dialect
+from compat.errors import CheckpointError, ConfigError, TokenizerError, folded_faults, lines, listed
+from compat.hf_tensors import HFTensor, hf_tensors
+from compat.name_map import NameMap
+from compat.saving.atomic import replacing_folder
+from compat.saving.shards import parse_size, write_shards
+from compat.tokenizer import Tokenizer
+from compat.vocabulary import vocabulary_tables
+
+# What stands for the weights of a model in a folder, which `transformers` or we would read.
+WEIGHTS = re.compile(
+    r"model.*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?"
+    r"|tf_model.*\.h5(\.index\.json)?|flax_model.*\.msgpack(\.index\.json)?"
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dialect_or_name_map: str | NameMap | None = None,
+    tokenizer: str | Path | Checkpoint | Tokenizer | None = None,
+    max_shard_size: int | str = "5GB",
+    config: GPT2Config | Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write a model as `transformers` saves a GPT-2, and return the paths of the files written.
+
+    Everything is checked before anything is written, and the folder is replaced as a whole: see
+    `compat.saving.atomic.replacing_folder`. Of its old files the weights go, under the names that
+    `transformers` reads (`model*.safetensors`, `pytorch_model*.bin`, `tf_model*.h5`,
+    `flax_model*.msgpack` and their indexes), and, where a tokenizer is given, those of the old
+    one. All others stay: a README, an optimizer's state, subfolders.
+
+    Args:
+        model: a dialect's model, or any module with a name map.
+        folder: where; a link to a folder stays a link.
+        dialect_or_name_map: None for a dialect's model; for any other the name map, such as
+            `Adaptation.name_map`, or the name of the dialect whose parameter names it has.
+        tokenizer: a source whose tokenizer files are copied as they are, or a Tokenizer, whose
+            vocab.json and merges.txt are written. None writes no such files.
+        max_shard_size: bytes, or a text such as "5GB" or "200MB" (of 1000s), that no weights file
+            exceeds unless a single tensor does.
+        config: for a model that has no `config` of ours; what is not in the tensors, such as
+            `n_head`, comes from here.
+
+    Raises:
+        NameMapError: parameters that the map does not name.
+        ConfigError: no config, or one that contradicts the tensors.
+        CheckpointError: weights that are not finite or not floating-point, or a folder that cannot
+            be written.
+        TokenizerError: no tokenizer files, or a vocabulary that does not fit.
+    """
+    limit = parse_size(max_shard_size)
+    _check_parameters(model)
+    given = dialect_or_name_map
+    name_map = get_dialect(given).name_map if isinstance(given, str) else given
+    tensors = hf_tensors(model, name_map)
+    config = replace(_config_of(model, config), tie_word_embeddings=HEAD not in tensors)
+    _check_shapes(model, config, tensors)
+    small = {**_config_files(config, tensors), **_tokenizer_files(tokenizer, config)}
+
+    def superseded(name: str) -> bool:
+        return bool(WEIGHTS.fullmatch(name)) or (tokenizer is not None and name in TOKENIZER_FILES)
+
+    with replacing_folder(folder, superseded) as temporary:
+        saved = {saved_name(name): tensor for name, tensor in tensors.items()}
+        names = write_shards(temporary, saved, limit)
+        for name, content in small.items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, temporary / name)
+            else:
+                (temporary / name).write_text(content, encoding="utf-8")
+    return [Path(folder) / name for name in (*names, *small)]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    whole = (["tokenizer.json"], ["vocab.json", "merges.txt"])
+    return any(all((folder / name).is_file() for name in names) for names in whole)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Dense, floating-point, finite: what every reader of a checkpoint can take."""
+    faults = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            faults.append((name, "on the meta device, without values; load its weights first"))
+        elif parameter.dtype not in DTYPES or parameter.layout != torch.strided:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
+        elif not torch.isfinite(torch.stack(torch.aminmax(parameter.detach()))).all():
+            bad = (~torch.isfinite(parameter.detach())).nonzero()
+            first = bad[0].tolist()
+            faults.append((name, f"{len(bad):,} NaN or infinite values, the first at {first}"))
+    if faults:
+        headline = f"{type(model).__name__} cannot be saved:"
+        raise CheckpointError(lines(headline, folded_faults(faults)))
+
+
+def _config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
+    own = getattr(model, "config", None)
+    own = own if isinstance(own, GPT2Config) else None
+    config = own if given is None else as_config(given)
+    if config is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no GPT2Config as its `config`; give `config`, for what "
+            "its tensors do not say: n_head, activation_function, layer_norm_epsilon, …"
+        )
+    if own is not None and own != config:
+        raise ConfigError(
+            f"`config` contradicts the config that {type(model).__name__} has; leave it out"
+        )
+    return config
+
+
+def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HFTensor]) -> None:
+    """The tensors are those of a GPT-2 of this config."""
+    expected = expected_shapes(config)
+    if config.tie_word_embeddings:
+        del expected[HEAD]
+    faults = [(name, "the model has none") for name in expected if name not in tensors]
+    faults += [(name, "the config has no room for it") for name in tensors if name not in expected]
+    faults += [
+        (name, f"found {list(tensor.like.shape)}, expected {list(expected[name])}")
+        for name, tensor in tensors.items()
+        if name in expected and tensor.like.shape != expected[name]
+    ]
+    if faults:
+        headline = f"the config does not fit {type(model).__name__}:"
+        raise ConfigError(lines(headline, folded_faults(faults)))
+
+
+def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[str, str]:
+    """config.json, with the data type to load in, and generation_config.json."""
+    dtype = reduce(torch.promote_types, (tensor.like.dtype for tensor in tensors.values()))
+    fields = {**config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+    return {"config.json": _dumped(fields), "generation_config.json": _dumped(generation)}
+
+
+def _tokenizer_files(
+    tokenizer: str | Path | Checkpoint | Tokenizer | None, config: GPT2Config
+) -> dict[str, str | Path]:
+    """The files to write: those to be copied, or the content of new ones."""
+    if tokenizer is None:
+        return {}
+    if isinstance(tokenizer, Tokenizer):
+        return _vocabulary_files(tokenizer, config)
+    if isinstance(tokenizer, Checkpoint):
+        folder = tokenizer.folder
+    elif tokenizer != "demo" and Path(tokenizer).is_dir():
+        folder = Path(tokenizer)
+    else:
+        folder = open_checkpoint(tokenizer).folder
+    if not has_tokenizer(folder):
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; leave `tokenizer` out "
+            "to write none"
+        )
+    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def _vocabulary_files(tokenizer: Tokenizer, config: GPT2Config) -> dict[str, str | Path]:
+    vocab, merges, added = vocabulary_tables(tokenizer.vocabulary)
+    if added:
+        raise TokenizerError(
+            f"vocab.json and merges.txt cannot hold the special tokens {listed(list(added))}; give "
+            "the folder that the tokenizer was loaded from"
+        )
+    if (highest := max(vocab.values())) >= config.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer has id {highest}, the config a vocab_size of {config.vocab_size}"
+        )
+    return {"vocab.json": _dumped(vocab), "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,95 @@
+"""Tensors into safetensors files, no larger than a limit, and the index of several."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compat.errors import ConfigError
+from compat.hf_tensors import HFTensor
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number, or from a text such as "5GB" or "0.5 MB" in units of 1000s.
+
+    Raises:
+        ConfigError: anything else, or less than one byte.
+    """
+    found: float = 0
+    if type(size) is int:
+        found = size
+    elif isinstance(size, str) and (
+        read := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", size.strip().upper(), re.ASCII)
+    ):
+        found = float(read[1]) * UNITS.get(read[2], 1)
+    if found < 1:
+        raise ConfigError(
+            f"max_shard_size is {size!r}; expected a number of bytes from 1 on, or a text such as "
+            "'5GB', '200MB' or '20KB'"
+        )
+    return int(found)
+
+
+def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """The names of each shard, filled in order; what is larger than the limit gets one alone."""
+    shards: list[list[str]] = []
+    current: list[str] = []
+    room = limit
+    for name, size in sizes.items():
+        if size > limit:
+            shards.append([name])
+            continue
+        if size > room:
+            shards.append(current)
+            current, room = [], limit
+        current.append(name)
+        room -= size
+    return [*shards, current] if current else shards
+
+
+def write_shards(folder: Path, tensors: Mapping[str, HFTensor], limit: int) -> list[str]:
+    """Write model.safetensors, or shards and their index; return the files' names.
+
+    Only one shard at a time is in memory beside the model.
+    """
+    sizes = {name: tensor.like.nbytes for name, tensor in tensors.items()}
+    shards = split(sizes, limit)
+    if len(shards) == 1:
+        _write(folder / "model.safetensors", tensors, shards[0])
+        return ["model.safetensors"]
+    weight_map, files = {}, []
+    for number, names in enumerate(shards, start=1):
+        files.append(f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        _write(folder / files[-1], tensors, names)
+        weight_map.update(dict.fromkeys(names, files[-1]))
+    values = sum(tensor.like.numel() for tensor in tensors.values())
+    index = {
+        "metadata": {"total_parameters": values, "total_size": sum(sizes.values())},
+        "weight_map": weight_map,
+    }
+    files.append("model.safetensors.index.json")
+    (folder / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return files
+
+
+def _write(path: Path, tensors: Mapping[str, HFTensor], names: Sequence[str]) -> None:
+    made: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name in names:
+        tensor = tensors[name].make().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share their memory, such as views of one flat buffer.
+        made[name] = tensor.clone() if memory in taken else tensor
+        taken.add(memory)
+    try:
+        save_file(made, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps what the system says
+        raise OSError(f"{path.name}: {error}") from error

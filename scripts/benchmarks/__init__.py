@@ -1,0 +1,1 @@
+"""What bench.py runs: one file for each command, and what they share."""

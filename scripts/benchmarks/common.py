@@ -1,0 +1,70 @@
+"""Checkpoints at GPT-2's real shapes, and measurements in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+SIZES = {  # n_layer, n_head, n_embd
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
+
+RunsOption = Annotated[int, typer.Option("--runs", min=1, help="The median of which is shown.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def in_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
+    """What a script prints as JSON, and as "process" the seconds from its start to its end."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, file, *arguments], stdout=subprocess.PIPE, check=False)
+    if done.returncode:  # it has said why
+        sys.exit(done.returncode)
+    return {**json.loads(done.stdout), "process": time.perf_counter() - start}
+
+
+@contextmanager
+def checkpoint_folder(model: str) -> Iterator[str]:
+    """A folder, or a noisy checkpoint of a named shape; its files lie in the system's cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        if model in SIZES:
+            make_checkpoint(folder, *SIZES[model])
+        source = folder if model in SIZES else model
+        for path in Path(source).glob("*.safetensors"):
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+        yield source
+
+
+def make_checkpoint(folder: str, n_layer: int, n_head: int, n_embd: int) -> None:
+    """A checkpoint at the shapes of a GPT-2, every parameter off its initial value."""
+    import torch
+    from safetensors.torch import save_file
+
+    from compat import GPT2Config
+    from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
+
+    config = GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        saved_name(name): 0.03 * torch.randn(shape, generator=generator)
+        for name, shape in expected_shapes(config).items()
+        if name != HEAD
+    }
+    for name, tensor in tensors.items():
+        if ".ln_" in name and name.endswith(".weight"):
+            tensor += 1
+    save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    Path(folder, "config.json").write_text(json.dumps(config.to_hf_dict()))

@@ -1,0 +1,36 @@
+"""Load many broken checkpoints: each loads as its files say, or is refused in words."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.fuzz.harness import run
+from tests.fuzz.mutations import KINDS, mutation
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=2000, help="how many mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="the number of the first")
+    parser.add_argument("--kind", choices=KINDS, help="only this kind of file")
+    parser.add_argument("--keep", type=Path, help="a folder for what fails")
+    asked = parser.parse_args()
+    began = time.monotonic()
+    report = run(asked.n, asked.seed, asked.start, asked.kind)
+    print(*report.lines(), sep="\n")
+    seconds = time.monotonic() - began
+    print(f"{asked.n:,} mutations in {seconds:.0f} s, {len(report.failures)} failures")
+    for failure in report.failures if asked.keep else []:
+        folder = asked.keep / f"{asked.seed}-{failure['index']}-{failure['kind']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in mutation(asked.seed, failure["index"], [failure["kind"]])[1].items():
+            (folder / name).write_bytes(data)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""A fault: how a correct checkpoint is broken, and the one thing that must come of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from compat.errors import CheckpointError, CompatError
+from tests.faults.builder import State
+
+WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the folder, and what has to come of it.
+
+    Args:
+        breaks: breaks the folder, and may return what is to be opened instead of it.
+        says: what the error's message has to say, beside where; without an error, the notes.
+        error: the error's class, or None where the checkpoint loads all the same.
+        layout: of the checkpoint before.
+    """
+
+    breaks: Callable[[Path], Path | None]
+    says: tuple[str, ...]
+    error: type[CompatError] | None = CheckpointError
+    layout: str = "safetensors"
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the header of a safetensors file; its length is told right, its data stays."""
+
+    def breaks(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        content = json.loads(data[8:end])
+        change(content)
+        write_header(folder, json.dumps(content).encode(), data[end:])
+
+    return breaks
+
+
+def write_header(folder: Path, text: bytes, data: bytes = b"") -> None:
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def content(name: str, data: bytes) -> Callable[[Path], None]:
+    """Other bytes in a file."""
+
+    def breaks(folder: Path) -> None:
+        (folder / name).write_bytes(data)
+
+    return breaks
+
+
+def sparse(name: str, size: int) -> Callable[[Path], None]:
+    """A file of any size that takes no room on the disk."""
+
+    def breaks(folder: Path) -> None:
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+
+    return breaks
+
+
+def cut(name: str, keep: float) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(keep * len(data))])
+
+    return breaks
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return breaks
+
+
+def values(name: str, **fields: Any) -> Callable[[Path], None]:
+    """Other fields in a JSON file."""
+
+    def breaks(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return breaks
+
+
+def tensors(change: Callable[[State], object], **config: Any) -> Callable[[Path], None]:
+    """Other tensors in a safetensors file, and other fields in the config."""
+
+    def breaks(folder: Path) -> None:
+        state = load_file(folder / WEIGHTS)
+        change(state)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+        values("config.json", **config)(folder)
+
+    return breaks
+
+
+def pickled(make: Callable[[Path], Any], **options: Any) -> Callable[[Path], None]:
+    """Another object in the `.bin` file."""
+
+    def breaks(folder: Path) -> None:
+        torch.save(make(folder), folder / PICKLE, **options)
+
+    return breaks
+
+
+def both(*steps: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def breaks(folder: Path) -> None:
+        for step in steps:
+            step(folder)
+
+    return breaks

@@ -1,0 +1,53 @@
+"""Opens broken checkpoints in a process of its own and says what came of each, and at what cost."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from compat import load_pretrained, load_tokenizer
+from compat.checkpoint import open_checkpoint
+from tests.fuzz.worker import status
+
+ROOM_MB = 1024
+
+
+def opened(source: Path) -> list[str]:
+    """All that a checkpoint is opened for; the notes of it."""
+    checkpoint = open_checkpoint(source)
+    load_pretrained(checkpoint, "linear")
+    load_pretrained(checkpoint, "conv1d")
+    load_tokenizer(checkpoint).encode("the thing")
+    return checkpoint.notes
+
+
+def came_of(source: Path) -> dict[str, object]:
+    """The error or the notes, the seconds and the MB on top of what was there."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, start = status("VmRSS"), time.perf_counter()
+    error, text = None, ""
+    try:
+        text = "\n".join(opened(source))
+    except BaseException as raised:  # tiktoken's panics are no Exception
+        error, text = type(raised).__name__, str(raised)
+    seconds, grown = time.perf_counter() - start, (status("VmHWM") - before) / 1024
+    return {"error": error, "text": text, "seconds": seconds, "mb": grown}
+
+
+def main(sound: Path, sources: Path) -> None:
+    """Open each path of a JSON list of them, after one that is sound."""
+    warnings.simplefilter("error")
+    opened(sound)  # imports are nobody's fault
+    most = (status("VmSize") << 10) + (ROOM_MB << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    print(json.dumps("ready"), flush=True)
+    for source in json.loads(sources.read_text()):
+        print(json.dumps(came_of(Path(source))), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""Faults of `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compat.errors import ConfigError
+from tests.faults.fault import Fault, content, tensors, values
+
+CONFIG = "config.json"
+_UNREADABLE = (CONFIG, "cannot be read as JSON", "fetch or write it again")
+
+
+def _field(name: str, value: Any, *says: str) -> Fault:
+    return Fault(values(CONFIG, **{name: value}), (CONFIG, f"'{name}'", *says), ConfigError)
+
+
+def _raw(name: str, text: str) -> Callable[[Path], None]:
+    """A value written as it stands, for what json.dumps does not write."""
+
+    def breaks(folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        text_of_all = json.dumps({**config, name: "@"}).replace('"@"', text)
+        (folder / CONFIG).write_text(text_of_all)
+
+    return breaks
+
+
+def _twice(folder: Path) -> None:
+    text = (folder / CONFIG).read_text()
+    (folder / CONFIG).write_text(f'{text[:-1]}, "n_head": 4}}')
+
+
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
+_SHAPES = "does not hold the tensors that its config asks for"
+
+FAULTS = {
+    "config: empty": Fault(content(CONFIG, b""), _UNREADABLE),
+    "config: a web page": Fault(content(CONFIG, b"<html>"), (*_UNREADABLE, "web page")),
+    "config: not UTF-8": Fault(content(CONFIG, b"\xff\xfe{}"), _UNREADABLE),
+    "config: cut short": Fault(content(CONFIG, b'{"n_layer": 2'), _UNREADABLE),
+    "config: nested 100,000 deep": Fault(content(CONFIG, b"[" * 100_000), _UNREADABLE),
+    "config: a million objects": Fault(
+        content(CONFIG, b"[" + b"{}," * 1_000_000 + b"0]"), (*_UNREADABLE, "more than 200,000")
+    ),
+    "config: a field twice": Fault(_twice, (*_UNREADABLE, "it names 'n_head' twice")),
+    "config: a number of 5,000 digits": Fault(_raw("n_embd", "9" * 5000), _UNREADABLE),
+    "config: a list": Fault(content(CONFIG, b"[1]"), (CONFIG, "JSON list; expected an object")),
+    "config: null": Fault(content(CONFIG, b"null"), (CONFIG, "JSON NoneType; expected an object")),
+    "config: of another model": Fault(
+        values(CONFIG, model_type="llama"),
+        (CONFIG, "model_type 'llama'; expected 'gpt2'"),
+        ConfigError,
+    ),
+    **{
+        f"config: {name} {value}": _field(name, value, f"is {value}; expected 1 to 2,147,483,647")
+        for name in _SIZES
+        for value in (0, -1, 10**30)
+    },
+    "config: n_head that does not divide": _field("n_head", 3, "does not divide 'n_embd' = 8"),
+    "config: n_layer a word": _field("n_layer", "2", "is '2'; expected int"),
+    "config: n_layer with a point": _field("n_layer", 2.0, "is 2.0; expected int"),
+    "config: n_layer true": _field("n_layer", True, "is True; expected int"),
+    "config: n_layer infinite": Fault(
+        _raw("n_layer", "1e999"), (CONFIG, "'n_layer' is inf; expected int"), ConfigError
+    ),
+    "config: n_layer null": _field("n_layer", None, "is None; expected int"),
+    "config: n_layer nested 900 deep": Fault(
+        _raw("n_layer", "[" * 900 + "]" * 900), (CONFIG, "'n_layer' is "), ConfigError
+    ),
+    "config: epsilon a word": _field("layer_norm_epsilon", "1e-5", "is '1e-5'; expected float"),
+    "config: epsilon negative": _field("layer_norm_epsilon", -1e-5, "expected ≥ 0"),
+    "config: epsilon of 400 digits": _field("layer_norm_epsilon", 10**400, "expected ≥ 0"),
+    "config: epsilon NaN": Fault(
+        _raw("layer_norm_epsilon", "NaN"), (CONFIG, "is nan; expected ≥ 0"), ConfigError
+    ),
+    "config: dropout above 1": _field("attn_pdrop", 1.5, "is 1.5; expected 0 to 1"),
+    "config: end of text a word": _field("eos_token_id", "260", "is '260'; expected int"),
+    "config: end of text 10^30": _field("eos_token_id", 10**30, "expected ≤ 2,147,483,647"),
+    "config: tied as a number": _field("tie_word_embeddings", 1, "is 1; expected bool"),
+    "config: unknown activation": _field(
+        "activation_function", "gegelu", "'gegelu'; known: gelu_new"
+    ),
+    "config: cross-attention": _field("add_cross_attention", True, "does not understand", "remove"),
+    "config: an unknown field": _field("rotary_pct", 0.25, " = 0.25", "does not understand"),
+    "config: an unknown field of a megabyte": _field("x", "y" * 1_000_000, "does not understand"),
+    "config: two names that disagree": Fault(
+        values(CONFIG, hidden_size=16),
+        (CONFIG, "'n_embd' twice: 8, and 16 as 'hidden_size'"),
+        ConfigError,
+    ),
+    "config: n_embd 10^7": Fault(
+        values(CONFIG, n_embd=10**7), (_SHAPES, "expected [262, 10000000], found [262, 8]")
+    ),
+    "config: n_layer 10^6": Fault(
+        values(CONFIG, n_layer=10**6), ("n_layer", "1000000", "28 tensors", "belong together")
+    ),
+    "config: n_layer too high": Fault(
+        values(CONFIG, n_layer=3), (_SHAPES, "12 missing: h.2.ln_1.weight", "and 2 more")
+    ),
+    "config: n_layer too low": Fault(
+        values(CONFIG, n_layer=1), (_SHAPES, "12 left over: h.1.", "and 2 more")
+    ),
+    "config: a large vocab_size": Fault(
+        values(CONFIG, vocab_size=2**31 - 1), (_SHAPES, "vocab_size 2147483647, the tensor 262")
+    ),
+    "config: a large n_positions": Fault(
+        values(CONFIG, n_positions=10**9), (_SHAPES, "n_positions 1000000000, the tensor 8 rows")
+    ),
+    "config: another n_inner": Fault(
+        values(CONFIG, n_inner=16),
+        (_SHAPES, "h.{0…1}.mlp.c_fc.weight: expected [8, 16], found [8, 32]"),
+    ),
+    "config: epsilon 0 loads": Fault(values(CONFIG, layer_norm_epsilon=0), (), None),
+    "config: unchanged loads": Fault(tensors(lambda state: None), (), None),
+}

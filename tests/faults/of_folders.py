@@ -1,0 +1,193 @@
+"""Faults of paths, folders and shards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.faults.builder import build
+from tests.faults.fault import WEIGHTS, Fault, content, sparse, values, without
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
+
+
+def _shard_named(name: str) -> Callable[[Path], None]:
+    """The index sends for one tensor to another place."""
+
+    def breaks(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["transformer.wte.weight"] = name
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return breaks
+
+
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else in a file's place."""
+
+    def breaks(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return breaks
+
+
+def _opened(name: str, make: Callable[[Path], object]) -> Callable[[Path], Path]:
+    """The same, and it is what is opened."""
+
+    def breaks(folder: Path) -> Path:
+        _instead(name, make)(folder)
+        return folder / name
+
+    return breaks
+
+
+def _zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _moved(folder: Path) -> None:
+    """A tensor in another shard than the index says."""
+    first, second = load_file(folder / FIRST), load_file(folder / SECOND)
+    name = next(iter(first))
+    save_file({**second, name: first.pop(name)}, folder / SECOND)
+    save_file(first, folder / FIRST)
+
+
+def _twice(folder: Path) -> None:
+    first, second = load_file(folder / FIRST), load_file(folder / SECOND)
+    save_file({**second, next(iter(first)): next(iter(first.values()))}, folder / SECOND)
+
+
+def _untold(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["transformer.ln_f.bias"]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _add(folder: Path, name: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][name] = FIRST
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _both(folder: Path) -> None:
+    build(folder, "shards")
+
+
+def _linked(folder: Path) -> None:
+    """As a hub cache has it: links out of the folder."""
+    blob = folder / "blob"
+    (folder / WEIGHTS).rename(blob)
+    (folder / WEIGHTS).symlink_to(blob)
+
+
+def _index(**fields: Any) -> Fault:
+    return Fault(
+        values(INDEX, **fields), (INDEX, "has no 'weight_map'", "tensor names"), layout="shards"
+    )
+
+
+_OUTSIDE = ("../a.safetensors", "/etc/passwd", "sub/a.safetensors", "C:a.safetensors")
+_ODD = ("", ".", "..", "a\\b.safetensors", "a\0b", "a\x1b[2J", "\ud800")
+
+FAULTS = {
+    "folder: nothing there": Fault(
+        lambda folder: folder / "nowhere", ("nowhere", "neither a folder, a file nor a hub id")
+    ),
+    "folder: no weights": Fault(without(WEIGHTS), ("holds no weights", WEIGHTS)),
+    "folder: a file of another kind": Fault(
+        lambda folder: (folder / WEIGHTS).rename(folder / "model.gguf"),
+        ("model.gguf", "expected .safetensors"),
+    ),
+    "folder: weights that are a folder": Fault(
+        _instead(WEIGHTS, Path.mkdir), ("holds no weights",)
+    ),
+    "folder: weights that are a pipe": Fault(_instead(WEIGHTS, os.mkfifo), ("holds no weights",)),
+    "folder: a pipe is opened": Fault(_opened(WEIGHTS, os.mkfifo), (WEIGHTS, "neither a folder")),
+    "folder: an endless device is opened": Fault(
+        _opened(WEIGHTS, _zeros), (WEIGHTS, "neither a folder")
+    ),
+    "folder: a link that leads nowhere": Fault(
+        _instead(WEIGHTS, lambda path: path.symlink_to("lost")), ("holds no weights",)
+    ),
+    "folder: a link out of it loads": Fault(_linked, (), None),
+    "folder: a single file and shards load": Fault(
+        _both, ("model.safetensors is used", INDEX, "is not"), None
+    ),
+    "config: missing": Fault(
+        without("config.json"), ("config.json is missing", "beside the weights")
+    ),
+    "config: a folder": Fault(_instead("config.json", Path.mkdir), ("config.json", "directory")),
+    "config: a pipe": Fault(_instead("config.json", os.mkfifo), ("config.json", "is a pipe")),
+    "config: an endless device": Fault(
+        _instead("config.json", _zeros), ("config.json", "a device")
+    ),
+    "config: 4 GB of nothing": Fault(
+        sparse("config.json", 4 << 30), ("config.json takes 4,294,967,296 bytes; expected at most",)
+    ),
+    "shards: one missing": Fault(
+        without(SECOND), (f"lacks {SECOND}, 1 of the 2",), layout="shards"
+    ),
+    "shards: all missing": Fault(
+        without(FIRST, SECOND), (FIRST, SECOND, "2 of the 2", "fetch them"), layout="shards"
+    ),
+    "shards: one that is a pipe": Fault(
+        _instead(SECOND, os.mkfifo), ("lacks", SECOND), layout="shards"
+    ),
+    "shards: one that is an endless device": Fault(
+        _instead(SECOND, _zeros), ("lacks", SECOND), layout="shards"
+    ),
+    "shards: one that is damaged": Fault(
+        content(SECOND, b"\0" * 9), (SECOND, "cannot be read as safetensors"), layout="shards"
+    ),
+    **{
+        f"shards: one at {name!r}": Fault(
+            _shard_named(name), (INDEX, "shards must lie beside the index"), layout="shards"
+        )
+        for name in (*_OUTSIDE, *_ODD)
+    },
+    "shards: a tensor in another one": Fault(
+        _moved, (INDEX, "1 not in the shard it names", "Fetch or export"), layout="shards"
+    ),
+    "shards: a tensor in two": Fault(_twice, ("a second time",), layout="shards"),
+    "shards: a tensor in none": Fault(
+        lambda folder: _add(folder, "transformer.extra"),
+        (INDEX, "1 not in the shard it names: transformer.extra"),
+        layout="shards",
+    ),
+    "shards: a tensor that the index does not tell": Fault(
+        _untold,
+        (INDEX, "1 in a shard but not in the index: transformer.ln_f.bias"),
+        layout="shards",
+    ),
+    "index: without a map": Fault(
+        content(INDEX, b"{}"), (INDEX, "has no 'weight_map'"), layout="shards"
+    ),
+    "index: a map that is null": _index(weight_map=None),
+    "index: of 1 GB": Fault(
+        sparse(INDEX, 1 << 30), (INDEX, "takes 1,073,741,824 bytes; expected"), layout="shards"
+    ),
+    "index: a map that is a list": _index(weight_map=[]),
+    "index: a map to numbers": _index(weight_map={"wte.weight": 1}),
+    "index: a map that is empty": Fault(
+        values(INDEX, weight_map={}), (INDEX, "has 0 tensors, fewer than"), layout="shards"
+    ),
+    "index: empty": Fault(
+        content(INDEX, b""), (INDEX, "cannot be read as JSON", "fetch"), layout="shards"
+    ),
+    "index: no JSON": Fault(
+        content(INDEX, b"{"), (INDEX, "cannot be read as JSON"), layout="shards"
+    ),
+    "index: a list": Fault(
+        content(INDEX, b"[]"), (INDEX, "JSON list; expected an object"), layout="shards"
+    ),
+    "shards: of safetensors load": Fault(lambda folder: None, (), None, layout="shards"),
+    "shards: of pickles load": Fault(lambda folder: None, (), None, layout="bin shards"),
+}

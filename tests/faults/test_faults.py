@@ -1,0 +1,117 @@
+"""Every fault has its one outcome, within 2 seconds and 200 MB; no code in a file is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compat.errors
+from tests.faults import (
+    of_configs,
+    of_folders,
+    of_pickles,
+    of_safetensors,
+    of_tensors,
+    of_tokenizers,
+)
+from tests.faults.builder import build
+from tests.faults.fault import Fault
+from tests.faults.pickles import MARK, Malice, MaliceByEval
+from tests.fuzz.harness import ROOT, answer
+from tests.fuzz.worker import LONGEST_MESSAGE
+
+TABLES = (of_safetensors, of_pickles, of_tensors, of_folders, of_configs, of_tokenizers)
+FAULTS: dict[str, Fault] = {k: v for table in TABLES for k, v in table.FAULTS.items()}
+MOST_SECONDS, MOST_MB = 2.0, 200
+GIVES_UP, STARTS = 20.0, 120.0
+
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint for each fault, broken; what is to be opened of it."""
+    top, found = tmp_path_factory.mktemp("faults"), {}
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        folder = build(top / f"broken-{number}", fault.layout)
+        instead = fault.breaks(folder)
+        found[name] = instead if isinstance(instead, Path) else folder
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    """What came of each, from a process that starts again behind a fault that ends it."""
+    here = tmp_path_factory.mktemp("measured")
+    sound, left, found = build(here / "sound"), list(folders), {}
+    while left:
+        (here / "sources").write_text(json.dumps([str(folders[name]) for name in left]))
+        command = [sys.executable, "-m", "tests.faults.measure", str(sound), str(here / "sources")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, bufsize=0
+        ) as process:
+            assert answer(process, STARTS) == "ready"
+            while left:
+                name = left.pop(0)
+                found[name] = answer(process, GIVES_UP)
+                if not found[name]:
+                    break
+            process.kill()
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_one_outcome(
+    name: str, outcomes: dict[str, Outcome], folders: dict[str, Path]
+) -> None:
+    fault, outcome = FAULTS[name], outcomes[name]
+    assert outcome, "the process died or hung"
+    assert outcome["error"] == (fault.error and fault.error.__name__), outcome["text"]
+    for fragment in fault.says:
+        assert fragment in outcome["text"]
+    if fault.error:
+        assert "broken-" in outcome["text"], "the message does not say where"
+    assert "weights_only" not in outcome["text"]
+    assert len(outcome["text"]) < LONGEST_MESSAGE
+    assert outcome["seconds"] < MOST_SECONDS
+    assert outcome["mb"] < MOST_MB
+
+
+def test_no_code_in_any_of_them_was_run(
+    outcomes: dict[str, Outcome], folders: dict[str, Path]
+) -> None:
+    assert outcomes.keys() == FAULTS.keys()
+    top = next(iter(folders.values())).parent
+    assert list(top.rglob(MARK)) == []
+
+
+@pytest.mark.parametrize("kind", [Malice, MaliceByEval])
+@pytest.mark.parametrize("writer", ["pickle", "zip", "old style"])
+def test_the_payloads_run_where_nothing_stops_them(
+    tmp_path: Path, kind: type[Malice | MaliceByEval], writer: str
+) -> None:
+    """Else the test above would show nothing."""
+    path = tmp_path / "payload"
+    if writer == "pickle":
+        path.write_bytes(pickle.dumps(kind(tmp_path), protocol=2))
+        pickle.loads(path.read_bytes())
+    else:
+        torch.save(kind(tmp_path), path, _use_new_zipfile_serialization=writer == "zip")
+        torch.load(path, weights_only=False)
+    assert (tmp_path / MARK).exists()
+
+
+def test_every_outcome_is_an_error_of_compats_or_none() -> None:
+    for fault in FAULTS.values():
+        assert fault.error is None or fault.error.__name__ in vars(compat.errors)

@@ -1,0 +1,116 @@
+"""Makes mutations, one after the other, and loads them; says of each what came of it.
+
+All that a hostile file can do may happen here; the harness looks on from outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+from compat.errors import CompatError
+from tests.fuzz.mutations import Files, mutation, seed_files
+from tests.fuzz.oracle import Loader, wrong
+from tests.fuzz.oracle import load as load_right
+
+MOST_SECONDS, MOST_MB, ROOM_MB = 2.0, 200, 512
+LONGEST_MESSAGE = 10_000
+
+
+def write(folder: Path, files: Files) -> None:
+    """Make the folder hold these files and no others."""
+    for path in folder.iterdir():
+        if path.name not in files:
+            path.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def outcome(folder: Path, load: Loader) -> tuple[str, str]:
+    """A name for what happened, and what is wrong with it, if anything."""
+    try:
+        loaded = load(folder)
+    except CompatError as error:
+        return type(error).__name__, _wrong_message(str(error), folder)
+    except BaseException as error:  # tiktoken's panics are no Exception
+        return f"escaped {type(error).__name__}", f"{type(error).__name__}: {str(error)[:300]}"
+    return "loaded", "; ".join(list(wrong(loaded))[:3])
+
+
+def _wrong_message(text: str, folder: Path) -> str:
+    if not all(c.isprintable() or c == "\n" for c in text):
+        return f"a message that is not fit to print: {text[:300]!r}"
+    if len(text) > LONGEST_MESSAGE:
+        return f"a message of {len(text):,} characters"
+    return "" if folder.name in text else f"a message without the path: {text[:300]}"
+
+
+def measured(folder: Path, load: Loader, noise: IO[bytes]) -> tuple[str, str]:
+    """The same, watching time, memory and whatever is printed or warned of."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, start, said = status("VmRSS"), time.process_time(), noise.tell()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        name, fault = outcome(folder, load)
+    seconds, grown = time.process_time() - start, (status("VmHWM") - before) / 1024
+    if warned:
+        fault = fault or f"a warning: {warned[0].message}"
+    if noise.seek(0, os.SEEK_END) > said:
+        fault = fault or "something was printed"
+    if seconds > MOST_SECONDS:
+        fault = fault or f"{seconds:.1f} s"
+    if grown > MOST_MB:
+        fault = fault or f"{grown:.0f} MB"
+    return name, fault
+
+
+def status(name: str) -> int:
+    """A number of kB from /proc/self/status."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{name}:")[1].split()[0])
+
+
+def _quiet() -> tuple[IO[str], IO[bytes]]:
+    """Where to report, and a file that gets whatever else goes to stdout and stderr."""
+    report = os.fdopen(os.dup(1), "w")
+    noise = open(os.environ["FUZZ_NOISE"], "w+b", buffering=0)
+    os.dup2(noise.fileno(), 1)
+    os.dup2(noise.fileno(), 2)
+    return report, noise
+
+
+def main(seed: int, start: int, stop: int, kinds: list[str], target: str) -> None:
+    module, _, name = target.partition(":")
+    load: Loader = getattr(importlib.import_module(module), name)
+    report, noise = _quiet()
+
+    def say(**what: object) -> None:
+        print(json.dumps(what), file=report, flush=True)
+
+    with TemporaryDirectory(prefix="fuzz-") as folder_name:
+        folder = Path(folder_name)
+        for kind in kinds:  # imports are not a mutation's fault
+            write(folder, seed_files(kind))
+            if (came_of := outcome(folder, load_right)) != ("loaded", ""):
+                raise SystemExit(f"the {kind} checkpoint, unchanged: {came_of}")
+        most = (status("VmSize") << 10) + (ROOM_MB << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        say(ready=True)
+        for index in range(start, stop):
+            kind, files = mutation(seed, index, kinds)
+            write(folder, files)
+            outcome_name, fault = measured(folder, load, noise)
+            say(index=index, kind=kind, outcome=outcome_name, fault=fault)
+
+
+if __name__ == "__main__":
+    numbers = [int(argument) for argument in sys.argv[1:4]]
+    main(*numbers, sys.argv[4].split(","), sys.argv[5])

@@ -1,0 +1,161 @@
+"""Processes that fetch from a hub: `huggingface_hub` reads its settings when it is imported.
+
+They are forked from a server that has imported `compat`, as that takes longer than most fetches;
+`compat` does not import `huggingface_hub` until it fetches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+Ask = tuple[str, str | None] | tuple[str, str | None, bool]  # repository, revision, verify
+Outcome = dict[str, Any]
+
+NOWHERE = "http://127.0.0.1:9"  # nobody listens there
+
+
+@dataclass
+class Fetching:
+    """A process at work, and the folder where it writes what comes of it."""
+
+    process: Any
+    out: Path
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of each; the process may print on stderr alone."""
+        self.process.join(120)
+        try:
+            printed, told = ((self.out / name).read_text() for name in ("stdout", "stderr"))
+            assert self.process.exitcode == 0, told
+            assert not printed, printed
+            found = json.loads((self.out / "outcomes").read_text())
+            return [{**outcome, "stderr": told} for outcome in found]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        shutil.rmtree(self.out, ignore_errors=True)
+
+
+def start(
+    home: Path,
+    asks: Sequence[Ask],
+    *,
+    url: str = NOWHERE,
+    load: bool = False,
+    user: int = 0,
+    largest: int = 0,
+    **env: str,
+) -> Fetching:
+    """Fetch all at once in a process of its own, with `home` as HF_HOME.
+
+    Args:
+        load: load the weights as well, and tell their hash.
+        user: become this one first.
+        largest: bytes that a file may have, as on a full disk.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        kept.pop(name, None), kept.pop(name.upper(), None)
+    settings = {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["compat"])
+    out = Path(tempfile.mkdtemp())
+    task = (out, {**kept, **settings, **env}, asks, load, user, largest)
+    process = context.Process(target=_run, args=task)
+    process.start()
+    return Fetching(process, out)
+
+
+def fetch_all(home: Path, asks: Sequence[Ask], **settings: Any) -> list[Outcome]:
+    """As `start`, to the end."""
+    return start(home, asks, **settings).outcomes()
+
+
+def files_of(folder: Path, *names: str) -> dict[str, str]:
+    """The hashes of a folder's files, or of those named, as an outcome has them."""
+    paths = [folder / name for name in names] or [p for p in folder.iterdir() if p.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def hash_of(state: dict[str, Tensor]) -> str:
+    """One hash for all names and tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_error(outcome: Outcome, *fragments: str) -> None:
+    """A HubError whose message has all of the fragments."""
+    __tracebackhide__ = True
+    if outcome.get("error") != "HubError":
+        pytest.fail(f"expected a HubError, but: {outcome}")
+    if missing := [fragment for fragment in fragments if fragment not in outcome["message"]]:
+        pytest.fail(f"{missing} not in: {outcome['message']}")
+
+
+def _run(
+    out: Path, env: dict[str, str], asks: Sequence[Ask], load: bool, user: int, largest: int
+) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with (out / name).open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(env)
+    with (out / "outcomes").open("w") as file:
+        if user:
+            _import_all()
+            os.setuid(user)
+        if largest:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        with ThreadPoolExecutor(len(asks)) as threads:
+            json.dump(list(threads.map(lambda ask: _outcome(ask, load), asks)), file)
+
+
+def _import_all() -> None:
+    """What is imported only when it is used, from where the other user may not be let in."""
+    import huggingface_hub.file_download  # noqa: F401
+
+    from compat import load_pretrained
+
+    load_pretrained("demo")
+    _outcome(("org/nowhere", None), load=False)
+
+
+def _outcome(ask: Ask, load: bool) -> Outcome:
+    from compat import load_pretrained, to_hf_state_dict
+    from compat.checkpoint.hub import fetch
+
+    start = time.monotonic()
+    try:
+        folder = fetch(*ask)
+        found: Outcome = {"folder": str(folder), "files": files_of(folder)}
+        if load:
+            state = to_hf_state_dict(load_pretrained(ask[0], revision=ask[1]))
+            found["weights"] = hash_of(state)
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    return {**found, "seconds": time.monotonic() - start}

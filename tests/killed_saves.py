@@ -1,0 +1,120 @@
+"""Saves that are cut off by a signal, each in a process of its own: what is in the folder then?
+
+    python -m tests.killed_saves NUMBER SIGNAL FOLDER
+
+prints how often the old folder was found whole, how often the new one, and how often something lay
+beside it; anything else is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compat import GPT2Config, load_pretrained, save_pretrained, to_hf_state_dict
+from compat.checkpoint import open_checkpoint
+from compat.checkpoint.layout import saved_name
+from compat.dialects import Model
+
+Whole = tuple[GPT2Config, dict[str, torch.Tensor]]
+
+
+def models() -> list[Model]:
+    """Two that differ in every tensor and in their config, of 3.8 MB each."""
+    old, new = load_pretrained("demo"), load_pretrained("demo")
+    new.config = replace(new.config, eos_token_id=7)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(1)
+    return [old, new]
+
+
+def whole(model: Model) -> Whole:
+    return model.config, to_hf_state_dict(model)
+
+
+def found(folder: Path) -> Whole:
+    """All that a reader gets of the folder."""
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.notes == []
+    assert (folder / "notes.txt").read_text() == "mine"
+    names = [name for name in checkpoint.infos if name != "lm_head.weight"]
+    return checkpoint.config, {saved_name(name): checkpoint.read(name) for name in names}
+
+
+def same(one: Whole, other: Whole) -> bool:
+    return (
+        one[0] == other[0]
+        and one[1].keys() == other[1].keys()
+        and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    )
+
+
+def saving(model: Model, folder: Path) -> int:
+    """Begin to save in a process of its own, in many shards, and wait there for the signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python's own part of a fork
+    process = os.fork()
+    if process:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        return process
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        save_pretrained(model, folder, tokenizer="demo", max_shard_size="150KB")
+        (folder.parent / "done").touch()
+        time.sleep(60)
+    finally:
+        os._exit(0)
+
+
+def duration(model: Model, folder: Path) -> float:
+    """Seconds of a save that nobody disturbs."""
+    start = time.perf_counter()
+    process = saving(model, folder)
+    while not (folder.parent / "done").exists():
+        time.sleep(0.001)
+    seconds = time.perf_counter() - start
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    (folder.parent / "done").unlink()
+    return seconds
+
+
+def main(number: int, kind: signal.Signals, folder: Path) -> Counter[str]:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in some shells' background
+    (old, new), draw, counts = models(), random.Random(0), Counter[str]()
+    states = {"old": whole(old), "new": whole(new)}
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    save_pretrained(new, folder, tokenizer="demo")  # what is imported only now is not in the time
+    seconds = min(duration(new, folder) for _ in range(3))
+    for i in range(number):
+        save_pretrained(old, folder, tokenizer="demo")
+        assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "done"}
+        process = saving(new, folder)
+        time.sleep(seconds * 1.5 * (i + draw.random()) / number)  # some in every part of a save
+        os.kill(process, kind)
+        os.waitpid(process, 0)
+        left = found(folder)
+        which = [name for name, state in states.items() if same(left, state)]
+        assert len(which) == 1, f"neither, after {counts}"
+        beside = any(path.name.startswith(".") for path in folder.parent.iterdir())
+        assert kind == signal.SIGKILL or not beside, "Ctrl-C left a temporary"
+        counts.update([*which, *(["with a temporary"] if beside else [])])
+    save_pretrained(old, folder)
+    assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "done"}
+    print(f"a save takes {seconds:.3f} s", file=sys.stderr)
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), signal.Signals[sys.argv[2]], Path(sys.argv[3]))))

@@ -1,0 +1,55 @@
+"""What the tests of saving share: an export opened in transformers, which may not say a word."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import State
+
+
+def stored(folder: Path) -> State:
+    """All tensors of a folder's safetensors files, under the names in the files."""
+    state: State = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        state.update(load_file(path))
+    return state
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """transformers logs nothing from a warning up; other warnings are errors in all tests."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = transformers.utils.logging.get_logger("transformers")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    transformers.utils.logging.warning_once.cache_clear()  # what was said before counts again
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert said == []
+
+
+def in_transformers(folder: Path) -> transformers.GPT2LMHeadModel:
+    """The folder as transformers opens it with its defaults, silently."""
+    with silence():
+        model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
+    return model.eval()
+
+
+def their_logits(model: transformers.GPT2LMHeadModel, input_ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids).logits
+    return logits

@@ -1,0 +1,200 @@
+"""What loading does with memory: copies by default, shared pages where asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compat import CheckpointError, load_into, load_pretrained
+from compat.checkpoint import open_checkpoint
+from compat.dialects import DIALECTS
+from tests.conftest import MakeCheckpoint, State, Write
+
+IDS = torch.arange(24).view(2, 12)
+both_dialects = pytest.mark.parametrize("dialect", list(DIALECTS))
+linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux has /proc")
+
+
+def mappings(path: Path) -> Iterator[range]:
+    """The addresses at which this process has mapped a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path.resolve())):
+            start, end = line.split()[0].split("-")
+            yield range(int(start, 16), int(end, 16))
+
+
+def lies_in(path: Path, tensor: Tensor) -> bool:
+    return any(tensor.data_ptr() in pages for pages in mappings(path))
+
+
+@both_dialects
+def test_a_mapped_model_is_the_copied_one(tiny: Path, dialect: str) -> None:
+    copied, mapped = (load_pretrained(tiny, dialect, mmap=mmap)(IDS) for mmap in (False, True))
+    assert torch.equal(copied, mapped)
+
+
+@linux
+def test_a_mapped_model_lies_in_the_files_pages(tiny: Path) -> None:
+    model = load_pretrained(tiny, "conv1d", mmap=True)
+    assert all(lies_in(tiny / "model.safetensors", p) for p in model.parameters())
+
+
+@linux
+@both_dialects
+def test_a_model_is_a_copy_by_default(tiny: Path, dialect: str) -> None:
+    mapped = load_pretrained(tiny, "conv1d", mmap=True)  # so that there are pages to lie in
+    model = load_pretrained(tiny, dialect)
+    assert lies_in(tiny / "model.safetensors", next(mapped.parameters()))
+    assert not any(lies_in(tiny / "model.safetensors", p) for p in model.parameters())
+
+
+def test_a_copied_model_outlives_its_file(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint()
+    model = load_pretrained(folder, "conv1d")
+    before = model(IDS)
+    os.truncate(folder / "model.safetensors", 100)
+    assert torch.equal(model(IDS), before)
+
+
+def test_writing_into_a_mapped_model_leaves_the_file_alone(make_checkpoint: MakeCheckpoint) -> None:
+    path = make_checkpoint() / "model.safetensors"
+    whole = path.read_bytes()
+    model = load_pretrained(path.parent, "conv1d", mmap=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    assert path.read_bytes() == whole
+    assert torch.equal(load_pretrained(path.parent)(IDS), load_pretrained(path.parent)(IDS))
+
+
+@pytest.mark.parametrize("change", ["truncated", "rewritten"])
+def test_a_file_that_changes_between_header_and_tensor_is_an_error(
+    write: Write, state: State, change: str
+) -> None:
+    path = write(state) / "model.safetensors"
+    checkpoint = open_checkpoint(path)
+    if change == "truncated":
+        os.truncate(path, path.stat().st_size - 10_000)
+    else:
+        save_file({name: tensor + 1 for name, tensor in state.items()}, path)
+    with pytest.raises(CheckpointError, match="was changed while"):
+        for name in state:
+            checkpoint.read(name)
+
+
+def test_a_pickle_cannot_be_mapped(write: Write, state: State) -> None:
+    with pytest.raises(CheckpointError, match="is no safetensors file, and only those"):
+        load_pretrained(write(state, "pytorch_model.bin"), "conv1d", mmap=True)
+
+
+# Values that are not finite.
+
+BROKEN = {
+    "h.0.mlp.c_fc.weight": [(5, 11), (7, 2)],
+    "h.2.ln_1.bias": [(3,)],
+    "wte.weight": [(0, 0), (1, 1), (96, 23)],
+}
+
+
+@pytest.fixture
+def broken(write: Write, state: State) -> Path:
+    for name, places in BROKEN.items():
+        for place in places:
+            state[name][place] = torch.nan if name == "wte.weight" else torch.inf
+    return write(state)
+
+
+@both_dialects
+def test_all_values_that_are_not_finite_are_listed(broken: Path, dialect: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(broken, dialect)
+    for fragment in (
+        "h.0.mlp.c_fc.weight has 2 NaN or infinite values, the first at [5, 11]",
+        "h.2.ln_1.bias has 1 NaN or infinite values, the first at [3]",
+        "wte.weight has 3 NaN or infinite values, the first at [0, 0]",
+        "check_finite=False",
+    ):
+        assert fragment in str(caught.value)
+
+
+def test_a_module_keeps_its_weights_when_values_are_not_finite(broken: Path, tiny: Path) -> None:
+    model = load_pretrained(tiny, "conv1d")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="not finite"):
+        load_into(model, DIALECTS["conv1d"].name_map, broken)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_values_that_are_not_finite_load_when_asked_for(broken: Path) -> None:
+    model = load_pretrained(open_checkpoint(broken, check_finite=False), "conv1d")
+    stored = load_file(broken / "model.safetensors")
+    assert torch.equal(model.wte.weight, stored["wte.weight"]) is False  # NaN equals nothing
+    assert model.wte.weight.isnan().sum() == 3
+
+
+def test_mapped_values_are_searched_only_when_asked_for(broken: Path) -> None:
+    load_pretrained(broken, "conv1d", mmap=True)
+    with pytest.raises(CheckpointError, match="not finite"):
+        load_pretrained(open_checkpoint(broken, mmap=True, check_finite=True), "conv1d")
+
+
+# How it is called, and what it leaves behind.
+
+
+def test_what_is_open_already_cannot_be_opened_otherwise(tiny: Path) -> None:
+    with pytest.raises(CheckpointError, match="is open already; give mmap to open_checkpoint"):
+        load_pretrained(open_checkpoint(tiny), mmap=True)
+
+
+def test_loading_does_not_import_the_compiler() -> None:
+    """Random initial values on the meta device would; it takes a second."""
+    code = """
+import sys
+from compat import load_pretrained
+load_pretrained("demo"), load_pretrained("demo", "conv1d")
+print({"torch._dynamo", "sympy", "transformers", "huggingface_hub"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from compat import load_pretrained
+def memory(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+load_pretrained("demo")
+before = memory("VmRSS")
+model = load_pretrained(sys.argv[1], sys.argv[2], mmap=len(sys.argv) > 3)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(make_checkpoint: MakeCheckpoint) -> Path:
+    """134 MB of weights."""
+    return make_checkpoint(n_embd=768, n_head=12, n_layer=4, vocab_size=6000)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [(("conv1d",), 1.05), (("linear",), 1.2), (("conv1d", "mmap"), 0.1)],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_peak_memory(large: Path, arguments: tuple[str, ...], most: float) -> None:
+    """In weights; `linear` holds two matrices twice for a moment while it turns them."""
+    command = [sys.executable, "-c", PEAK, str(large), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights = (large / "model.safetensors").stat().st_size
+    assert int(done.stdout) <= most * weights

@@ -1,0 +1,114 @@
+"""Saves that fail or are cut off: the old folder whole or the new one, and nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from compat import load_pretrained, save_pretrained
+from tests.command_line import ROOT
+from tests.test_atomic import contents
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
+def test_a_signal_at_any_moment_leaves_the_old_folder_or_the_new_one(
+    tmp_path: Path, kind: str
+) -> None:
+    """Every tensor and the config of the one or of the other, never a mixture."""
+    command = [sys.executable, "-m", "tests.killed_saves", "25", kind, str(tmp_path / "model")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["old"] and counts["new"] and counts["old"] + counts["new"] == 25
+    assert ("with a temporary" in counts) == (kind == "SIGKILL")
+
+
+SAVE = """
+import resource, sys
+from compat import CompatError, load_pretrained, save_pretrained
+model = load_pretrained("demo", sys.argv[2])
+if limit := int(sys.argv[3]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    save_pretrained(model, sys.argv[1], tokenizer="demo", max_shard_size=sys.argv[4])
+except CompatError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def save_apart(folder: Path, dialect: str, limit: int, shard: str) -> str:
+    """Save the embedded checkpoint in a process of its own; what it says of an error."""
+    command = [sys.executable, "-c", SAVE, str(folder), dialect, str(limit), shard]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("limit", "shard", "file", "dialect"),
+    [
+        (1_000_000, "5GB", "model.safetensors", "linear"),
+        (1_000_000, "5GB", "model.safetensors", "conv1d"),
+        (800_000, "1MB", "model-00001-of-00005.safetensors", "conv1d"),
+        (12_000, "1KB", "model-00001-of-", "conv1d"),
+    ],
+)
+def test_a_file_that_may_not_grow_leaves_the_old_folder(
+    tmp_path: Path, tiny: Path, limit: int, shard: str, file: str, dialect: str
+) -> None:
+    folder = tmp_path / "model"
+    for before in [{}, contents(tiny)]:
+        if before:
+            shutil.copytree(tiny, folder)
+        said = save_apart(folder, dialect, limit, shard)
+        assert said.startswith(f"CheckpointError {folder} cannot be written: {file}"), said
+        assert "File too large" in said and "Free space there" in said
+        assert [path.name for path in tmp_path.iterdir()] == (["model"] if before else [])
+        assert contents(folder) == before
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[bool]:
+    """A file system in memory; False where this process may not mount one."""
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    allowed = os.geteuid() == 0 and shutil.which("mount") is not None
+    mounted = allowed and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(place)], check=True)
+
+
+def may_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "m", "1m") as mounted:
+        return mounted
+
+
+if may_mount():  # elsewhere the limit on the size of files, above, has to do
+
+    @pytest.mark.parametrize("shard", ["5GB", "1MB"])
+    def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, shard: str) -> None:
+        """Room for one checkpoint and a half; then for both."""
+        with small_disk(tmp_path / "disk", "6m"):
+            folder = tmp_path / "disk" / "model"
+            save_pretrained(load_pretrained("demo"), folder)
+            before = contents(folder)
+            said = save_apart(folder, "conv1d", 0, shard)
+            assert "No space left on device" in said and "Free space there" in said
+            assert [path.name for path in folder.parent.iterdir()] == ["model"]
+            assert contents(folder) == before
+        with small_disk(tmp_path / "disk", "9m"):
+            for _ in range(3):
+                assert save_apart(folder, "conv1d", 0, shard) == ""
