@@ -18,28 +18,37 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
 CONFIG = open_checkpoint("demo").config
 
 
-def test_first_use_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(BLOCKS[0].replace('"gpt2"', '"demo"'), {})
+def test_first_use_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It generates, and its second block writes what the first loaded."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(BLOCKS[0].replace('"gpt2"', '"demo"'), names)
     text = capsys.readouterr().out
     assert text.startswith("Every effort moves") and len(text) > len("Every effort moves\n")
+    exec(BLOCKS[1].replace('"gpt2"', '"demo"'), names)
+    assert open_checkpoint(tmp_path / "my-gpt2").config == CONFIG
 
 
 def test_second_use_runs() -> None:
     models: dict[str, object] = {"my_model": GPTModel(CONFIG), "another_model": GPTModel(CONFIG)}
-    exec(BLOCKS[1].replace('"gpt2"', '"demo"'), models)
+    exec(BLOCKS[2].replace('"gpt2"', '"demo"'), models)
     adaptation = models["adaptation"]
     assert isinstance(adaptation, compat.Adaptation) and adaptation.compatible
 
 
 def test_a_map_by_hand_names_what_there_is() -> None:
     """It stands for a model of the reader's, so that only its names can be checked."""
-    compile(BLOCKS[2], "README.md", "exec")
-    imported = re.search(r"from compat import (.*)", BLOCKS[2])
+    compile(BLOCKS[3], "README.md", "exec")
+    imported = re.search(r"from compat import (.*)", BLOCKS[3])
     assert imported is not None
     assert all(hasattr(compat, name.strip()) for name in imported[1].split(","))
 
 
-SCRIPTS = ["demo", "test", "load.py", "parity.py", "generate.py", "adapt.py"]
+SCRIPTS = """
+demo test load.py parity.py generate.py adapt.py inspect.py export.py fuzz.py bench.py
+""".split()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
