@@ -2,6 +2,7 @@
 
 from compat.adapt import Adaptation, Finding, adapt
 from compat.config import GPT2Config
+from compat.engine import Engine
 from compat.errors import (
     AdaptError,
     CheckpointError,
@@ -13,7 +14,16 @@ from compat.errors import (
     ParityError,
     TokenizerError,
 )
-from compat.generation import generate, left_pad, stream
+from compat.generation import (
+    Completion,
+    Sampling,
+    TextStream,
+    generate,
+    generate_text,
+    left_pad,
+    stream,
+    stream_text,
+)
 from compat.inspection import Inspection, inspect_checkpoint
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
 from compat.name_map import NameMap, Row, Same, Split, Transpose
@@ -28,7 +38,9 @@ __all__ = [
     "Adaptation",
     "CheckpointError",
     "CompatError",
+    "Completion",
     "ConfigError",
+    "Engine",
     "Finding",
     "Fused",
     "GPT2Config",
@@ -44,14 +56,17 @@ __all__ = [
     "Row",
     "Rows",
     "Same",
+    "Sampling",
     "Split",
     "Tap",
+    "TextStream",
     "Tokenizer",
     "TokenizerError",
     "Transpose",
     "adapt",
     "check_parity",
     "generate",
+    "generate_text",
     "inspect_checkpoint",
     "left_pad",
     "load_block",
@@ -60,5 +75,6 @@ __all__ = [
     "load_tokenizer",
     "save_pretrained",
     "stream",
+    "stream_text",
     "to_hf_state_dict",
 ]

@@ -85,6 +85,20 @@ class KVCache:
         self.values[:, :, old : self.length] = v
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def keep(self, rows: Tensor, first: int = 0) -> None:
+        """Go on with these rows of the batch alone, from position `first` on."""
+        old, self.length = self.length, self.length - first
+        self.keys, self.values = (
+            self._copied(held[rows, :, first:old]) for held in (self.keys, self.values)
+        )
+
+    def _copied(self, held: Tensor) -> Tensor:
+        """Room for `capacity` positions that begins with these, (B, H, S, D)."""
+        B, H, S, D = held.shape
+        room = held.new_empty(B, H, self.capacity, D)
+        room[:, :, :S] = held
+        return room
+
 
 def fault_in_ids(input_ids: Tensor, vocab_size: int) -> str | None:
     """What is wrong with ids that should be (B, T) whole numbers below `vocab_size`, in words."""

@@ -23,6 +23,7 @@ FLOORS = [
     {"hf_tensors", "inspection"},
     {"loading"},
     {"parity", "generation", "saving"},
+    {"engine"},
     {"bring"},
     {"adapt"},
     {"page"},

@@ -79,7 +79,10 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.6},
     {"top_k": 5},
     {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.5},
     {"temperature": 1.3, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 60, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 0.7},
 ]
 
 
@@ -100,6 +103,23 @@ def test_the_same_seed_draws_transformers_tokens(
         )
         drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
         assert torch.equal(found, theirs(noisy, BATCH, 40, seed, **drawn))
+
+
+@each_dialect
+@cached_or_not
+def test_a_penalty_on_repetition_is_transformers_also_beside_padding(
+    noisy: Path, dialect: str, use_cache: bool
+) -> None:
+    """The padding id is one that the texts have; as padding it is not counted."""
+    model = ours(noisy, dialect)
+    plain, (ids, mask) = greedy(model, BATCH, 60), left_pad(UNEQUAL, pad_id=9)
+    settings: dict[str, Any] = {"use_cache": use_cache, "repetition_penalty": 1.4}
+    found = greedy(model, BATCH, 60, **settings)
+    assert torch.equal(found, theirs(noisy, BATCH, 60, repetition_penalty=1.4))
+    assert not torch.equal(found, plain)
+    found = greedy(model, ids, 60, attention_mask=mask, **settings)
+    expected = theirs(noisy, ids, 60, attention_mask=mask, repetition_penalty=1.4)
+    assert torch.equal(found, expected)
 
 
 def test_draws_come_from_the_generator_alone(noisy: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import compat
 from compat.checkpoint import open_checkpoint
@@ -21,7 +22,7 @@ CONFIG = open_checkpoint("demo").config
 def test_first_use_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It generates, and its second block writes what the first loaded."""
+    """Its first block generates; the next ones write and pack what that one loaded."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(BLOCKS[0].replace('"gpt2"', '"demo"'), names)
@@ -29,19 +30,21 @@ def test_first_use_runs(
     assert text.startswith("Every effort moves") and len(text) > len("Every effort moves\n")
     exec(BLOCKS[1].replace('"gpt2"', '"demo"'), names)
     assert open_checkpoint(tmp_path / "my-gpt2").config == CONFIG
+    exec(BLOCKS[2].replace('"gpt2"', '"demo"'), names)
+    assert isinstance(nats := names["nats"], torch.Tensor) and bool((nats < 0).all())
 
 
 def test_second_use_runs() -> None:
     models: dict[str, object] = {"my_model": GPTModel(CONFIG), "another_model": GPTModel(CONFIG)}
-    exec(BLOCKS[2].replace('"gpt2"', '"demo"'), models)
+    exec(BLOCKS[3].replace('"gpt2"', '"demo"'), models)
     adaptation = models["adaptation"]
     assert isinstance(adaptation, compat.Adaptation) and adaptation.compatible
 
 
 def test_a_map_by_hand_names_what_there_is() -> None:
     """It stands for a model of the reader's, so that only its names can be checked."""
-    compile(BLOCKS[3], "README.md", "exec")
-    imported = re.search(r"from compat import (.*)", BLOCKS[3])
+    compile(BLOCKS[4], "README.md", "exec")
+    imported = re.search(r"from compat import (.*)", BLOCKS[4])
     assert imported is not None
     assert all(hasattr(compat, name.strip()) for name in imported[1].split(","))
 

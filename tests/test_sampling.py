@@ -1,8 +1,8 @@
-"""One draw from the logits against transformers' warpers with the same seed."""
+"""One draw from the logits against transformers' processors with the same seed."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,217 +11,177 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from compat import GenerationError
-from compat.generation.sampling import check_settings, next_ids
+from compat.generation import Sampling
 
-Settings = tuple[float, int | None, float | None]
-
-SETTINGS: list[Settings] = [
-    (1.0, None, None),
-    (0.7, None, None),
-    (3.0, None, None),
-    (1.0, 1, None),
-    (1.0, 5, None),
-    (1.0, 10_000, None),
-    (1.0, None, 0.9),
-    (1.0, None, 0.3),
-    (1.0, None, 1.0),
-    (0.8, 20, 0.95),
-    (1.7, 3, 0.5),
-    (0.05, 7, 0.999),
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 10_000},
+    {"top_p": 0.9},
+    {"top_p": 0.3},
+    {"top_p": 1.0},
+    {"min_p": 0.0},
+    {"min_p": 0.1},
+    {"min_p": 0.5, "temperature": 2.0},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.5},
+    {"repetition_penalty": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.7, "top_k": 3, "top_p": 0.5},
+    {"temperature": 0.05, "top_k": 7, "top_p": 0.999},
+    {"temperature": 1.2, "top_k": 40, "top_p": 0.97, "min_p": 0.02, "repetition_penalty": 1.8},
+    {"suppress_tokens": (0, 3, 50), "top_k": 4, "repetition_penalty": 3.0},
 ]
+each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
 
 
-def theirs(logits: Tensor, setting: Settings, seed: int) -> Tensor:
-    """What `transformers.generate` does with the logits (B, V) of the last position."""
-    temperature, top_k, top_p = setting
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k is not None:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p is not None:
-        warpers.append(TopPLogitsWarper(top_p))
-    probs = warpers(torch.zeros(len(logits), 1, dtype=torch.long), logits.float()).softmax(-1)
-    torch.manual_seed(seed)
-    return torch.multinomial(probs, num_samples=1).squeeze(1)
+def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tensor:
+    """What `transformers.generate` makes of the logits (B, V), in `_get_logits_processor`'s order.
+
+    `seen` is (B, T), without padding.
+    """
+    processors = LogitsProcessorList()
+    if "repetition_penalty" in setting:
+        processors.append(RepetitionPenaltyLogitsProcessor(setting["repetition_penalty"]))
+    if "suppress_tokens" in setting:
+        processors.append(SuppressTokensLogitsProcessor(setting["suppress_tokens"]))
+    for name, warper in (
+        ("temperature", TemperatureLogitsWarper),
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+        ("min_p", MinPLogitsWarper),
+    ):
+        if name in setting:
+            processors.append(warper(setting[name]))
+    return processors(seen, logits.float())
 
 
-def ours(logits: Tensor, setting: Settings, seed: int | None) -> Tensor:
-    """With a generator of its own, or with torch's global one where there is no seed."""
-    temperature, top_k, top_p = setting
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return next_ids(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-
-
-def random_logits(seed: int, B: int = 64, V: int = 97) -> Tensor:
+def random_logits(seed: int, B: int = 64, V: int = 97, mean: float = -30) -> Tensor:
     """Logits (B, V) with the spread that GPT-2's have."""
-    return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(seed)) - 30
+    return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(seed)) + mean
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_same_seed_draws_what_transformers_draws(setting: Settings, seed: int) -> None:
-    logits = random_logits(seed)
-    expected = theirs(logits, setting, seed)
-    assert torch.equal(ours(logits, setting, seed), expected)
-    torch.manual_seed(seed)
-    assert torch.equal(ours(logits, setting, None), expected)
+def some_ids(seed: int, B: int = 64, V: int = 97) -> Tensor:
+    return torch.randint(V, (B, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
+    """With a generator of its own and nothing seen."""
+    sampling = Sampling(**setting)
+    scores = sampling.scores(logits, [[]] * len(logits))
+    return sampling.draw(scores, torch.Generator().manual_seed(seed))
+
+
+@each_setting
+@pytest.mark.parametrize("mean", [-30, 0])
+def test_scores_and_draws_are_transformers(setting: dict[str, Any], mean: float) -> None:
+    """Around 0, where a penalty multiplies some logits and divides others; and below it."""
+    for seed in range(3):
+        logits, seen = random_logits(seed, mean=mean), some_ids(seed)
+        expected = their_scores(logits, seen, setting)
+        sampling = Sampling(**setting)
+        assert torch.equal(sampling.scores(logits, seen), expected)
+        torch.manual_seed(seed)
+        ids = torch.multinomial(expected.softmax(-1), num_samples=1).squeeze(1)
+        found = sampling.draw(expected, torch.Generator().manual_seed(seed))
+        assert torch.equal(found, ids)
+        torch.manual_seed(seed)
+        assert torch.equal(sampling.draw(expected), ids)
 
 
 LOGIT = st.one_of(
-    st.sampled_from([-100.0, -1.0, 0.0, 0.5, 0.5, 2.0]), st.floats(-120, 120, width=32)
+    st.sampled_from([-100.0, -1.0, 0.0, -0.0, 0.5, 0.5, 2.0]), st.floats(-120, 120, width=32)
 )
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
-@given(
-    rows=st.integers(1, 12).flatmap(
-        lambda V: st.lists(st.lists(LOGIT, min_size=V, max_size=V), min_size=1, max_size=3)
-    ),
-    temperature=st.floats(0.01, 10),
-    top_k=st.one_of(st.none(), st.integers(1, 14)),
-    top_p=st.one_of(st.none(), st.sampled_from([0.25, 0.5]), st.floats(1e-6, 1)),
-    seed=st.integers(0, 2**31),
+def optional(name: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.one_of(st.just({}), values.map(lambda value: {name: value}))
+
+
+def setting_of(V: int) -> st.SearchStrategy[dict[str, Any]]:
+    parts = (
+        optional("temperature", st.floats(0.01, 10)),
+        optional("top_k", st.integers(1, 14)),
+        optional("top_p", st.one_of(st.sampled_from([0.25, 0.5]), st.floats(1e-6, 1))),
+        optional("min_p", st.one_of(st.sampled_from([0.25, 0.5, 1.0]), st.floats(0, 1))),
+        optional("repetition_penalty", st.one_of(st.just(2.0), st.floats(0.1, 10))),
+        optional(
+            "suppress_tokens",
+            st.lists(st.integers(0, V - 1), min_size=1, unique=True).filter(lambda x: len(x) < V),
+        )
+        if V > 1
+        else st.just({}),
+    )
+    return st.tuples(*parts).map(lambda found: {k: v for part in found for k, v in part.items()})
+
+
+CASES = st.tuples(st.integers(1, 12), st.integers(1, 3)).flatmap(
+    lambda size: st.tuples(
+        st.lists(
+            st.lists(LOGIT, min_size=size[0], max_size=size[0]), min_size=size[1], max_size=size[1]
+        ),
+        st.lists(
+            st.lists(st.integers(0, size[0] - 1), min_size=4, max_size=4),
+            min_size=size[1],
+            max_size=size[1],
+        ),
+        setting_of(size[0]),
+    )
 )
+
+
+@settings(deadline=None, max_examples=500, derandomize=True)
+@given(case=CASES, seed=st.integers(0, 2**31))
 def test_any_logits_with_ties_draw_what_transformers_draws(
-    rows: list[list[float]],
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
+    case: tuple[list[list[float]], list[list[int]], dict[str, Any]], seed: int
 ) -> None:
-    logits, setting = torch.tensor(rows), (temperature, top_k, top_p)
-    assert torch.equal(ours(logits, setting, seed), theirs(logits, setting, seed))
+    rows, seen, setting = case
+    logits, sampling = torch.tensor(rows), Sampling(**setting)
+    scores, expected = (
+        sampling.scores(logits, seen),
+        their_scores(logits, torch.tensor(seen), setting),
+    )
+    assert torch.equal(scores, expected)
+    torch.manual_seed(seed)
+    ids = torch.multinomial(expected.softmax(-1), num_samples=1).squeeze(1)
+    assert torch.equal(sampling.draw(scores, torch.Generator().manual_seed(seed)), ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_logits_of_any_data_type_are_drawn_in_float32(dtype: torch.dtype) -> None:
-    logits, setting = random_logits(3).to(dtype), (0.9, 30, 0.9)
-    assert torch.equal(ours(logits, setting, 5), theirs(logits, setting, 5))
+def test_the_penalty_looks_at_each_rows_ids_alone_and_once() -> None:
+    logits = torch.tensor([[2.0, -2.0, 4.0], [2.0, -2.0, 4.0]])
+    scores = Sampling(temperature=0, repetition_penalty=2.0).scores(logits, [[1, 0, 1, 1], [2]])
+    assert scores.tolist() == [[1.0, -4.0, 4.0], [2.0, -2.0, 2.0]]
 
 
-def test_the_seed_matters_and_is_repeatable() -> None:
-    logits = random_logits(0)
-    first, again, other = (ours(logits, (1.0, None, None), seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_greedy_choice_heeds_the_penalty_and_nothing_of_the_draws() -> None:
+    logits = torch.tensor([[3.0, 2.9, 1.0]])
+    sampling = Sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0, repetition_penalty=1.5)
+    scores = sampling.scores(logits, [[0]])
+    assert torch.equal(scores, torch.tensor([[2.0, 2.9, 1.0]]))
+    assert sampling.draw(scores).tolist() == [1]
 
 
-def test_the_logits_are_left_as_they_are() -> None:
-    logits = random_logits(0)
-    before = logits.clone()
-    ours(logits, (0.7, 5, 0.5), 0)
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [(0, None, None), (0.0, 50, 0.9), (1.0, 1, None), (1.0, None, 1e-9), (1e-3, None, None)],
-)
-def test_greedy_and_its_limits_are_the_argmax(setting: Settings) -> None:
-    """Of temperature, top_k and top_p; the rows of these logits have one largest value each."""
-    logits = random_logits(4)
-    top = logits.topk(2).values
-    assert (top[:, 0] > top[:, 1] + 0.02).any()
-    logits = logits[top[:, 0] > top[:, 1] + 0.02]
-    for seed in range(5):
-        assert torch.equal(ours(logits, setting, seed), logits.argmax(-1))
-
-
-def test_greedy_takes_the_first_of_equals() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
-    assert ours(logits, (0.0, None, None), 0).tolist() == [1, 0]
-
-
-def drawn(logits: Tensor, setting: Settings) -> set[int]:
-    """The ids that 4000 draws bring up."""
-    return set(ours(logits.expand(4000, -1), setting, 0).tolist())
-
-
-PROBS = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(0.4, {1}), (0.6, {1, 3}), (0.78, {1, 3}), (0.9, {0, 1, 3}), (0.97, {0, 1, 2, 3})],
-)
-def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int]) -> None:
-    assert drawn(PROBS.log(), (1.0, None, top_p)) == kept
-
-
-def test_a_set_that_reaches_p_exactly_suffices() -> None:
-    """Two of four equals for a half: exact in binary, so "<" for "<=" shows."""
-    assert len(drawn(torch.zeros(1, 4), (1.0, None, 0.5))) == 2
-    setting = (1.0, None, 0.5)
-    same = torch.zeros(64, 4)
-    assert torch.equal(ours(same, setting, 0), theirs(same, setting, 0))
-
-
-@pytest.mark.parametrize(
-    ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
-)
-def test_top_k_keeps_the_k_likeliest(top_k: int, kept: set[int]) -> None:
-    assert drawn(PROBS.log(), (1.0, top_k, None)) == kept
-
-
-def test_top_k_keeps_all_that_tie_with_the_last() -> None:
-    assert drawn(torch.tensor([[1.0, 3.0, 1.0, -5.0]]), (1.0, 2, None)) == {0, 1, 2}
-
-
-def test_top_p_is_taken_of_what_temperature_and_top_k_left() -> None:
-    """Of 0.5 and 0.3 alone the first has 0.625 and suffices; of all four it would not."""
-    assert drawn(PROBS.log(), (1.0, None, 0.6)) == {1, 3}
-    assert drawn(PROBS.log(), (1.0, 2, 0.6)) == {1}
-    assert drawn(PROBS.log(), (0.5, None, 0.6)) == {1}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_refused(value: float, temperature: float) -> None:
-    logits = random_logits(0, B=2)
-    logits[1, 3] = value
-    with pytest.raises(GenerationError, match="not finite"):
-        ours(logits, (temperature, None, None), 0)
-
-
-def test_a_temperature_too_small_for_float32_is_greedy_or_refused() -> None:
-    """1e-45 is a float32, but a logit over it is none."""
-    logits = random_logits(0)
-    try:
-        check_settings(1e-45, None, None)
-        found = ours(logits, (1e-45, None, None), 0)
-    except GenerationError:
-        return
-    assert torch.equal(found, logits.argmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ((-1.0, None, None), "temperature is -1.0"),
-        ((math.nan, None, None), "temperature is nan"),
-        ((math.inf, None, None), "temperature is inf"),
-        ((1.0, 0, None), "top_k is 0"),
-        ((1.0, -1, None), "top_k is -1"),
-        ((1.0, None, 0.0), "top_p is 0.0"),
-        ((1.0, None, 1.5), "top_p is 1.5"),
-        ((1.0, None, -0.1), "top_p is -0.1"),
-        ((1.0, None, math.nan), "top_p is nan"),
-        ((0.0, 0, None), "top_k is 0"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused_by_name_and_value(
-    setting: Settings, named: str
-) -> None:
-    with pytest.raises(GenerationError) as caught:
-        check_settings(*setting)
-    assert str(caught.value).startswith(named + ";")
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS, (0, None, None), (1, 1, 1)])
-def test_settings_that_mean_something_are_accepted(setting: Settings) -> None:
-    check_settings(*setting)
+@each_setting
+def test_probabilities_are_what_is_drawn_from(setting: dict[str, Any]) -> None:
+    sampling = Sampling(**setting)
+    scores = sampling.scores(random_logits(0), some_ids(0))
+    probabilities = sampling.probabilities(scores)
+    assert torch.allclose(probabilities.sum(-1), torch.ones(64))
+    assert torch.equal(probabilities == 0, scores.softmax(-1) == 0)
+    greedy = Sampling(**{**setting, "temperature": 0})
+    one_hot = greedy.probabilities(scores)
+    assert torch.equal(one_hot.sum(-1), torch.ones(64))
+    assert torch.equal(one_hot.argmax(-1), greedy.draw(scores))
+    assert set(one_hot.unique().tolist()) == {0.0, 1.0}

@@ -61,6 +61,9 @@ MmapOption = Annotated[
     bool, typer.Option("--mmap", help="Share the pages of the file instead of copying it.")
 ]
 DialectOption = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
+OwnBlocksOption = Annotated[
+    DialectName | None, typer.Option("--dialect", help="The set of readable blocks.")
+]
 DtypeOption = Annotated[
     DtypeName | None, typer.Option("--dtype", help="Default: the checkpoint's data type.")
 ]

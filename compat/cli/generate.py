@@ -1,109 +1,131 @@
-"""`generate`: text that continues a prompt, as it comes."""
+"""`generate`: text that continues a prompt as it comes, or many prompts from a file."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from itertools import chain
-from typing import Annotated
-
-import torch
-import typer
+from typing import Any
 
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
-    MAX_SEED,
     DialectName,
-    DialectOption,
     JsonOption,
     ModelOption,
+    NHeadOption,
+    OwnBlocksOption,
+    RevisionOption,
     explained,
-    note,
-    print_json,
 )
-from compat.errors import GenerationError, TokenizerError
-from compat.generation import stream
+from compat.cli.generate_options import (
+    BatchSizeOption,
+    InteractiveOption,
+    LogprobsOption,
+    MaxNewTokensOption,
+    MinPOption,
+    OutOption,
+    OverflowName,
+    OverflowOption,
+    PenaltyOption,
+    PlainOption,
+    PrecisionOption,
+    PromptArgument,
+    PromptFileOption,
+    ResumeOption,
+    SamplesOption,
+    SeedOption,
+    SpeculateOption,
+    StopIdOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    check_usage,
+)
+from compat.cli.prompt_file import read_prompts, write_results
+from compat.cli.show_text import converse, show, show_samples
+from compat.dialects import Model
+from compat.engine import Engine
+from compat.generation import Completion, Sampling, TextStream, generate_text, stream_text
 from compat.loading import load_pretrained
-from compat.tokenizer import Tokenizer, load_tokenizer
-
-DEFAULT_NEW_TOKENS = 100
+from compat.tokenizer import load_tokenizer
 
 
 @explained
 def generate_command(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: PromptArgument = None,
     model: ModelOption = "demo",
-    dialect: DialectOption = DialectName.linear,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for."
-        ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, 1 the model's own odds.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest that reach p.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Makes the draws repeatable.", min=0, max=MAX_SEED)
-    ] = None,
+    dialect: OwnBlocksOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: PenaltyOption = None,
+    stop: StopOption = None,
+    stop_id: StopIdOption = None,
+    n: SamplesOption = 1,
+    seed: SeedOption = None,
+    overflow: OverflowOption = OverflowName.error,
+    prompt_file: PromptFileOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    batch_size: BatchSizeOption = 8,
+    interactive: InteractiveOption = False,
+    plain: PlainOption = False,
+    dtype: PrecisionOption = None,
+    speculate: SpeculateOption = None,
+    revision: RevisionOption = None,
+    n_head: NHeadOption = None,
     as_json: JsonOption = False,
+    logprobs: LogprobsOption = False,
 ) -> None:
-    """Continue a prompt; the text streams to stdout, the speed goes to stderr."""
-    checkpoint = open_checkpoint(model)
+    """Continue a prompt; the text streams to stdout, the speed goes to stderr.
+
+    Ctrl-C keeps what there is. A prompt file's results are JSON lines.
+    """
+    plain = plain or dialect is not None
+    for_engine = dtype is not None or speculate is not None
+    check_usage(
+        prompt, prompt_file, interactive, out, resume, logprobs, n, as_json, plain, for_engine
+    )
+    prompts = [] if prompt_file is None else read_prompts(prompt_file)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    checkpoint = open_checkpoint(model, revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
-    prompt_ids = _prompt_ids(tokenizer, prompt)
-    if max_new_tokens is None:
-        room = checkpoint.config.n_positions - len(prompt_ids)
-        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
-    generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
-    steps = stream(
-        load_pretrained(checkpoint, dialect.value),
-        torch.tensor([prompt_ids]),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        suppress_tokens=tokenizer.ids_without_text(checkpoint.config.vocab_size),
-        generator=generator,
-    )
-    new_ids: list[int] = []
-    start = time.perf_counter()
-    pieces = chain(
-        [prompt], tokenizer.stream(_until_stop(steps, checkpoint.config.stop_ids, new_ids))
-    )
-    if as_json:
-        text = "".join(pieces)
+    if speculate:
+        batch_size = 1  # guesses are for one text at a time
+    model_or_engine: Model | Engine
+    if plain:
+        model_or_engine = load_pretrained(checkpoint, (dialect or DialectName.linear).value)
     else:
-        for piece in chain(pieces, "\n"):
-            print(piece, end="", flush=True)
-    rate = len(new_ids) / (time.perf_counter() - start)
-    if as_json:
-        found = {"prompt": prompt, "text": text, "prompt_ids": prompt_ids, "new_ids": new_ids}
-        print_json({**found, "tokens_per_second": round(rate, 1)})
-    note(f"{len(new_ids)} tokens, {rate:.1f} tokens/s")
-
-
-def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's ids; an empty prompt starts from end-of-text, as GPT-2's training texts do."""
-    try:
-        ids = tokenizer.encode(prompt)
-    except TokenizerError as error:  # the prompt is at fault, not the tokenizer
-        raise GenerationError(f"the prompt cannot be encoded: {error}") from error
-    if not ids and tokenizer.end_of_text is None:
-        raise GenerationError(
-            "the prompt is empty, and the vocabulary has no end-of-text to start from"
+        model_or_engine = Engine(
+            checkpoint,
+            dtype=dtype.value if dtype else "float32",
+            max_batch=max(1, batch_size),
+            speculate=speculate.value if speculate else None,
         )
-    return ids or [tokenizer.end_of_text or 0]
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop": stop or (),
+        "stop_ids": stop_id or (),
+        "seed": seed,
+        "overflow": overflow.value,
+        "logprobs": logprobs,
+    }
 
+    def one(prompt: str) -> TextStream:
+        return stream_text(model_or_engine, tokenizer, prompt, **settings)
 
-def _until_stop(
-    steps: Iterator[torch.Tensor], stop_ids: tuple[int, ...], new_ids: list[int]
-) -> Iterator[int]:
-    """The ids that have text, all but a final stop id; `new_ids` collects every one."""
-    for step in steps:
-        new_ids.append(int(step))
-        if new_ids[-1] not in stop_ids:
-            yield new_ids[-1]
+    def many(prompts: list[str]) -> Iterator[Completion]:
+        return generate_text(
+            model_or_engine, tokenizer, prompts, n=n, batch_size=batch_size, **settings
+        )
+
+    if prompt_file is not None:
+        write_results(many, prompts, n, out, resume)
+    elif interactive:
+        converse(one)
+    elif n == 1:
+        show(one(prompt or ""), as_json)
+    else:
+        show_samples(many([prompt or ""]), n, as_json)

@@ -1,27 +1,40 @@
-"""Generation with a key/value cache, in one call or token by token."""
+"""Ids that continue ids, in one call or one position at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from compat.config import GPT2Config
 from compat.dialects import Model
 from compat.errors import GenerationError
-from compat.generation.sampling import check_settings, next_ids
-from compat.layers import KVCache, fault_in_ids
+from compat.generation.decoding import (
+    Decoder,
+    HasDecoder,
+    PlainDecoder,
+    decoder_of,
+    left_pad,
+    rounds,
+)
+from compat.generation.sampling import Sampling
+from compat.layers import fault_in_ids
+
+__all__ = ["check_room", "generate", "left_pad", "stream"]
 
 
 def generate(
-    model: Model,
+    model: Model | HasDecoder,
     input_ids: Tensor,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     stop: Collection[int] | None = None,
@@ -31,14 +44,11 @@ def generate(
     """Continue ids (B, T) by up to `max_new_tokens`: ids (B, T + new), the prompt included.
 
     Args:
-        model: a dialect's model in eval mode.
+        model: a dialect's model in eval mode, or one with a decoder of its own.
         input_ids: (B, T); unequal prompts come from `left_pad`, with its mask.
         max_new_tokens: at most so many; fewer when every row has met a stop id.
-        temperature: 0 is greedy, below 1 sharper, above 1 flatter.
-        top_k: draw from the k likeliest ids only.
-        top_p: draw from the smallest set of likeliest ids whose probabilities reach p.
-        suppress_tokens: ids never to be chosen, such as those of a padded vocabulary.
-        generator: source of randomness; None is torch's global one.
+        temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens: as in `Sampling`.
+        generator: source of randomness for all rows; None is torch's global one.
         stop: ids after which a row ends, filled up with the padding id; None takes the config's
             `eos_token_id`, () never stops.
         attention_mask: (B, T), 0 at left padding.
@@ -54,6 +64,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         suppress_tokens=suppress_tokens,
         generator=generator,
         stop=stop,
@@ -64,13 +76,15 @@ def generate(
 
 
 def stream(
-    model: Model,
+    model: Model | HasDecoder,
     input_ids: Tensor,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     stop: Collection[int] | None = None,
@@ -78,85 +92,83 @@ def stream(
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """The ids (B,) of one new position after another; arguments and errors as in `generate`."""
-    check_settings(temperature, top_k, top_p)
-    _check_request(model, input_ids, max_new_tokens, attention_mask)
-    choose = partial(
-        next_ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        suppress_tokens=suppress_tokens,
-        generator=generator,
+    sampling = Sampling(
+        temperature, top_k, top_p, min_p, repetition_penalty, tuple(suppress_tokens)
     )
-    stop_ids = tuple(model.config.stop_ids if stop is None else stop)
-    return _steps(model, input_ids, max_new_tokens, choose, stop_ids, attention_mask, use_cache)
+    decoder = decoder_of(model) if use_cache else _without_cache(model)
+    _check_request(decoder.config, input_ids, max_new_tokens, attention_mask)
+    stop_ids = tuple(decoder.config.stop_ids if stop is None else stop)
+    prompts = _without_padding(input_ids, attention_mask)
+    steps = _steps(decoder, prompts, sampling, generator, stop_ids, input_ids.device)
+    return islice(steps, max_new_tokens)
 
 
-@torch.no_grad()
+def _without_cache(model: Model | HasDecoder) -> Decoder:
+    if isinstance(model, HasDecoder):
+        raise GenerationError(
+            "use_cache=False needs the readable blocks, which load_pretrained gives"
+        )
+    return PlainDecoder(model, use_cache=False)
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    if attention_mask is None:
+        rows: list[list[int]] = input_ids.tolist()
+        return rows
+    return [ids[mask].tolist() for ids, mask in zip(input_ids, attention_mask.bool(), strict=True)]
+
+
 def _steps(
-    model: Model,
-    context: Tensor,
-    max_new_tokens: int,
-    choose: Callable[[Tensor], Tensor],
+    decoder: Decoder,
+    contexts: list[list[int]],
+    sampling: Sampling,
+    generator: torch.Generator | None,
     stop_ids: tuple[int, ...],
-    attention_mask: Tensor | None,
-    use_cache: bool,
+    device: torch.device,
 ) -> Iterator[Tensor]:
-    """The loop; `context` is what the model reads next: all ids, then with a cache the newest."""
-    B, T = context.shape
-    stops = torch.tensor(stop_ids, dtype=torch.long, device=context.device)
-    filler = model.config.pad_token_id
+    """Every round's ids (B,), the padding id in the rows that have ended."""
+    B, filler = len(contexts), decoder.config.pad_token_id
     if filler is None:
         filler = stop_ids[0] if stop_ids else 0
-    cache = (
-        [KVCache(T + max_new_tokens) for _ in range(model.config.n_layer)] if use_cache else None
-    )
-    running = torch.ones(B, dtype=torch.bool, device=context.device)
-    for _ in range(max_new_tokens):
-        logits = model(context, cache, attention_mask, logits_to_keep=1)[:, -1]  # (B, V)
-        ids = torch.where(running, choose(logits), filler)
+
+    def choose(logits: Tensor, live: list[int]) -> Tensor:
+        scores = sampling.scores(logits, [contexts[i] for i in live])
+        if len(live) == B or sampling.temperature == 0:
+            return sampling.draw(scores, generator)
+        # As in transformers, rows that have ended go on drawing, unseen: otherwise the draws of
+        # the others would shift.
+        every = scores.new_zeros(B, scores.shape[1])
+        every[live] = scores
+        return sampling.draw(every, generator)[live]
+
+    for found in rounds(decoder, contexts, choose, lambda _, token_id: token_id in stop_ids):
+        ids = torch.full((B,), filler, device=device)
+        ids[list(found)] = torch.tensor(list(found.values()), device=device)
         yield ids
-        running = running & ~torch.isin(ids, stops)
-        if not running.any():
-            return
-        context = ids[:, None] if use_cache else torch.cat([context, ids[:, None]], dim=1)
-        if attention_mask is not None:
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(B, 1)], dim=1)
 
 
-def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Unequal prompts as one batch: ids (B, T) and attention mask (B, T), 0 at the padding.
+def check_room(T: int, max_new_tokens: int, n_positions: int) -> None:
+    """Refuse a prompt of T tokens with more new ones than the model has positions for.
 
     Raises:
-        GenerationError: no prompt, or an empty one.
+        GenerationError: with the numbers.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise GenerationError("a prompt is empty; start from the end-of-text id instead")
-    T = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
+    if max_new_tokens < 0:
+        raise GenerationError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    if T + max_new_tokens > n_positions:
+        raise GenerationError(
+            f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}; "
+            f"the model has {n_positions} positions; "
+            f"ask for at most {max(0, n_positions - T)} new tokens or shorten the prompt"
+        )
 
 
 def _check_request(
-    model: Model, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None
+    config: GPT2Config, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None
 ) -> None:
-    config = model.config
-    if model.training:
-        raise GenerationError(
-            "the model is in training mode, with dropout on; call model.eval() first"
-        )
     if fault := fault_in_ids(input_ids, config.vocab_size):
         raise GenerationError(fault)
-    if max_new_tokens < 0:
-        raise GenerationError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
-    T = input_ids.shape[1]
-    if T + max_new_tokens > config.n_positions:
-        raise GenerationError(
-            f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}; "
-            f"the model has {config.n_positions} positions; "
-            f"ask for at most {max(0, config.n_positions - T)} new tokens or shorten the prompt"
-        )
+    check_room(input_ids.shape[1], max_new_tokens, config.n_positions)
     if attention_mask is not None and (
         attention_mask.shape != input_ids.shape or not attention_mask[:, -1].all()
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +16,16 @@ from typing import Annotated, Any
 
 import typer
 
+from compat.checkpoint.find import DEMO
+
 SIZES = {  # n_layer, n_head, n_embd
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
+
+TIMEOUT = 1800  # seconds for one process whose failure is no end
 
 RunsOption = Annotated[int, typer.Option("--runs", min=1, help="The median of which is shown.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
@@ -34,13 +40,32 @@ def in_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
     return {**json.loads(done.stdout), "process": time.perf_counter() - start}
 
 
+def try_in_fresh_process(file: str, argument: str, threads: int) -> dict[str, Any]:
+    """What a script prints as JSON, with so many threads; or {"error": its last words}."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    env = {**os.environ, **dict.fromkeys(names, str(threads))}
+    command = [sys.executable, file, argument]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {TIMEOUT} s"}
+    if done.returncode < 0:
+        return {"error": f"killed by {signal.Signals(-done.returncode).name}"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @contextmanager
 def checkpoint_folder(model: str) -> Iterator[str]:
-    """A folder, or a noisy checkpoint of a named shape; its files lie in the system's cache."""
+    """A folder, "demo", or a noisy checkpoint of a shape; its files lie in the system's cache."""
     with tempfile.TemporaryDirectory() as folder:
         if model in SIZES:
             make_checkpoint(folder, *SIZES[model])
-        source = folder if model in SIZES else model
+        source = folder if model in SIZES else str(DEMO) if model == "demo" else model
         for path in Path(source).glob("*.safetensors"):
             with path.open("rb") as file:
                 while file.read(1 << 24):

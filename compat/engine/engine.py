@@ -1,0 +1,130 @@
+"""An engine: a checkpoint or a model, packed for this machine, ready to generate and to score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.config import GPT2Config, as_config
+from compat.engine.decoders import ModelDraft, SpeculativeDecoder, StaticDecoder, lookup
+from compat.engine.kernels import ACTIVATIONS, fastest
+from compat.engine.transformer import Read, Transformer
+from compat.errors import ConfigError, GenerationError
+from compat.generation import generate, stream
+from compat.generation.decoding import Decoder
+from compat.hf_tensors import hf_tensors
+from compat.layers import fault_in_ids
+from compat.name_map import NameMap
+
+Precision = Literal["float32", "bfloat16", "int8"]
+CHUNK = 128  # positions whose logits are held at once in scoring
+
+
+class Engine:
+    """GPT-2 run as fast as this machine can, with logits that are proved to be the model's.
+
+    Args:
+        model_or_source: a dialect's model, any module with a name map, an open checkpoint, or a
+            source as in `load_pretrained`. The weights are read once and packed; later changes of
+            the model are not seen.
+        dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 for the rest.
+        max_batch: sequences at once.
+        speculate: guess ahead, for one sequence at a time: "int8" by the same weights in 8 bits,
+            "lookup" by what the text had before. The ids are the same as without.
+        name_map: of a module that is not a dialect's.
+        config: of a module that has none; it tells `n_head` and the like.
+
+    Raises:
+        ConfigError: an unknown data type or way to speculate, or no config.
+        CompatError: the source cannot be loaded, or the map does not fit.
+    """
+
+    def __init__(
+        self,
+        model_or_source: nn.Module | Checkpoint | str | Path,
+        *,
+        dtype: Precision = "float32",
+        max_batch: int = 32,
+        speculate: Literal["int8", "lookup"] | None = None,
+        name_map: NameMap | None = None,
+        config: GPT2Config | Mapping[str, Any] | None = None,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16", "int8"):
+            raise ConfigError(f"dtype is {dtype!r}; expected 'float32', 'bfloat16' or 'int8'")
+        if speculate not in (None, "int8", "lookup"):
+            raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
+        if max_batch < 1:
+            raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
+        self.config, read = _weights(model_or_source, name_map, config)
+        self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
+        self.transformer = self._pack(dtype, read)
+        self._draft = self._pack("draft", read) if speculate == "int8" else None
+
+    def _pack(self, precision: str, read: Read) -> Transformer:
+        pack = fastest(precision, torch.get_num_threads())
+        with torch.no_grad():
+            return Transformer(self.config, read, pack, ACTIVATIONS[precision])
+
+    def decoder(self) -> Decoder:
+        """A batch of its own; `generate` and the like ask for it."""
+        if self.speculate is None:
+            return StaticDecoder(self.transformer, self.max_batch)
+        draft = lookup if self._draft is None else ModelDraft(self._draft)
+        return SpeculativeDecoder(self.transformer, draft)
+
+    def generate(self, input_ids: Tensor, **settings: Any) -> Tensor:
+        """Continue ids (B, T); settings and errors as in `compat.generate`."""
+        return generate(self, input_ids, **settings)
+
+    def stream(self, input_ids: Tensor, **settings: Any) -> Any:
+        """The ids (B,) of one new position after another; as in `compat.stream`."""
+        return stream(self, input_ids, **settings)
+
+    @torch.no_grad()
+    def score(self, input_ids: Tensor) -> Tensor:
+        """Log-probabilities of ids (B, T), each given those before it: (B, T − 1), in nats.
+
+        Their negative mean is the loss, and exp of that the perplexity.
+
+        Raises:
+            GenerationError: ids that the vocabulary lacks, or more than `n_positions`.
+        """
+        if fault := fault_in_ids(input_ids, self.config.vocab_size):
+            raise GenerationError(fault)
+        B, T = input_ids.shape
+        if T > self.config.n_positions:
+            raise GenerationError(f"{T} ids; the model has {self.config.n_positions} positions")
+        hidden = self.transformer(input_ids, self.transformer.new_cache(B), 0)
+        scores = []
+        for start in range(0, T - 1, CHUNK):
+            logits = self.transformer.logits(hidden[:, start : min(start + CHUNK, T - 1)])
+            following = input_ids[:, start + 1 : start + 1 + logits.shape[1], None]
+            scores.append(logits.log_softmax(-1).gather(2, following)[..., 0])
+        return torch.cat(scores, dim=1) if scores else torch.zeros(B, 0)
+
+
+def _weights(
+    model_or_source: nn.Module | Checkpoint | str | Path,
+    name_map: NameMap | None,
+    config: GPT2Config | Mapping[str, Any] | None,
+) -> tuple[GPT2Config, Read]:
+    """The config, and what gives the tensors under Hugging Face's names."""
+    if not isinstance(model_or_source, nn.Module):
+        given = model_or_source
+        checkpoint = given if isinstance(given, Checkpoint) else open_checkpoint(given)
+        return checkpoint.config, checkpoint.read
+    tensors = hf_tensors(model_or_source, name_map)
+    tensors.setdefault(HEAD, tensors[EMBEDDING])
+    found = getattr(model_or_source, "config", None) if config is None else as_config(config)
+    if not isinstance(found, GPT2Config):
+        raise ConfigError(
+            f"{type(model_or_source).__name__} has no GPT2Config as its `config`; give `config`, "
+            "for what its tensors do not say, such as n_head"
+        )
+    return found, lambda name: tensors[name].make()

@@ -1,0 +1,238 @@
+"""The engine computes what the blocks and transformers compute, whatever its kernels."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
+from compat.checkpoint import open_checkpoint
+from compat.dialects import DIALECTS
+from compat.engine import Engine
+from compat.engine.matrices import Blas
+from compat.engine.transformer import Transformer
+from compat.parity.check import Reference
+from compat.parity.compare import compare
+from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+# Of the float32 logits' norm; a position that is off by one makes it 0.3 and more.
+RELATIVE = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.08}
+
+
+@pytest.fixture(scope="module")
+def source(make_checkpoint: MakeCheckpoint) -> Path:
+    """Small, but with logits that differ enough for greedy ids not to hang by a rounding."""
+    return make_checkpoint(n_positions=64, activation_function="gelu_new")
+
+
+def logits_of(engine: Engine, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        hidden = engine.transformer(ids, engine.transformer.new_cache(len(ids)), 0)
+        return engine.transformer.logits(hidden)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_logits_are_within_the_calibrated_bound_of_parity(
+    source: Path, dtype: Any, torch_dtype: torch.dtype
+) -> None:
+    """Twice the reference's own distance from its float64 run, as for the blocks."""
+    reference = Reference(open_checkpoint(source), torch_dtype)
+    ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected, exact = reference.logits(ids)
+    engine = Engine(source, dtype=dtype)
+    found = {"logits": logits_of(engine, ids).to(torch_dtype)}
+    (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
+    assert result.passed
+    engine.transformer.wpe.mul_(1.1)  # and a wrong engine is not
+    found = {"logits": logits_of(engine, ids).to(torch_dtype)}
+    (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
+    assert not result.passed
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"activation_function": "relu"},
+        {"activation_function": "gelu"},
+        {"tie_word_embeddings": False},
+        {"n_inner": 40},
+        {"layer_norm_epsilon": 1e-2},
+    ],
+    ids=str,
+)
+def test_every_field_of_the_config_counts(
+    make_checkpoint: MakeCheckpoint, config: dict[str, Any]
+) -> None:
+    folder = make_checkpoint(**config)
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        expected = noisy_reference(**config)(ids).logits
+    assert relative(logits_of(Engine(folder), ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data: Any) -> None:
+    """Prompts of any lengths side by side, some of which leave, read on by single ids."""
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    steps = data.draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    texts = [torch.randint(97, (n + steps,), generator=generator).tolist() for n in lengths]
+    blocks = load_pretrained(source)
+    decoder = Engine(source, dtype=dtype).decoder()
+    found = decoder.start([text[:n] for text, n in zip(texts, lengths, strict=True)])
+    rows = list(range(len(texts)))
+    for step in range(steps + 1):
+        for row, logits in zip(rows, found, strict=True):
+            with torch.no_grad():
+                expected = blocks(torch.tensor([texts[row][: lengths[row] + step]]))[0, -1]
+            assert relative(logits, expected) < RELATIVE[dtype]
+        if step == steps:
+            return
+        if len(rows) > 1 and data.draw(st.booleans()):
+            gone = data.draw(st.integers(0, len(rows) - 1))
+            decoder.keep(torch.tensor([i for i in range(len(rows)) if i != gone]))
+            del rows[gone]
+        found = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in rows]))
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+def test_an_engine_of_a_model_is_that_of_its_checkpoint(source: Path, dialect: str) -> None:
+    ids = torch.arange(20)[None]
+    from_model = logits_of(Engine(load_pretrained(source, dialect)), ids)
+    assert torch.equal(from_model, logits_of(Engine(source), ids))
+
+
+def test_an_engine_of_somebodys_module_takes_a_map_and_a_config(source: Path) -> None:
+    model = load_pretrained(source, "conv1d")
+    config, ids = model.config, torch.arange(20)[None]
+    del model.config
+    name_map = DIALECTS["conv1d"].name_map
+    with pytest.raises(ConfigError, match="has no GPT2Config"):
+        Engine(model, name_map=name_map)
+    engine = Engine(model, name_map=name_map, config=config)
+    assert torch.equal(logits_of(engine, ids), logits_of(Engine(source), ids))
+
+
+# Greedy ids, scores.
+
+
+def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
+    model = noisy_reference(n_positions=64)
+    engine = Engine(source)
+    for seed in range(10):
+        ids = torch.randint(97, (1, 8), generator=torch.Generator().manual_seed(seed))
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=56, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        found = engine.generate(ids, max_new_tokens=56, temperature=0, stop=())
+        assert torch.equal(found, expected), seed
+
+
+@pytest.mark.parametrize("length", [1, 2, 64])
+def test_scores_are_those_of_transformers(
+    source: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("compat.engine.engine")
+    monkeypatch.setattr(module, "CHUNK", 10)
+    ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits = noisy_reference(n_positions=64)(ids).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(Engine(source).score(ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 65, dtype=torch.long), "65 ids; the model has 64"),
+        (torch.tensor([[97]]), "97"),
+    ],
+)
+def test_ids_that_cannot_be_scored_are_refused(source: Path, ids: Tensor, message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        Engine(source).score(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float16"}, "'float16'; expected 'float32', 'bfloat16' or 'int8'"),
+        ({"speculate": "magic"}, "'magic'; expected"),
+        ({"max_batch": 0}, "max_batch is 0"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(
+    source: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(source, **arguments)
+
+
+def test_more_prompts_than_there_is_room_for_are_refused(source: Path) -> None:
+    with pytest.raises(GenerationError, match="3 prompts at once; this engine has room for 2"):
+        Engine(source, max_batch=2).decoder().start([[1], [2], [3]])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) -> None:
+    before = torch.get_num_threads()
+    ids = torch.arange(8)[None]
+    expected = generate(load_pretrained(source), ids, max_new_tokens=40, temperature=0, stop=())
+    try:
+        torch.set_num_threads(threads)
+        found = Engine(source).generate(ids, max_new_tokens=40, temperature=0, stop=())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, expected)
+
+
+def test_a_transposed_weight_would_be_seen(source: Path) -> None:
+    """The partner of the tests above: c_proj is square, and passes every shape when turned."""
+    checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
+
+    def read(name: str) -> Tensor:
+        tensor = checkpoint.read(name)
+        return Transpose().load(tensor)[0] if name == "h.1.attn.c_proj.weight" else tensor
+
+    with torch.no_grad():
+        wrong = Transformer(checkpoint.config, read, Blas, torch.float32)
+        logits = wrong.logits(wrong(ids, wrong.new_cache(1), 0))
+    assert relative(logits, logits_of(Engine(source), ids)) > 0.01
+
+
+@pytest.mark.parametrize("speculate", [None, "lookup"])
+@pytest.mark.parametrize(
+    ("tensor", "at", "tap"),
+    [
+        ("wpe.weight", 0, "embed"),
+        ("h.1.attn.c_attn.bias", -1, "h.1.c_attn"),
+        ("h.1.mlp.c_fc.weight", 0, "h.1.fc"),
+        ("ln_f.bias", 0, "logits"),
+    ],
+)
+def test_logits_that_are_not_finite_name_the_first_layer(
+    state: State, write: Write, tensor: str, at: int, tap: str, speculate: Any
+) -> None:
+    state[tensor].view(-1)[at] = torch.nan
+    engine = Engine(open_checkpoint(write(state), check_finite=False), speculate=speculate)
+    with pytest.raises(GenerationError, match=f" {tap} is the first hidden state with NaN"):
+        engine.generate(torch.arange(5)[None], max_new_tokens=2, temperature=0)

@@ -1,0 +1,84 @@
+"""Matrix products: every one is right or is not taken, and the fastest is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat.engine import kernels
+from compat.engine.matrices import Blas, Int8, Linear
+
+
+@pytest.fixture(autouse=True)
+def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What these tests measure is not remembered for the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    kernels.fastest.cache_clear()
+
+
+@pytest.mark.parametrize("precision", list(kernels.CANDIDATES))
+def test_every_kernel_gives_the_product_or_is_not_taken(precision: str) -> None:
+    *_, documented = kernels.CANDIDATES[precision]
+    assert documented in (Linear, Int8)
+    assert kernels.works(documented, precision)
+
+
+@pytest.mark.parametrize(
+    ("precision", "count"),
+    [(p, n) for p, packs in kernels.CANDIDATES.items() for n in range(len(packs))],
+)
+@pytest.mark.parametrize("fault", ["gone", "wrong"])
+def test_an_engine_does_without_any_kernel_but_the_last(
+    precision: str, count: int, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each optional operator in turn raises as one that torch no longer has, or computes wrong."""
+    packs = kernels.CANDIDATES[precision]
+
+    def gone(weight: Tensor, bias: Tensor | None) -> Any:
+        raise AttributeError("no such operator")
+
+    def wrong(weight: Tensor, bias: Tensor | None) -> Any:
+        return Blas(weight * 1.2, bias)
+
+    broken = gone if fault == "gone" else wrong
+    left = (*[broken] * count, *packs[count:])
+    monkeypatch.setitem(kernels.CANDIDATES, precision, left)
+    kernels.fastest.cache_clear()
+    assert kernels.fastest(precision, 1) in packs[count:]
+
+
+@pytest.mark.parametrize("size", [(24, 72), (40, 64), (33, 7), (96, 97), (64, 64)])
+def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
+    """torch's own kernel reads beyond the end of rows that its blocks do not divide."""
+    weight, bias, x = torch.randn(size), torch.randn(size[1]), torch.randn(3, size[0])
+    for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
+        found = pack(weight.bfloat16(), bias.bfloat16())(x.bfloat16())
+        assert (found.float() - (exact := x @ weight + bias)).norm() < 0.03 * exact.norm()
+
+
+def test_the_fastest_kernel_is_taken_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[str] = []
+
+    def seconds(pack: Any, precision: str) -> float:
+        timed.append(pack.__name__)
+        return {"OneDnn": 2.0, "Blas": 1.0, "Linear": 3.0}[pack.__name__]
+
+    monkeypatch.setattr(kernels, "seconds", seconds)
+    assert kernels.fastest("float32", 7) is Blas
+    assert len(timed) >= 2
+    kernels.fastest.cache_clear()
+    timed.clear()
+    assert kernels.fastest("float32", 7) is Blas
+    assert timed == []
+    (tmp_path / "cache/gpt2-compat/kernels.json").write_text("{")
+    kernels.fastest.cache_clear()
+    assert kernels.fastest("float32", 7) is Blas
+    assert len(timed) >= 2

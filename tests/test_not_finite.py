@@ -1,0 +1,96 @@
+"""Logits that are not finite: the error names the first hidden state that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compat import GenerationError, generate, load_pretrained, stream
+from compat.checkpoint import open_checkpoint
+from compat.dialects import Model, get_dialect
+from compat.generation.not_finite import first_not_finite
+from tests.conftest import State, Write
+from tests.generation_common import BATCH, PROMPT, each_dialect, greedy, ours
+
+
+def unchecked(folder: Path, dialect: str = "linear") -> Model:
+    return load_pretrained(open_checkpoint(folder, check_finite=False), dialect)
+
+
+VALUES = {"NaN": torch.nan, "an infinity": torch.inf}
+
+
+@each_dialect
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(
+    ("tensor", "at", "tap"),
+    [
+        ("wte.weight", 17 * 24, "embed"),  # of id 17
+        ("h.0.ln_1.weight", 0, "h.0.ln_1"),
+        ("h.1.attn.c_attn.bias", 0, "h.1.q"),
+        ("h.1.attn.c_attn.bias", 24, "h.1.k"),
+        ("h.1.attn.c_attn.bias", 71, "h.1.v"),
+        ("h.1.attn.c_proj.bias", 0, "h.1.attn"),
+        ("h.2.ln_2.bias", 0, "h.2.ln_2"),
+        ("h.1.mlp.c_fc.bias", 0, "h.1.fc"),
+        ("h.2.mlp.c_proj.bias", 0, "h.2.mlp"),
+        ("ln_f.weight", 0, "ln_f"),
+    ],
+)
+def test_a_value_planted_in_a_tensor_is_found_where_it_first_shows(
+    state: State, write: Write, dialect: str, tensor: str, at: int, tap: str, value: str
+) -> None:
+    state[tensor].view(-1)[at] = VALUES[value]
+    model = unchecked(write(state), dialect)
+    for temperature in (0, 1.0):
+        with pytest.raises(GenerationError) as caught:
+            generate(model, PROMPT, max_new_tokens=2, temperature=temperature)
+        message = str(caught.value)
+        assert "not finite" in message
+        assert f" {tap} is the first hidden state with {value} in it" in message
+
+
+@each_dialect
+def test_float16_overflow_names_the_layer_and_the_remedy(tiny: Path, dialect: str) -> None:
+    model = load_pretrained(tiny, dialect).half()
+    with torch.no_grad():
+        weight = get_dialect(dialect).name_map.expand(3)
+        (name,) = (row.ours[0] for row in weight if row.hf == "h.1.mlp.c_fc.weight")
+        model.get_parameter(name).mul_(30_000)
+    with pytest.raises(GenerationError) as caught:
+        greedy(model, PROMPT, 4)
+    assert "h.1.fc is the first hidden state with" in str(caught.value)
+    assert "65,504" in str(caught.value) and "bfloat16" in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[[5, 17, 60], [8, 7, 6]], [[8, 7, 6], [5, 17, 60]]])
+def test_the_row_that_is_at_fault_is_looked_at(
+    state: State, write: Write, ids: list[list[int]]
+) -> None:
+    """Only prompts with id 60 come by the value."""
+    state["wte.weight"][60, 0] = torch.nan
+    head = {"lm_head.weight": state["wte.weight"].nan_to_num()}
+    model = unchecked(write({**state, **head}))
+    assert torch.isfinite(model(torch.tensor([[8, 7, 6]]))).all()
+    with pytest.raises(GenerationError, match=r"after 3 ids, embed is the first"):
+        greedy(model, torch.tensor(ids), 2)
+
+
+def test_a_value_that_comes_up_later_is_told_then(state: State, write: Write, tiny: Path) -> None:
+    """The position of the third new id has it."""
+    state["wpe.weight"][len(PROMPT[0]) + 2, 0] = torch.inf
+    model = unchecked(write(state))
+    steps, found = stream(model, PROMPT, max_new_tokens=9, temperature=0, stop=()), []
+    with pytest.raises(GenerationError, match=r"after 6 ids, embed is the first"):
+        for ids in steps:
+            found.append(int(ids))
+    assert found == greedy(ours(tiny), PROMPT, 3)[0, 3:].tolist()
+
+
+@each_dialect
+def test_a_finite_model_has_no_such_place(tiny: Path, dialect: str) -> None:
+    model: Model = ours(tiny, dialect)
+    assert first_not_finite(model, BATCH) is None
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,183 @@
+"""What each setting of sampling means, and which are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat import GenerationError
+from compat.generation import Sampling
+from tests.test_sampling import SETTINGS, drawn, random_logits, some_ids, their_scores
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_any_data_type_are_drawn_in_float32(dtype: torch.dtype) -> None:
+    setting = {"temperature": 0.9, "top_k": 30, "top_p": 0.9}
+    logits, seen = random_logits(3).to(dtype), some_ids(3)
+    scores = Sampling(**setting).scores(logits, seen)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, their_scores(logits, seen, setting))
+
+
+def test_the_seed_matters_and_is_repeatable() -> None:
+    first, again, other = (drawn(random_logits(0), {}, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_logits_are_left_as_they_are() -> None:
+    logits = random_logits(0)
+    before = logits.clone()
+    everything = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}
+    Sampling(**everything, repetition_penalty=2.0, suppress_tokens=(1,)).scores(logits, some_ids(0))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": 0},
+        {"temperature": 0.0, "top_k": 50, "top_p": 0.9},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"temperature": 1e-3},
+    ],
+    ids=str,
+)
+def test_greedy_and_its_limits_are_the_argmax(setting: dict[str, Any]) -> None:
+    """The rows of these logits have one largest value each."""
+    logits = random_logits(4)
+    top = logits.topk(2).values
+    assert (top[:, 0] > top[:, 1] + 0.02).any()
+    logits = logits[top[:, 0] > top[:, 1] + 0.02]
+    for seed in range(5):
+        assert torch.equal(drawn(logits, setting, seed), logits.argmax(-1))
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
+    assert drawn(logits, {"temperature": 0}).tolist() == [1, 0]
+
+
+def all_drawn(logits: Tensor, setting: dict[str, Any]) -> set[int]:
+    """The ids that 4000 draws bring up."""
+    return set(drawn(logits.expand(4000, -1), setting).tolist())
+
+
+PROBS = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.4, {1}), (0.6, {1, 3}), (0.78, {1, 3}), (0.9, {0, 1, 3}), (0.97, {0, 1, 2, 3})],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int]) -> None:
+    assert all_drawn(PROBS.log(), {"top_p": top_p}) == kept
+
+
+def test_a_set_that_reaches_p_exactly_suffices() -> None:
+    """Two of four equals for a half: exact in binary, so "<" for "<=" shows."""
+    assert len(all_drawn(torch.zeros(1, 4), {"top_p": 0.5})) == 2
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
+)
+def test_top_k_keeps_the_k_likeliest(top_k: int, kept: set[int]) -> None:
+    assert all_drawn(PROBS.log(), {"top_k": top_k}) == kept
+
+
+def test_top_k_keeps_all_that_tie_with_the_last() -> None:
+    assert all_drawn(torch.tensor([[1.0, 3.0, 1.0, -5.0]]), {"top_k": 2}) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.05, {0, 1, 2, 3}), (0.2, {0, 1, 3}), (0.5, {1, 3}), (0.7, {1})]
+)
+def test_min_p_keeps_what_is_likely_beside_the_likeliest(min_p: float, kept: set[int]) -> None:
+    assert all_drawn(PROBS.log(), {"min_p": min_p}) == kept
+
+
+def test_min_p_keeps_what_is_exactly_likely_enough() -> None:
+    assert all_drawn(torch.tensor([[0.0, 0.0, -9.0]]), {"min_p": 1.0}) == {0, 1}
+
+
+def test_each_filter_works_on_what_those_before_it_left() -> None:
+    """Of 0.5 and 0.3 alone the first has 0.625 and suffices; of all four it would not."""
+    assert all_drawn(PROBS.log(), {"top_p": 0.6}) == {1, 3}
+    assert all_drawn(PROBS.log(), {"top_k": 2, "top_p": 0.6}) == {1}
+    assert all_drawn(PROBS.log(), {"temperature": 0.5, "top_p": 0.6}) == {1}
+    assert all_drawn(PROBS.log(), {"temperature": 0.5, "min_p": 0.5}) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_refused(value: float, temperature: float) -> None:
+    logits = random_logits(0, B=2)
+    logits[1, 3] = value
+    with pytest.raises(GenerationError, match="not finite"):
+        drawn(logits, {"temperature": temperature})
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"temperature": 1e-45}, "temperature 1e-45 is too small"),
+        ({"repetition_penalty": 1e38}, r"repetition_penalty 1e\+38"),
+    ],
+    ids=str,
+)
+def test_settings_beyond_float32_are_refused(setting: dict[str, Any], named: str) -> None:
+    """1e-45 is a float32, but a logit over it is none."""
+    sampling, logits = Sampling(**setting), random_logits(0, B=2)
+    with pytest.raises(GenerationError, match=named):
+        sampling.scores(logits, [[0], [1]])
+
+
+def test_suppressing_every_id_or_one_that_is_none_is_refused() -> None:
+    logits = torch.zeros(1, 3)
+    with pytest.raises(GenerationError, match="every id"):
+        Sampling(suppress_tokens=(0, 1, 2, 1)).scores(logits, [[]])
+    for strange in (3, -1):
+        with pytest.raises(GenerationError, match=f"has {strange}; .* 0 to 2"):
+            Sampling(suppress_tokens=(0, strange)).scores(logits, [[]])
+
+
+REFUSED: Sequence[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"temperature": math.nan}, "temperature is nan"),
+    ({"temperature": math.inf}, "temperature is inf"),
+    ({"top_k": 0}, "top_k is 0"),
+    ({"top_k": -1}, "top_k is -1"),
+    ({"top_p": 0.0}, "top_p is 0.0"),
+    ({"top_p": 1.5}, "top_p is 1.5"),
+    ({"top_p": -0.1}, "top_p is -0.1"),
+    ({"top_p": math.nan}, "top_p is nan"),
+    ({"min_p": -0.1}, "min_p is -0.1"),
+    ({"min_p": 1.1}, "min_p is 1.1"),
+    ({"min_p": math.nan}, "min_p is nan"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+    ({"temperature": 0.0, "top_k": 0}, "top_k is 0"),
+]
+
+
+@pytest.mark.parametrize(("setting", "named"), REFUSED, ids=str)
+def test_settings_that_mean_nothing_are_refused_by_name_and_value(
+    setting: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(GenerationError) as caught:
+        Sampling(**setting)
+    assert str(caught.value).startswith(named + ";")
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, {"temperature": 0}, {"top_k": 1, "top_p": 1}])
+def test_settings_that_mean_something_are_accepted(setting: dict[str, Any]) -> None:
+    Sampling(**setting)

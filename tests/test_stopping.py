@@ -1,0 +1,116 @@
+"""Stop strings: found wherever the borders of tokens are, and never shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compat import Tokenizer, load_tokenizer
+from compat.generation.stopping import NewText
+
+DEMO = load_tokenizer("demo")
+LETTERS = st.text(st.sampled_from("abéß—😀 \n"), max_size=30)
+STOPS = st.lists(st.text(st.sampled_from("abéß—😀 \n"), min_size=1, max_size=4), max_size=3)
+
+
+def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """An id for each byte, so that characters are split."""
+    tables = tokenizer.vocabulary
+    return [tables.ids[tables.ranks[bytes([byte])]] for byte in text]
+
+
+def cut(text: str, stop: list[str]) -> str:
+    """Read by characters: before the stop string that is complete first, of several the longest."""
+    for end in range(len(text) + 1):
+        if found := [s for s in stop if text[:end].endswith(s)]:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@settings(deadline=None, max_examples=500, derandomize=True)
+@given(pieces=st.lists(st.tuples(LETTERS, st.booleans()), max_size=4), stop=STOPS)
+def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(
+    pieces: list[tuple[str, bool]], stop: list[str]
+) -> None:
+    ids = []
+    for text, by_bytes in pieces:
+        ids += ids_of_bytes(DEMO, text.encode()) if by_bytes else DEMO.encode(text)
+    whole = "".join(text for text, _ in pieces)
+    expected, new, shown = cut(whole, stop), NewText(DEMO, stop), ""
+    for token_id in ids:
+        new.add(token_id)
+        assert new.sure.startswith(shown) and expected.startswith(new.sure)
+        held = new.so_far[len(new.sure) :]
+        assert held == "" or any(s.startswith(held) and s != held for s in stop)
+        shown = new.sure
+        if new.stopped:
+            break
+    assert new.stopped == (expected != whole)
+    new.end()
+    assert new.sure == new.so_far == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "stopped"),
+    [("e k", ["th", "th"], True), ("e q", ["th", "the king"], False), (" ", ["the"] * 2, True)],
+)
+def test_a_stop_string_across_tokens_is_held_back_until_it_is_none(
+    stop: str, shown: list[str], stopped: bool
+) -> None:
+    ids = DEMO.encode("the king")
+    assert [DEMO.decode([token_id]) for token_id in ids] == ["the", " king"]
+    new, seen = NewText(DEMO, [stop]), []
+    for token_id in ids:
+        new.add(token_id)
+        seen.append(new.sure)
+    assert (seen, new.stopped) == (shown, stopped)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["ing", "kin"], "the "),
+        (["kin", "ing"], "the "),
+        (["ki", "e ki", " ki"], "th"),
+        (["king", "e k"], "th"),
+        (["e king", "n"], "the ki"),
+    ],
+)
+def test_of_several_in_one_token_the_first_complete_one_counts_or_the_longest(
+    stop: list[str], text: str
+) -> None:
+    new = NewText(DEMO, stop)
+    for token_id in DEMO.encode("the king"):
+        new.add(token_id)
+    assert (new.sure, new.stopped) == (text, True)
+
+
+def test_characters_of_several_bytes() -> None:
+    """A stop string whose character comes in halves; one that ends within a token."""
+    new = NewText(DEMO, ["é!"])
+    seen = []
+    for token_id in ids_of_bytes(DEMO, "caé😀é!".encode()):
+        new.add(token_id)
+        seen.append(new.sure)
+    assert seen == ["c", "ca", "ca", "ca", "ca", "ca", "ca", "caé😀", "caé😀", "caé😀", "caé😀"]
+    assert new.stopped
+
+
+@pytest.mark.parametrize("stop", [["xyz"], []])
+def test_what_is_held_back_or_incomplete_comes_at_the_end(stop: list[str]) -> None:
+    new = NewText(DEMO, stop)
+    for token_id in ids_of_bytes(DEMO, b"axy" + "é".encode()[:1]):
+        new.add(token_id)
+    assert new.sure == ("a" if stop else "axy")
+    assert new.so_far == "axy"
+    new.end()
+    assert new.sure == "axy\ufffd"
+
+
+def test_a_character_that_the_prompt_began_belongs_to_the_new_text() -> None:
+    ids = ids_of_bytes(DEMO, "aé".encode())
+    new = NewText(DEMO, (), ids[:2])
+    assert new.prompt == "a"
+    new.add(ids[2])
+    assert new.sure == "é"

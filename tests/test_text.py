@@ -1,0 +1,247 @@
+"""Prompts to completions: each as if it were alone, and as transformers has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compat import GenerationError, generate
+from compat.generation import Completion, Sampling, generate_text, stream_text
+from tests.conftest import MakeCheckpoint
+from tests.generation_common import each_dialect, ours, reference, theirs
+from tests.text_common import PROMPTS, TOKENIZER, V, ids_of, with_tokenizer
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return with_tokenizer(make_checkpoint, n_positions=64)
+
+
+def texts(
+    folder: Path, prompts: list[Any], dialect: str = "linear", **how: Any
+) -> list[Completion]:
+    how = {"max_new_tokens": 20, "seed": 3, **how}
+    return list(generate_text(ours(folder, dialect), TOKENIZER, prompts, **how))
+
+
+@each_dialect
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_greedy_ids_of_unequal_prompts_are_transformers_of_each_alone(
+    folder: Path, dialect: str, batch_size: int
+) -> None:
+    found = texts(folder, PROMPTS, dialect, sampling=GREEDY, batch_size=batch_size)
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        ids = ids_of(prompt)
+        expected = theirs(folder, torch.tensor([ids]), 20)[0].tolist()
+        assert (completion.prompt, completion.prompt_ids) == (prompt, ids)
+        assert completion.prompt_ids + completion.new_ids == expected
+        assert completion.text == prompt + TOKENIZER.decode(completion.new_ids)
+        assert (completion.finish_reason, completion.dropped) == ("length", 0)
+    assert len({tuple(completion.new_ids) for completion in found}) > 1
+
+
+SAMPLING = [
+    {},
+    {"temperature": 1.4, "top_k": 50, "min_p": 0.01},
+    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("settings", SAMPLING, ids=str)
+def test_every_prompt_draws_as_transformers_does_for_it_alone(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    """With the seed; sample j with seed + j, whatever the batch is."""
+    drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
+    for batch_size in (1, 4):
+        found = texts(folder, PROMPTS, sampling=Sampling(**settings), n=2, batch_size=batch_size)
+        for i, completion in enumerate(found):
+            prompt, seed = torch.tensor([ids_of(PROMPTS[i // 2])]), 3 + i % 2
+            expected = theirs(folder, prompt, 20, seed, **drawn)
+            assert completion.prompt_ids + completion.new_ids == expected[0].tolist()
+
+
+def test_a_prompts_texts_do_not_depend_on_the_others(folder: Path) -> None:
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=1.3), "n": 2, "batch_size": 3}
+    found = texts(folder, PROMPTS, **settings)
+    assert texts(folder, PROMPTS[::-1], **settings)[-2:] == found[:2]
+    assert texts(folder, PROMPTS[2:3], **settings) == found[4:6]
+    assert found[4].new_ids != found[5].new_ids
+    assert found != texts(folder, PROMPTS, **settings, seed=4)
+    unseeded = [texts(folder, PROMPTS, **settings, seed=None) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def test_one_prompt_draws_as_generate_does(folder: Path) -> None:
+    ids = torch.tensor([ids_of("ROMEO:")])
+    seeded = torch.Generator().manual_seed(3)
+    whole = generate(ours(folder), ids, max_new_tokens=20, temperature=0.8, generator=seeded)
+    (found,) = texts(folder, ["ROMEO:"], sampling=Sampling(0.8))
+    assert found.prompt_ids + found.new_ids == whole[0].tolist()
+
+
+def test_prompts_may_be_ids(folder: Path) -> None:
+    """Ids that end within a character have the rest of it in the new text."""
+    as_text = texts(folder, PROMPTS[:3], sampling=GREEDY)
+    assert texts(folder, [ids_of(prompt) for prompt in PROMPTS[:3]], sampling=GREEDY) == as_text
+    half = [*TOKENIZER.encode("a"), TOKENIZER.encode("é")[0]]
+    assert TOKENIZER.decode(half) == "a\ufffd"
+    (found,) = texts(folder, [half], sampling=GREEDY)
+    assert found.prompt == "a"
+    assert found.text == TOKENIZER.decode(half + found.new_ids)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, *SAMPLING], ids=str)
+def test_logprobs_are_the_models_own_as_transformers_computes_them(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    """Of the raw logits: what temperature, penalty and filters make of them is left out."""
+    found = texts(folder, PROMPTS[:3], sampling=Sampling(**settings), logprobs=True)
+    for prompt, completion in zip(PROMPTS, found, strict=False):
+        sequence = torch.tensor([completion.prompt_ids + completion.new_ids])
+        with torch.no_grad():
+            logits = reference(folder)(sequence).logits[:, len(ids_of(prompt)) - 1 : -1]
+        expected = reference(folder).compute_transition_scores(
+            sequence, tuple(logits.unbind(1)), normalize_logits=True
+        )
+        assert completion.logprobs is not None
+        assert torch.allclose(torch.tensor([completion.logprobs]), expected, atol=1e-4, rtol=1e-4)
+    assert texts(folder, ["O"])[0].logprobs is None
+
+
+def test_a_text_ends_at_an_id_of_the_config_or_of_the_request(
+    make_checkpoint: MakeCheckpoint, folder: Path
+) -> None:
+    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    ids = whole[0].new_ids
+    end = next(i for i in range(4, 20) if ids[i] not in ids[:i])
+    ends = with_tokenizer(make_checkpoint, n_positions=64, eos_token_id=ids[end])
+    for source, how, reason in (
+        (ends, {}, "eos"),
+        (folder, {"stop_ids": [ids[end]]}, "stop"),
+        (ends, {"stop_ids": [ids[end]]}, "eos"),
+    ):
+        found = texts(source, PROMPTS, sampling=GREEDY, batch_size=3, logprobs=True, **how)
+        assert (found[0].finish_reason, found[0].new_ids) == (reason, ids[: end + 1])
+        assert found[0].new_text == TOKENIZER.decode(ids[:end])
+        assert len(found[0].logprobs or ()) == end + 1
+        for completion, before in zip(found, whole, strict=True):
+            if ids[end] not in before.new_ids:
+                assert replace(completion, logprobs=None) == before
+
+
+def test_a_text_ends_before_a_stop_string(folder: Path) -> None:
+    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    stop = whole[1].new_text[7:10]
+    for completion, before in zip(
+        texts(folder, PROMPTS, sampling=GREEDY, stop=["none such", stop]), whole, strict=True
+    ):
+        assert completion.new_text == before.new_text.split(stop)[0]
+        assert (completion.finish_reason == "stop") == (stop in before.new_text)
+        assert before.new_ids[: len(completion.new_ids)] == completion.new_ids
+        assert (len(completion.new_ids) < 20) or stop not in before.new_text[:-4]
+
+
+def test_a_stop_string_in_the_prompt_does_not_stop(folder: Path) -> None:
+    (found,) = texts(folder, ["The king"], sampling=GREEDY, stop=["king"])
+    assert found.finish_reason == "length" or "king" in TOKENIZER.decode(found.new_ids)
+
+
+def test_a_stream_gives_the_same_text_in_pieces_and_holds_back_what_may_stop(folder: Path) -> None:
+    (whole,) = texts(folder, ["O"], sampling=GREEDY)
+    stop = whole.new_text[7:10]
+    (expected,) = texts(folder, ["O"], sampling=GREEDY, stop=[stop], logprobs=True)
+    how: dict[str, Any] = {"max_new_tokens": 20, "sampling": GREEDY, "logprobs": True}
+    stream = stream_text(ours(folder), TOKENIZER, "O", stop=[stop], **how)
+    assert stream.completion.new_text == ""
+    shown = ""
+    for piece in stream:
+        shown += piece
+        assert expected.new_text.startswith(shown)
+        assert stream.completion.finish_reason in ("interrupted", "stop")
+    assert shown == expected.new_text
+    assert stream.completion == expected
+
+
+def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
+    for completion in texts(folder, PROMPTS, max_new_tokens=0, n=2):
+        assert (completion.new_ids, completion.new_text) == ([], "")
+        assert completion.finish_reason == "length"
+
+
+def test_by_default_100_new_tokens_or_what_there_is_room_for(
+    make_checkpoint: MakeCheckpoint, folder: Path
+) -> None:
+    """Each prompt has room of its own; the short go on where the long have filled the context."""
+    roomy = with_tokenizer(make_checkpoint, n_positions=128)
+    prompts = [[5], [5] * 28, [5] * 29, [5] * 127]
+    found = texts(roomy, prompts, max_new_tokens=None, sampling=GREEDY)
+    assert [len(completion.new_ids) for completion in found] == [100, 100, 99, 1]
+    for prompt, completion in zip(prompts, found, strict=True):
+        new = len(completion.new_ids)
+        expected = theirs(roomy, torch.tensor([prompt]), new)[0, len(prompt) :]
+        assert completion.new_ids == expected.tolist()
+
+
+def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    end = whole[2].new_ids.index(whole[2].new_ids[3]) + 1
+    left = [3 + 20 + 4]  # rounds: the first batch of two, and some of the second
+
+    def draw(self: Sampling, scores: torch.Tensor, generator: object = None) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == 3:
+            raise KeyboardInterrupt
+        return scores.argmax(-1)
+
+    monkeypatch.setattr(Sampling, "draw", draw)
+    completions = generate_text(
+        ours(folder), TOKENIZER, PROMPTS, max_new_tokens=20, sampling=GREEDY, batch_size=2,
+        stop_ids=[whole[2].new_ids[end - 1]],
+    )  # fmt: skip
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        for completion in completions:
+            found.append(completion)
+    assert [completion.prompt for completion in found] == PROMPTS[:4]
+    assert found[3].finish_reason == "interrupted"
+    assert 0 < len(found[3].new_ids) < 20
+    assert found[3].new_ids == whole[3].new_ids[: len(found[3].new_ids)]
+    assert TOKENIZER.decode(found[3].new_ids).startswith(found[3].new_text)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n": 0}, "n is 0; expected at least 1"),
+        ({"n": -1}, "n is -1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"max_new_tokens": -1, "overflow": "slide"}, "max_new_tokens is -1"),
+        ({"max_new_tokens": 64}, r"prompt 1 of 2, 'O': 1 prompt tokens and 64 new ones make 65"),
+        ({"overflow": "wrap"}, "overflow is 'wrap'; expected 'error' or 'slide'"),
+        ({"stop": "end"}, "stop is 'end'; expected texts"),
+        ({"stop": ["end", ""]}, r"stop is \['end', ''\]; .* none of them empty"),
+        ({"stop_ids": [3, V]}, f"stop_ids has {V}; .* 0 to {V - 1}"),
+        ({"stop_ids": [-1]}, "stop_ids has -1"),
+        ({"prompts": "O"}, "prompts is one text"),
+        ({"prompts": ["O", "a\ud800"]}, "prompt 2 of 2, .*: the prompt cannot be encoded"),
+        ({"prompts": [[3, V]]}, f"the prompt cannot be decoded: id {V}"),
+        ({"prompts": [[]]}, "the prompt has no ids"),
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_met_is_refused_at_once(
+    folder: Path, change: dict[str, Any], named: str
+) -> None:
+    prompts = change.pop("prompts", ["O", "ROMEO:"])
+    with pytest.raises(GenerationError, match=named):
+        generate_text(ours(folder), TOKENIZER, prompts, **change)
