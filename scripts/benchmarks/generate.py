@@ -1,0 +1,73 @@
+"""bench.py generate: decoding and prompts, against the other libraries that run GPT-2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from benchmarks import generate_table, plot
+from benchmarks.common import JsonOption, RunsOption, checkpoint_folder
+from benchmarks.peers import PEERS, Peer
+from benchmarks.rounds import Rounds
+from benchmarks.targets import targets_of
+
+FAMILIES = list(dict.fromkeys(peer.family for peer in PEERS))
+ALL = ",".join(FAMILIES)
+
+PeersOption = Annotated[
+    str, typer.Option(help="Libraries, or rows such as 'engine int8'; separated by commas.")
+]
+ShapesOption = Annotated[
+    str, typer.Option(help="Shapes such as gpt2, 'demo', or folders; separated by commas.")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", dir_okay=False, help="Draw decoding as bars, an SVG.")
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="One run, fewer ids, and no batch beyond 8.")
+]
+
+
+def generate_command(
+    peers: PeersOption = ALL,
+    shapes: ShapesOption = "gpt2",
+    runs: RunsOption = 3,
+    as_json: JsonOption = False,
+    plot_file: PlotOption = None,
+    quick: QuickOption = False,
+) -> None:
+    """Time and memory of generation, in turns with the other libraries, each in its own process.
+
+    All are greedy, stop at nothing, and have as many threads. decode: ids a second after a prompt
+    of 32. prompt: ids a second of a prompt of 512. first: from the start of the process to its
+    first id. growth: cost of an id late in the context over that of an early one. peak: resident
+    memory with one sequence. A short context shortens these lengths.
+    """
+    chosen = choose(peers)
+    results = []
+    for shape in shapes.split(","):
+        with checkpoint_folder(shape) as source, TemporaryDirectory() as files:
+            rounds = Rounds(Path(source), Path(files), runs, quick)
+            result = {"model": shape, **rounds.measure(chosen)}
+        targets = targets_of(shape, result["rows"])
+        results.append({**result, "targets": [target.to_json() for target in targets]})
+        if not as_json:
+            generate_table.show(result, targets)
+    if plot_file is not None:
+        plot_file.write_text(plot.svg(results), encoding="utf-8")
+    if as_json:
+        print(json.dumps(results, indent=2))
+
+
+def choose(names: str) -> list[Peer]:
+    """Rows and families by name; what stands in for a row comes with it."""
+    wanted = {name.strip() for name in names.split(",")}
+    rows = [peer.name for peer in PEERS if not peer.instead_of]
+    if unknown := sorted(wanted - {*FAMILIES, *rows}):
+        known = ", ".join([*FAMILIES, *rows])
+        raise typer.BadParameter(f"--peers: {', '.join(unknown)}; known are {known}")
+    return [peer for peer in PEERS if wanted & {peer.family, peer.name, peer.instead_of}]

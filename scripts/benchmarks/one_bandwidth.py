@@ -1,0 +1,29 @@
+"""How fast this machine's memory can be read, by all threads: one_bandwidth.py → JSON."""
+
+import json
+import mmap
+import time
+
+import torch
+
+SIZE = 1 << 31  # beyond what caches hold
+PASSES = 5
+
+
+def bandwidth() -> float:
+    """Bytes a second of the fastest pass over a buffer, in large pages where there are any."""
+    memory = mmap.mmap(-1, SIZE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    times = []
+    for read in (lambda: buffer.sum(), lambda: torch.dot(buffer, buffer)):
+        for _ in range(PASSES):
+            start = time.perf_counter()
+            read()
+            times.append(time.perf_counter() - start)
+    return SIZE / min(times)
+
+
+if __name__ == "__main__":
+    print(json.dumps({"bandwidth": bandwidth()}))

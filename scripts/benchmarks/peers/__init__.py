@@ -1,0 +1,67 @@
+"""Who is measured: one file for each library, which converts a checkpoint and generates greedily.
+
+Such a file has `load(folder, kind, batch, threads)`, which gives a `Generate`, and where the
+library has files of its own `convert(source, kind, folder)`, which writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+# From prompts of one length and a number of new ids to these ids, greedily, without any stop. The
+# function given last is called whenever every sequence has got another id.
+Generate = Callable[[list[list[int]], int, Callable[[], None]], list[list[int]]]
+
+
+class Peer(NamedTuple):
+    """A row of the table."""
+
+    family: str  # as shown, and as --peers names it
+    kind: str  # what `load` is told
+    precision: str  # the group it is compared in
+    file: str  # in this folder
+    package: str  # whose presence it needs
+    batches: bool = True  # can run several sequences at once
+    instead_of: str = ""  # measured only where this other peer fails
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.kind}"
+
+    @property
+    def ours(self) -> bool:
+        return self.family in ("plain", "engine")
+
+    @property
+    def converts(self) -> bool:
+        """Whether it reads files of its own."""
+        return self.family in ("ctranslate2", "llama.cpp")
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.package) is not None
+
+
+PEERS = (
+    Peer("transformers", "float32", "float32", "transformers", "transformers"),
+    Peer("ctranslate2", "float32", "float32", "ctranslate2", "ctranslate2"),
+    Peer("llama.cpp", "f32", "float32", "llama_cpp", "llama_cpp"),
+    Peer("plain", "linear", "float32", "plain", "compat"),
+    Peer("plain", "conv1d", "float32", "plain", "compat"),
+    Peer("engine", "float32", "float32", "engine", "compat"),
+    Peer("engine", "float32+int8", "float32", "engine", "compat", batches=False),
+    Peer("engine", "float32+lookup", "float32", "engine", "compat", batches=False),
+    Peer("transformers", "bfloat16", "bfloat16", "transformers", "transformers"),
+    Peer("llama.cpp", "bf16", "bfloat16", "llama_cpp", "llama_cpp"),
+    Peer("engine", "bfloat16", "bfloat16", "engine", "compat"),
+    Peer("ctranslate2", "int8", "int8", "ctranslate2", "ctranslate2"),
+    Peer("llama.cpp", "q8_0", "int8", "llama_cpp", "llama_cpp"),
+    # Its AMX kernels crash on some machines as soon as two ids are read at once.
+    Peer("llama.cpp", "q8_0 by id", "int8", "llama_cpp", "llama_cpp", False, "llama.cpp q8_0"),
+    Peer("llama.cpp", "q8_0 no AMX", "int8", "llama_cpp", "llama_cpp", True, "llama.cpp q8_0"),
+    Peer("engine", "int8", "int8", "engine", "compat"),
+)
+INSTALL = "pip install -c constraints.txt -e '.[bench]'"
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight, scales left out

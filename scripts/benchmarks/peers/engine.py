@@ -1,0 +1,27 @@
+"""Our engine; the kind is its data type, and after a + its way to guess ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import Generate
+from compat.engine import Engine
+
+
+def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
+    torch.set_num_threads(threads)
+    dtype, _, speculate = kind.partition("+")
+    engine = Engine(folder, dtype=dtype, max_batch=batch, speculate=speculate or None)
+
+    def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
+        steps = []
+        ids = torch.tensor(prompts)
+        for step in engine.stream(ids, max_new_tokens=new, temperature=0, stop=()):
+            tick()
+            steps.append(step)
+        return torch.stack(steps, dim=1).tolist()
+
+    return generate

@@ -1,0 +1,117 @@
+"""bench.py quality: what the smaller number formats cost, on text that the model never saw."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.common import JsonOption
+from compat import load_tokenizer
+from compat.checkpoint import open_checkpoint
+from compat.engine import Engine
+from compat.parity.reference import load_reference
+
+HELD_OUT = Path(__file__).parent / "held_out.txt"
+PRECISIONS = ("float32", "bfloat16", "int8")
+BATCH = 16
+MOST_LOSS, LEAST_AGREEMENT = 0.005, 0.98  # of int8: rise in perplexity, most probable ids equal
+
+Judged = tuple[Tensor, Tensor]  # log-probabilities of the following ids, most probable ids
+
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--corpus",
+        exists=True,
+        dir_okay=False,
+        help="tinyshakespeare, whose last tenth is read; else an excerpt of that tenth.",
+    ),
+]
+
+
+def quality_command(corpus: TextOption = None, as_json: JsonOption = False) -> None:
+    """Perplexity of the embedded checkpoint on held-out text, and its most probable ids.
+
+    Log-probabilities come from scoring whole windows; most probable ids from decoding them one id
+    after another, as generation does, each given the text before it.
+    """
+    text = HELD_OUT.read_text() if corpus is None else held_out(corpus.read_text())
+    length = open_checkpoint("demo").config.n_positions
+    ids = load_tokenizer("demo").encode(text)
+    windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    judged = {"transformers float32": by_transformers(windows)}
+    judged |= {f"engine {precision}": by_engine(windows, precision) for precision in PRECISIONS}
+    result = {"ids": windows.numel(), "rows": rows(judged)}
+    print(json.dumps(result, indent=2)) if as_json else show(result)
+    int8 = result["rows"]["engine int8"]
+    if not (int8["rise"] <= MOST_LOSS and int8["agreement"] >= LEAST_AGREEMENT):
+        raise typer.Exit(1)
+
+
+def held_out(corpus: str) -> str:
+    """What scripts/train_demo.py kept from the training."""
+    return corpus[len(corpus) * 9 // 10 :]
+
+
+def by_transformers(windows: Tensor) -> Judged:
+    model = load_reference(open_checkpoint("demo"), torch.float32, "sdpa")
+    with torch.no_grad():
+        logits = torch.cat([model(batch).logits[:, :-1] for batch in windows.split(BATCH)])
+    scores = logits.log_softmax(-1).gather(2, windows[:, 1:, None])[..., 0]
+    return scores, logits.argmax(-1)
+
+
+def by_engine(windows: Tensor, precision: str) -> Judged:
+    engine = Engine("demo", dtype=precision, max_batch=BATCH)
+    batches = windows.split(BATCH)
+    scores = torch.cat([engine.score(batch) for batch in batches])
+    return scores, torch.cat([most_probable(engine, batch) for batch in batches])
+
+
+def most_probable(engine: Engine, batch: Tensor) -> Tensor:
+    """The id that decoding would choose after every id but the last: (B, T − 1)."""
+    decoder = engine.decoder()
+    chosen = [decoder.start(batch[:, :1].tolist()).argmax(-1)]
+    chosen += [decoder.step(batch[:, t]).argmax(-1) for t in range(1, batch.shape[1] - 1)]
+    return torch.stack(chosen, dim=1)
+
+
+def perplexity(scores: Tensor) -> float:
+    return math.exp(-scores.double().mean())
+
+
+def rows(judged: dict[str, Judged]) -> dict[str, dict[str, float]]:
+    """By name: perplexity, its rise over the engine's in float32, agreement with that."""
+    exact_scores, exact_ids = judged["engine float32"]
+    found = {}
+    for name, (scores, chosen) in judged.items():
+        found[name] = {
+            "perplexity": perplexity(scores),
+            "rise": perplexity(scores) / perplexity(exact_scores) - 1,
+            "agreement": (chosen == exact_ids).double().mean().item(),
+        }
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table("", title=f"the embedded checkpoint on {result['ids']:,} held-out ids")
+    for heading in ("perplexity", "over float32", "most probable id as in float32"):
+        table.add_column(heading, justify="right")
+    for name, row in result["rows"].items():
+        percent = f"{100 * row['rise']:+.3f} %", f"{100 * row['agreement']:.2f} %"
+        table.add_row(name, f"{row['perplexity']:.4f}", *percent)
+    Console().print(table)
+    int8 = result["rows"]["engine int8"]
+    for met, words in (
+        (int8["rise"] <= MOST_LOSS, f"perplexity at most {100 * MOST_LOSS} % above float32"),
+        (int8["agreement"] >= LEAST_AGREEMENT, f"{100 * LEAST_AGREEMENT:.0f} % of ids agree"),
+    ):
+        print(f"{'✓' if met else '✗'} int8: {words}")
