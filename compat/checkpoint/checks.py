@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from compat.checkpoint.files import Stored, TensorInfo
 from compat.checkpoint.layout import (
@@ -75,6 +76,14 @@ def settle_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str])
         "the stored head is used, untied, as transformers does"
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def not_finite(tensor: Tensor) -> str | None:
+    """In words, how many values are NaN or infinite and where the first is; None if none are."""
+    if torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        return None
+    bad = (~torch.isfinite(tensor)).nonzero()
+    return f"{len(bad):,} NaN or infinite values, the first at {bad[0].tolist()}"
 
 
 def check_tensors(

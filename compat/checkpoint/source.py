@@ -16,6 +16,7 @@ from compat.checkpoint.checks import (
     check_tensors,
     drop_masks,
     drop_other_heads,
+    not_finite,
     settle_head,
 )
 from compat.checkpoint.contents import by_name, model_args_of, open_files
@@ -77,11 +78,8 @@ class Checkpoint:
     def take(self, name: str) -> tuple[Tensor, str | None]:
         """One tensor, and in words which of its values are not finite, if any."""
         tensor = self._stored[name].read(self.mmap)
-        if not self.check_finite or torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-            return tensor, None
-        bad = (~torch.isfinite(tensor)).nonzero()
-        first = bad[0].tolist()
-        return tensor, f"{name} has {len(bad):,} NaN or infinite values, the first at {first}"
+        fault = not_finite(tensor) if self.check_finite else None
+        return tensor, fault and f"{name} has {fault}"
 
     def not_finite(self, faults: list[str]) -> CheckpointError:
         """The error for what `take` found."""

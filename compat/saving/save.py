@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint.checks import not_finite
 from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
 from compat.config import GPT2Config, as_config
 from compat.dialects import get_dialect
@@ -116,10 +117,8 @@ def _check_parameters(model: nn.Module) -> None:
         elif parameter.dtype not in DTYPES or parameter.layout != torch.strided:
             kind = str(parameter.dtype).removeprefix("torch.")
             faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
-        elif not torch.isfinite(torch.stack(torch.aminmax(parameter.detach()))).all():
-            bad = (~torch.isfinite(parameter.detach())).nonzero()
-            first = bad[0].tolist()
-            faults.append((name, f"{len(bad):,} NaN or infinite values, the first at {first}"))
+        elif fault := not_finite(parameter.detach()):
+            faults.append((name, fault))
     if faults:
         headline = f"{type(model).__name__} cannot be saved:"
         raise CheckpointError(lines(headline, folded_faults(faults)))
