@@ -2,6 +2,7 @@
 
 from compat.adapt import Adaptation, Finding, adapt
 from compat.config import GPT2Config
+from compat.decoding import PlainBlocks, left_pad
 from compat.engine import Engine
 from compat.errors import (
     AdaptError,
@@ -20,7 +21,6 @@ from compat.generation import (
     TextStream,
     generate,
     generate_text,
-    left_pad,
     stream,
     stream_text,
 )
@@ -52,6 +52,7 @@ __all__ = [
     "ParityError",
     "ParityReport",
     "Part",
+    "PlainBlocks",
     "Rearrange",
     "Row",
     "Rows",

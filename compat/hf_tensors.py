@@ -24,6 +24,11 @@ class HFTensor:
     op: Callable[[list[Tensor]], Tensor]
 
     def make(self) -> Tensor:
+        """The tensor, contiguous."""
+        return self.view().contiguous()
+
+    def view(self) -> Tensor:
+        """The tensor, on the model's memory where one strided view can show it."""
         return self.op(self.sources)
 
     @cached_property

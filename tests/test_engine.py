@@ -14,10 +14,10 @@ from torch import Tensor
 
 from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
 from compat.checkpoint import open_checkpoint
+from compat.decoding.matrices import Blas
+from compat.decoding.transformer import Embedding, Transformer
 from compat.dialects import DIALECTS
 from compat.engine import Engine
-from compat.engine.matrices import Blas
-from compat.engine.transformer import Transformer
 from compat.parity.check import Reference
 from compat.parity.compare import compare
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
@@ -57,7 +57,7 @@ def test_logits_are_within_the_calibrated_bound_of_parity(
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert result.passed
-    engine.transformer.wpe.mul_(1.1)  # and a wrong engine is not
+    engine.transformer.embedding.wpe.mul_(1.1)  # and a wrong engine is not
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert not result.passed
@@ -151,7 +151,7 @@ def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
 def test_scores_are_those_of_transformers(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("compat.engine.engine")
+    module = importlib.import_module("compat.engine")
     monkeypatch.setattr(module, "CHUNK", 10)
     ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -214,7 +214,8 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
         return Transpose().load(tensor)[0] if name == "h.1.attn.c_proj.weight" else tensor
 
     with torch.no_grad():
-        wrong = Transformer(checkpoint.config, read, Blas, torch.float32)
+        embedding = Embedding.of(read, torch.float32)
+        wrong = Transformer(checkpoint.config, embedding, read, Blas, torch.float32)
         logits = wrong.logits(wrong(ids, wrong.new_cache(1), 0))
     assert relative(logits, logits_of(Engine(source), ids)) > 0.01
 
@@ -225,6 +226,7 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
     [
         ("wpe.weight", 0, "embed"),
         ("h.1.attn.c_attn.bias", -1, "h.1.c_attn"),
+        ("h.1.attn.c_attn.bias", 0, "h.1.c_attn"),  # of q: torch's fast attention hides it
         ("h.1.mlp.c_fc.weight", 0, "h.1.fc"),
         ("ln_f.bias", 0, "logits"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compat
-from compat import generate, left_pad, load_tokenizer, stream
+from compat import PlainBlocks, generate, left_pad, load_tokenizer, stream
 from compat.dialects import conv1d, linear
 from compat.layers import KVCache, position_ids
 from tests.generation_common import (
@@ -155,7 +155,7 @@ def test_padding_that_is_not_masked_or_not_left_out_of_the_positions_shows(
     noisy: Path, dialect: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The partner of the test above: both halves of what the mask does are needed."""
-    model = ours(noisy, dialect)
+    model = PlainBlocks(ours(noisy, dialect))
     ids, mask = left_pad(UNEQUAL, pad_id=13)
     right = greedy(model, ids, 50, attention_mask=mask, use_cache=use_cache)
     unmasked = greedy(model, ids, 50, use_cache=use_cache)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compat import NameMap, NameMapError, Row, Same, Split, Transpose
 from compat.dialects import DIALECTS
+from compat.hf_tensors import HFTensor
 from compat.name_map import Op, listed
 
 sizes = st.integers(min_value=1, max_value=7)
@@ -86,8 +87,16 @@ OPS = [Same(), Transpose(), Split(3), Split(3, transpose=True)]
 def test_what_an_op_makes_is_contiguous(op: Op, tensor: Tensor) -> None:
     loaded = op.load(tensor)
     assert all(piece.is_contiguous() for piece in loaded)
-    assert op.save(loaded).is_contiguous()
-    assert op.save([noise(*piece.shape[::-1]).t() for piece in loaded]).is_contiguous()
+    views = [noise(*piece.shape[::-1]).t() for piece in loaded]
+    assert HFTensor(list(loaded), op.save).make().is_contiguous()
+    assert HFTensor(views, op.save).make().is_contiguous()
+
+
+@pytest.mark.parametrize("op", [Same(), Transpose()], ids=str)
+def test_what_is_only_turned_can_be_viewed_in_place(op: Op) -> None:
+    tensor = noise(4, 6)
+    view = HFTensor([tensor], op.save).view()
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("op", [Split(3), Split(3, transpose=True)], ids=str)

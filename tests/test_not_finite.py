@@ -9,8 +9,8 @@ import torch
 
 from compat import GenerationError, generate, load_pretrained, stream
 from compat.checkpoint import open_checkpoint
+from compat.decoding.not_finite import first_not_finite
 from compat.dialects import Model, get_dialect
-from compat.generation.not_finite import first_not_finite
 from tests.conftest import State, Write
 from tests.generation_common import BATCH, PROMPT, each_dialect, greedy, ours
 

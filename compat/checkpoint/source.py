@@ -64,6 +64,11 @@ class Checkpoint:
         dtypes = {info.dtype for info in self.infos.values() if isinstance(info.dtype, torch.dtype)}
         return reduce(torch.promote_types, dtypes)
 
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether it is of a format whose files can be."""
+        return ".safetensors" in self.weights.name
+
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own, or with `mmap` in the file's pages.
 

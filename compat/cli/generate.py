@@ -42,7 +42,7 @@ from compat.cli.generate_options import (
 )
 from compat.cli.prompt_file import read_prompts, write_results
 from compat.cli.show_text import converse, show, show_samples
-from compat.dialects import Model
+from compat.decoding import PlainBlocks
 from compat.engine import Engine
 from compat.generation import Completion, Sampling, TextStream, generate_text, stream_text
 from compat.loading import load_pretrained
@@ -93,9 +93,10 @@ def generate_command(
     tokenizer = load_tokenizer(checkpoint)
     if speculate:
         batch_size = 1  # guesses are for one text at a time
-    model_or_engine: Model | Engine
+    model_or_engine: PlainBlocks | Engine
     if plain:
-        model_or_engine = load_pretrained(checkpoint, (dialect or DialectName.linear).value)
+        blocks = load_pretrained(checkpoint, (dialect or DialectName.linear).value)
+        model_or_engine = PlainBlocks(blocks)
     else:
         model_or_engine = Engine(
             checkpoint,

@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from compat.config import GPT2Config
+from compat.decoding import Decoder, HasDecoder, PlainBlocks, PlainDecoder, decoder_of
 from compat.dialects import Model
 from compat.errors import GenerationError
-from compat.generation.decoding import (
-    Decoder,
-    HasDecoder,
-    PlainDecoder,
-    decoder_of,
-    left_pad,
-    rounds,
-)
+from compat.generation.rounds import rounds
 from compat.generation.sampling import Sampling
 from compat.layers import fault_in_ids
-
-__all__ = ["check_room", "generate", "left_pad", "stream"]
 
 
 def generate(
@@ -104,6 +96,8 @@ def stream(
 
 
 def _without_cache(model: Model | HasDecoder) -> Decoder:
+    if isinstance(model, PlainBlocks):
+        model = model.model
     if isinstance(model, HasDecoder):
         raise GenerationError(
             "use_cache=False needs the readable blocks, which load_pretrained gives"
@@ -141,7 +135,10 @@ def _steps(
         every[live] = scores
         return sampling.draw(every, generator)[live]
 
-    for found in rounds(decoder, contexts, choose, lambda _, token_id: token_id in stop_ids):
+    def ends(_: int, token_id: int) -> bool:
+        return token_id in stop_ids
+
+    for found in rounds(decoder, contexts, choose, ends, lambda: sampling.rehearsal(generator)):
         ids = torch.full((B,), filler, device=device)
         ids[list(found)] = torch.tensor(list(found.values()), device=device)
         yield ids

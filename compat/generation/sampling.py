@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compat.decoding import Choose, NotFiniteError
 from compat.errors import GenerationError
-
-
-class NotFiniteError(GenerationError):
-    """Logits of which some are NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,18 @@ class Sampling:
             return scores.argmax(dim=-1)
         drawn = torch.multinomial(self.probabilities(scores), 1, generator=generator)
         return drawn.squeeze(1)
+
+    def rehearsal(self, generator: torch.Generator | None = None) -> Choose:
+        """Chooses as will be chosen with this generator, which stays as it is.
+
+        Equal logits therefore give equal ids, and similar ones mostly.
+        """
+        copy = (torch.default_generator if generator is None else generator).clone_state()
+
+        def choose(logits: Tensor, ids: Sequence[int]) -> int:
+            return int(self.draw(self.scores(logits, [ids]), copy))
+
+        return choose
 
     def _suppressed(self, scores: Tensor) -> Tensor:
         V, ids = scores.shape[-1], set(self.suppress_tokens)

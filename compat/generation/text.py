@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from compat.decoding import HasDecoder
 from compat.dialects import Model
 from compat.errors import GenerationError, shown
-from compat.generation.decoding import HasDecoder
 from compat.generation.sampling import Sampling
 from compat.generation.writing import Completion, Draft, Overflow, Prompt, Writer
 from compat.tokenizer import Tokenizer

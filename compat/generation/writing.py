@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from compat.decoding import Choose, HasDecoder, decoder_of
 from compat.dialects import Model
 from compat.errors import GenerationError, TokenizerError, shown
-from compat.generation.decoding import HasDecoder, decoder_of, rounds
 from compat.generation.generate import check_room
+from compat.generation.rounds import rounds
 from compat.generation.sampling import Sampling
 from compat.generation.stopping import NewText
 from compat.tokenizer import Tokenizer
@@ -200,8 +201,11 @@ class Writer:
         def choose(logits: Tensor, live: list[int]) -> Tensor:
             return self._choose(logits, [drafts[i] for i in live])
 
+        def rehearse() -> Choose:
+            return self.sampling.rehearsal(drafts[0].generator(torch.device("cpu")))
+
         contexts = [draft.context for draft in drafts]
-        for found in rounds(self.decoder, contexts, choose, ends):
+        for found in rounds(self.decoder, contexts, choose, ends, rehearse):
             for i, token_id in found.items():
                 drafts[i].add(token_id, self.reasons.get(token_id))
             yield

@@ -56,12 +56,14 @@ PEERS = (
     Peer("transformers", "bfloat16", "bfloat16", "transformers", "transformers"),
     Peer("llama.cpp", "bf16", "bfloat16", "llama_cpp", "llama_cpp"),
     Peer("engine", "bfloat16", "bfloat16", "engine", "compat"),
+    Peer("engine", "bfloat16+int8", "bfloat16", "engine", "compat", batches=False),
     Peer("ctranslate2", "int8", "int8", "ctranslate2", "ctranslate2"),
     Peer("llama.cpp", "q8_0", "int8", "llama_cpp", "llama_cpp"),
     # Its AMX kernels crash on some machines as soon as two ids are read at once.
     Peer("llama.cpp", "q8_0 by id", "int8", "llama_cpp", "llama_cpp", False, "llama.cpp q8_0"),
     Peer("llama.cpp", "q8_0 no AMX", "int8", "llama_cpp", "llama_cpp", True, "llama.cpp q8_0"),
     Peer("engine", "int8", "int8", "engine", "compat"),
+    Peer("engine", "int8+int8", "int8", "engine", "compat", batches=False),
 )
 INSTALL = "pip install -c constraints.txt -e '.[bench]'"
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight, scales left out

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import Generate
-from compat import load_pretrained, stream
+from compat import PlainBlocks, load_pretrained, stream
 
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     torch.set_num_threads(threads)
-    model = load_pretrained(folder, kind)
+    model = PlainBlocks(load_pretrained(folder, kind))
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []

@@ -6,18 +6,23 @@ B batch, T time, S seen so far, N positions there are, C channels, H heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from compat.checkpoint.checks import not_finite
 from compat.config import GPT2Config
-from compat.engine.matrices import Matrix, Pack
+from compat.decoding.matrices import Matrix, Pack
 from compat.layers import activation
 
 Read = Callable[[str], Tensor]  # Hugging Face's name of a tensor → the tensor, `[in, out]`
+Place = tuple[slice | Tensor, slice, slice | Tensor]  # batch, heads, positions
 
 
 class Block(NamedTuple):
@@ -31,16 +36,31 @@ class Block(NamedTuple):
     mlp_proj: Matrix
 
 
+class Embedding(NamedTuple):
+    """The rows of ids and of positions, (V, C) and (N, C); keys and values have their data type."""
+
+    wte: Tensor
+    wpe: Tensor
+
+    @classmethod
+    def of(cls, read: Read, dtype: torch.dtype) -> Embedding:
+        """Read from a checkpoint or model."""
+        return cls(read("wte.weight").to(dtype), read("wpe.weight").to(dtype))
+
+
 class Cache:
-    """Keys and values of every layer, (L, B, N, H, D), written in place."""
+    """Keys and values of every layer, (L, B, H, N, D), written in place."""
 
     def __init__(self, config: GPT2Config, batch: int, dtype: torch.dtype) -> None:
-        shape = (config.n_layer, batch, config.n_positions, config.n_head, config.d_head)
+        shape = (config.n_layer, batch, config.n_head, config.n_positions, config.d_head)
         self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch alone."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+    def keep(self, rows: Tensor, length: int) -> None:
+        """Go on with these rows of the batch alone, of which `length` positions are in use."""
+        B = len(rows)
+        for tensor in (self.keys, self.values):
+            tensor[:, :B, :, :length] = tensor[:, rows, :, :length]
+        self.keys, self.values = self.keys[:, :B], self.values[:, :B]
 
 
 class Transformer:
@@ -48,12 +68,23 @@ class Transformer:
 
     Args:
         config: of the checkpoint.
-        read: gives the weights, one after another.
+        embedding: may be shared with another one.
+        read: gives the other weights, one after another.
         pack: makes a matrix of a weight and a bias.
-        dtype: of the activations, the keys and the values.
+        dtype: of the activations.
     """
 
-    def __init__(self, config: GPT2Config, read: Read, pack: Pack, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: GPT2Config,
+        embedding: Embedding,
+        read: Read,
+        pack: Pack,
+        dtype: torch.dtype,
+    ) -> None:
+        # torch's fast attention hides a NaN in queries and keys; its plain form shows it.
+        self.attention: Callable[[], AbstractContextManager[Any]] = nullcontext
+
         def vector(name: str) -> Tensor:
             return read(name).to(dtype)
 
@@ -63,12 +94,17 @@ class Transformer:
         def matrix(name: str) -> Matrix:
             return pack(vector(f"{name}.weight"), vector(f"{name}.bias"))
 
-        self.config, self.dtype = config, dtype
-        self.wte, self.wpe = vector("wte.weight"), vector("wpe.weight")
+        def projection(name: str) -> Matrix:
+            weight, bias = vector(f"{name}.weight"), vector(f"{name}.bias")
+            if not_finite(weight) or not_finite(bias):
+                self.attention = partial(sdpa_kernel, SDPBackend.MATH)
+            return pack(weight, bias)
+
+        self.config, self.dtype, self.embedding = config, dtype, embedding
         self.blocks = [
             Block(
                 norm(f"h.{i}.ln_1"),
-                matrix(f"h.{i}.attn.c_attn"),
+                projection(f"h.{i}.attn.c_attn"),
                 matrix(f"h.{i}.attn.c_proj"),
                 norm(f"h.{i}.ln_2"),
                 matrix(f"h.{i}.mlp.c_fc"),
@@ -76,14 +112,16 @@ class Transformer:
             )
             for i in range(config.n_layer)
         ]
-        self.ln_f, self.head = norm("ln_f"), pack(vector("lm_head.weight").t(), None)
+        shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
+        head = embedding.wte if shared else vector("lm_head.weight")
+        self.ln_f, self.head = norm("ln_f"), pack(head.t(), None)
         self.act = _activation(config.activation_function)
         N = config.n_positions
         self.seen = torch.ones(N, N, dtype=torch.bool).tril()  # what each position may look at
 
     def new_cache(self, batch: int) -> Cache:
         """Room for so many sequences."""
-        return Cache(self.config, batch, self.dtype)
+        return Cache(self.config, batch, self.embedding.wte.dtype)
 
     def __call__(self, ids: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
         """Read ids (B, T) that follow `start` cached positions: hidden states (B, T, C).
@@ -91,21 +129,24 @@ class Transformer:
         `start` is a number, or (B,) where sequences of different lengths get one id each.
         """
         B, T = ids.shape
+        wte, wpe = self.embedding
+        place: Place  # in the cache, to be written
         mask = None
-        rows: tuple[slice | Tensor, slice | Tensor]  # of the cache, to be written
         if isinstance(start, int):
-            rows, end = (slice(None), slice(start, start + T)), start + T
-            x = self.wte[ids] + self.wpe[start:end]  # (B, T, C)
+            place, end = (slice(None), slice(None), slice(start, start + T)), start + T
+            x = wte[ids].to(self.dtype) + wpe[start:end]  # (B, T, C)
             if T > 1 and start:
                 mask = self.seen[start:end, :end]
         else:
-            rows, end = (torch.arange(B), start), int(start.max()) + 1
-            x = self.wte[ids] + self.wpe[start][:, None]
+            place = (torch.arange(B)[:, None], slice(None), start[:, None])
+            end = int(start.max()) + 1
+            x = wte[ids].to(self.dtype) + wpe[start][:, None]
             mask = self.seen[start, :end][:, None, None]  # (B, 1, 1, S)
-        for i, block in enumerate(self.blocks):
-            x = x + self._attention(i, block, x, cache, rows, end, mask)
-            h = self._norm(x, block.ln_2).view(B * T, -1)
-            x = x + block.mlp_proj(self.act(block.c_fc(h))).view_as(x)
+        with self.attention():
+            for i, block in enumerate(self.blocks):
+                x = x + self._attention(i, block, x, cache, place, end, mask)
+                h = self._norm(x, block.ln_2).view(B * T, -1)
+                x = x + block.mlp_proj(self.act(block.c_fc(h))).view_as(x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,7 +167,7 @@ class Transformer:
         def watched(name: str, matrix: Matrix) -> Matrix:
             return lambda x: look(name, matrix(x))
 
-        look("embed", self.wte[ids] + self.wpe[: len(context)])
+        look("embed", self.embedding.wte[ids] + self.embedding.wpe[: len(context)])
         shadow = copy(self)
         shadow.blocks = [
             block._replace(
@@ -146,25 +187,28 @@ class Transformer:
         block: Block,
         x: Tensor,
         cache: Cache,
-        rows: tuple[slice | Tensor, slice | Tensor],
+        place: Place,
         end: int,
         mask: Tensor | None,
     ) -> Tensor:
         B, T, C = x.shape
-        qkv = block.c_attn(self._norm(x, block.ln_1).view(B * T, C))
-        q, k, v = qkv.view(B, T, 3, self.config.n_head, -1).unbind(2)  # (B, T, H, D)
-        keys, values = cache.keys[i], cache.values[i]  # (B, N, H, D)
-        one_each = isinstance(rows[1], Tensor)
-        keys[rows], values[rows] = (k[:, 0], v[:, 0]) if one_each else (k, v)
+        kept = self.embedding.wte.dtype
+        qkv = block.c_attn(self._norm(x, block.ln_1).view(B * T, C)).to(kept)
+        q, k, v = qkv.view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        keys, values = cache.keys[i], cache.values[i]  # (B, H, N, D)
+        if isinstance(place[0], Tensor):  # an index beside slices puts their axis last
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        keys[place], values[place] = k, v
         heads = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # (B, H, T, D)
-            keys[:, :end].transpose(1, 2),  # (B, H, S, D)
-            values[:, :end].transpose(1, 2),
+            q,
+            keys[:, :, :end],  # (B, H, S, D)
+            values[:, :, :end],
             attn_mask=mask,
             is_causal=T > 1 and mask is None,
             scale=self.config.attention_scale(i),
         )
-        return block.attn_proj(heads.transpose(1, 2).reshape(B * T, C)).view(B, T, C)
+        rows = heads.transpose(1, 2).reshape(B * T, C).to(self.dtype)
+        return block.attn_proj(rows).view(B, T, C)
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *norm, self.config.layer_norm_epsilon)

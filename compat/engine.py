@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.checkpoint.layout import HEAD
 from compat.config import GPT2Config, as_config
-from compat.engine.decoders import ModelDraft, SpeculativeDecoder, StaticDecoder, lookup
-from compat.engine.kernels import ACTIVATIONS, fastest
-from compat.engine.transformer import Read, Transformer
+from compat.decoding import Decoder
+from compat.decoding.kernels import ACTIVATIONS, fastest
+from compat.decoding.matrices import Blas, Pack
+from compat.decoding.speculative import Draft, ModelDraft, SpeculativeDecoder, lookup
+from compat.decoding.static import StaticDecoder
+from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
 from compat.generation import generate, stream
-from compat.generation.decoding import Decoder
 from compat.hf_tensors import hf_tensors
 from compat.layers import fault_in_ids
 from compat.name_map import NameMap
@@ -61,22 +64,25 @@ class Engine:
             raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
         if max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
-        self.config, read = _weights(model_or_source, name_map, config)
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
-        self.transformer = self._pack(dtype, read)
-        self._draft = self._pack("draft", read) if speculate == "int8" else None
-
-    def _pack(self, precision: str, read: Read) -> Transformer:
-        pack = fastest(precision, torch.get_num_threads())
+        pack = _fastest(dtype, rows=4 if speculate else 1)
+        self.config, read = _weights(model_or_source, name_map, config, pack is Blas)
+        stored = torch.float32 if dtype == "float32" else torch.bfloat16
         with torch.no_grad():
-            return Transformer(self.config, read, pack, ACTIVATIONS[precision])
+            rows = Embedding.of(read, stored)
+            self.transformer = Transformer(self.config, rows, read, pack, ACTIVATIONS[dtype])
+            if speculate == "int8":
+                pack, kind = _fastest("draft", rows=1), ACTIVATIONS["draft"]
+                self._draft = Transformer(self.config, rows, read, pack, kind)
 
     def decoder(self) -> Decoder:
         """A batch of its own; `generate` and the like ask for it."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
-        draft = lookup if self._draft is None else ModelDraft(self._draft)
-        return SpeculativeDecoder(self.transformer, draft)
+        drafts: list[Draft] = [lookup]
+        if self.speculate == "int8":
+            drafts.append(ModelDraft(self._draft))
+        return SpeculativeDecoder(self.transformer, drafts)
 
     def generate(self, input_ids: Tensor, **settings: Any) -> Tensor:
         """Continue ids (B, T); settings and errors as in `compat.generate`."""
@@ -109,22 +115,32 @@ class Engine:
         return torch.cat(scores, dim=1) if scores else torch.zeros(B, 0)
 
 
+def _fastest(precision: str, rows: int) -> Pack:
+    return fastest(precision, rows, torch.get_num_threads())
+
+
 def _weights(
     model_or_source: nn.Module | Checkpoint | str | Path,
     name_map: NameMap | None,
     config: GPT2Config | Mapping[str, Any] | None,
+    in_place: bool,
 ) -> tuple[GPT2Config, Read]:
-    """The config, and what gives the tensors under Hugging Face's names."""
+    """The config, and what gives the tensors under Hugging Face's names.
+
+    Weights that are used in place are not read from a safetensors file, but mapped.
+    """
+    if isinstance(model_or_source, Checkpoint):
+        return model_or_source.config, model_or_source.read
     if not isinstance(model_or_source, nn.Module):
-        given = model_or_source
-        checkpoint = given if isinstance(given, Checkpoint) else open_checkpoint(given)
+        checkpoint = open_checkpoint(model_or_source)
+        checkpoint.mmap = in_place and checkpoint.can_be_mapped
         return checkpoint.config, checkpoint.read
     tensors = hf_tensors(model_or_source, name_map)
-    tensors.setdefault(HEAD, tensors[EMBEDDING])
     found = getattr(model_or_source, "config", None) if config is None else as_config(config)
     if not isinstance(found, GPT2Config):
         raise ConfigError(
             f"{type(model_or_source).__name__} has no GPT2Config as its `config`; give `config`, "
             "for what its tensors do not say, such as n_head"
         )
+    found = replace(found, tie_word_embeddings=HEAD not in tensors)
     return found, lambda name: tensors[name].make()

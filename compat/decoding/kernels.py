@@ -6,18 +6,19 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from compat.engine.matrices import (
+from compat.decoding.matrices import (
     Blas,
     Int8,
     Int8Both,
+    Int8Pairs,
     Linear,
-    Matrix,
     OneDnn,
     Pack,
     int8_weight_only,
@@ -27,32 +28,36 @@ from compat.engine.matrices import (
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
     "float32": (OneDnn, Blas, Linear),
     "bfloat16": (OneDnn, Blas, Linear),
-    "int8": (int8_weight_only, Int8),
-    "draft": (Int8Both, int8_weight_only, Int8),
+    "int8": (Int8Pairs, int8_weight_only, Int8),
+    "draft": (Int8Both, Int8Pairs, int8_weight_only, Int8),
 }
 ACTIVATIONS = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
-    "int8": torch.bfloat16,
-    "draft": torch.bfloat16,
+    "int8": torch.float32,
+    "draft": torch.float32,
 }
 # Relative RMS of a product of random numbers: several times what each precision leaves.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "draft": 3e-2}
+LAYERS = 3  # for each candidate: more than the nearest caches hold
+PROMPT = 64  # ids read at once
 
 
 @cache
-def fastest(precision: str, threads: int) -> Pack:
-    """The fastest of the candidates that work here, for one row at a time.
+def fastest(precision: str, rows: int, threads: int) -> Pack:
+    """The fastest of the candidates that work here.
 
     Args:
         precision: "float32", "bfloat16", "int8", or "draft", which may be less exact.
+        rows: multiplied at a time.
         threads: that torch computes with.
     """
     working = {pack.__name__: pack for pack in CANDIDATES[precision] if works(pack, precision)}
     known = _read_memory()
-    place = f"{_machine()}, {threads} threads, {precision}: {', '.join(working)}"
+    place = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(working)}"
     if known.get(place) not in working:
-        known[place] = min(working, key=lambda name: seconds(working[name], precision))
+        taken = seconds(list(working.values()), ACTIVATIONS[precision], rows)
+        known[place] = min(zip(taken, working, strict=True))[1]
         _write_memory(known)
     return working[known[place]]
 
@@ -71,18 +76,30 @@ def works(pack: Pack, precision: str) -> bool:
     return bool(error < TOLERANCE[precision])
 
 
-def seconds(pack: Pack, precision: str, rounds: int = 5) -> float:
-    """The best time for a round of products with different weights, which no near cache holds."""
-    dtype = ACTIVATIONS[precision]
-    weights = torch.randn(768, 3072, dtype=dtype)
-    matrices: list[Matrix] = [pack(weights, None) for _ in range(6)]
-    x, best = torch.randn(1, 768, dtype=dtype), float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for matrix in matrices:
-            matrix(x)
-        best = min(best, time.perf_counter() - start)
-    return best
+def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 7) -> list[float]:
+    """What an id costs each of them, generated and in a prompt: the best times of a few.
+
+    They have their turns one after another, so that noise hits all alike.
+    """
+    block = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
+    sizes = [*block * LAYERS, (768, 50257 * LAYERS // 12)]  # a quarter of gpt2, and of its head
+    packed = [
+        [pack(torch.randn(size, dtype=dtype), torch.randn(size[1], dtype=dtype)) for size in sizes]
+        for pack in packs
+    ]
+    costs = [0.0] * len(packs)
+    for count in (rows, PROMPT):
+        inputs = {size: torch.randn(count, size, dtype=dtype) for size in (768, 3072)}
+        times: list[list[float]] = [[] for _ in packs]
+        for _ in range(rounds):
+            for taken, matrices in zip(times, packed, strict=True):
+                start = time.perf_counter()
+                for matrix, (size, _) in zip(matrices, sizes, strict=True):
+                    matrix(inputs[size])
+                taken.append(time.perf_counter() - start)
+        share = 1 if count == rows else 1 / count
+        costs = [cost + min(taken) * share for cost, taken in zip(costs, times, strict=True)]
+    return costs
 
 
 def _machine() -> str:
@@ -90,7 +107,7 @@ def _machine() -> str:
     with suppress(OSError, StopIteration):
         info = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line for line in info if line.startswith("model name")).partition(": ")[2]
-    return f"{model}, torch {torch.__version__}"
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def _memory() -> Path:

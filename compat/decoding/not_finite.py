@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from compat.dialects import Model, dialect_of
+from compat.errors import GenerationError
 from compat.taps import Tap, expand_taps
+
+
+class NotFiniteError(GenerationError):
+    """Logits of which some are NaN or infinite."""
 
 
 def why_not_finite(

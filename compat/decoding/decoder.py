@@ -1,0 +1,73 @@
+"""What computes the logits, one id after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from compat.config import GPT2Config
+from compat.errors import GenerationError
+
+# Logits (1, V) of the id after a text's ids → the id that will be chosen there. The function that
+# gives it begins a rehearsal: what it draws is drawn again, in earnest, by whoever chooses.
+Choose = Callable[[Tensor, Sequence[int]], int]
+Rehearse = Callable[[], Choose]
+
+
+class Decoder(Protocol):
+    """A batch of sequences that grows by an id each at a time; its state is the cache."""
+
+    @property
+    def config(self) -> GPT2Config:
+        """Of the model."""
+
+    def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
+        """Begin a new batch: float32 logits (B, V) of the id after each prompt, of any lengths.
+
+        `rehearse` tells how the ids of a sequence alone will be chosen, to those who guess ahead.
+        """
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Add an id to each sequence, (B,): float32 logits (B, V) of the id after it."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows of the batch alone, in this order."""
+
+    def why_not_finite(self, context: Sequence[int]) -> str:
+        """Where the first value comes up that is not finite, in words."""
+
+
+@runtime_checkable
+class HasDecoder(Protocol):
+    """A model with a way of its own to decode."""
+
+    def decoder(self) -> Decoder:
+        """A decoder with a batch of its own."""
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
+    """Refuse an empty batch, an empty prompt, and more prompts than there is room for.
+
+    Raises:
+        GenerationError: one of these.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise GenerationError("a prompt is empty; start from the end-of-text id instead")
+    if most is not None and len(prompts) > most:
+        raise GenerationError(f"{len(prompts)} prompts at once; this engine has room for {most}")
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor, Tensor]:
+    """Unequal prompts as one batch: ids (B, T) and attention mask (B, T), 0 at the padding.
+
+    Raises:
+        GenerationError: no prompt, or an empty one.
+    """
+    check_prompts(prompts)
+    T = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask

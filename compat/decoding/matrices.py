@@ -1,0 +1,147 @@
+"""Ways to multiply by a matrix that never changes, of which the machine's fastest is taken.
+
+Each packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out). Some use
+operators that torch does not document; those may go, and are taken only where they work.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Matrix(Protocol):
+    """A packed weight with its bias: (M, in) → (M, out)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x · weight + bias."""
+
+
+PIECE = 1024  # rows quantized at a time
+Pack = Callable[[Tensor, Tensor | None], Matrix]
+
+
+class Blas:
+    """torch's matrix product on the layout that the weight has; its memory is not copied."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+class Linear:
+    """torch's `F.linear` on the `[out, in]` layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight.t().contiguous(), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class OneDnn:
+    """oneDNN on a weight in its own blocked layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        ops: Any = torch.ops.mkldnn
+        self.weight = ops._reorder_linear_weight(weight.t(), None)
+        self.bias, self.multiply = bias, ops._linear_pointwise
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self.multiply(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [in, out] in whole numbers −127 … 127 (out, in), and the step of each row (out,)."""
+    step = (weight.abs().amax(dim=0).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    whole = torch.empty(weight.shape[::-1], dtype=torch.int8)
+    for start in range(0, len(whole), PIECE):  # in pieces that stay in the cache
+        rows = slice(start, start + PIECE)
+        whole[rows] = (weight[:, rows].float() / step[rows]).round_().t()
+    return whole, step
+
+
+class Int8:
+    """8-bit weights, made wide for every product: slow, but of documented operators only."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.whole, self.step = quantized(weight)
+        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, F.linear(x, self.whole.to(x.dtype)), self.step)
+
+
+class Int8Pairs:
+    """8-bit weights by activations of 15 bits, which the product gets as two rows of 8.
+
+    x = step · (whole + rest / 127), with one step for each row of x. While reading the weights
+    takes the time, the second row costs nothing.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        ops: Any = torch.ops.onednn
+        whole, self.step = quantized(weight)
+        self.weight = ops.qlinear_prepack(whole, None)
+        self.zeros = torch.zeros(len(self.step), dtype=torch.int32)
+        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
+        self.most, self.parts = torch.tensor(127.0), torch.tensor([1, 1 / 127])
+        self.multiply = ops.qlinear_pointwise
+
+    def __call__(self, x: Tensor) -> Tensor:
+        M = len(x)
+        step = x.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30) / self.most  # (M, 1)
+        whole = x / step
+        pairs = torch.stack([whole, whole.frac() * self.most], dim=1).view(2 * M, -1)
+        products = self.multiply(
+            pairs.to(torch.int8), 1.0, 0, self.weight, self.step, self.zeros, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return torch.baddbmm(self.bias, (step * self.parts)[:, None], products.view(M, 2, -1))[:, 0]
+
+
+class Int8WeightOnly:
+    """8-bit weights by bfloat16 activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        ops: Any = torch.ops.aten
+        self.whole, self.step = quantized(weight)
+        self.ones = torch.ones_like(self.step, dtype=torch.bfloat16)
+        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
+        self.multiply = ops._weight_int8pack_mm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = self.multiply(x.bfloat16(), self.whole, self.ones).float()
+        return torch.addcmul(self.bias, product, self.step)
+
+
+def int8_weight_only(weight: Tensor, bias: Tensor | None) -> Matrix:
+    """torch's kernel reads inputs in blocks of 32, and beyond the end of those that have fewer."""
+    return (Int8 if weight.shape[0] % 32 else Int8WeightOnly)(weight, bias)
+
+
+class Int8Both:
+    """8-bit weights by 8-bit activations, with one step for all rows: for drafts of one row."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        ops: Any = torch.ops.quantized
+        whole, step = quantized(weight)
+        with warnings.catch_warnings():  # torch means to drop its tensors of whole numbers
+            warnings.simplefilter("ignore")
+            tensor = torch._make_per_channel_quantized_tensor(
+                whole, step.double(), torch.zeros(len(step), dtype=torch.long), 0
+            )
+            self.weight = ops.linear_prepack(tensor, None if bias is None else bias.float())
+        self.multiply = ops.linear_dynamic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self.multiply(x, self.weight, False)
+        return product

@@ -1,0 +1,66 @@
+"""Batches on a static cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compat.config import GPT2Config
+from compat.decoding.decoder import Rehearse, check_prompts
+from compat.decoding.not_finite import why_not_finite
+from compat.decoding.transformer import Transformer
+
+
+class TransformerDecoder:
+    """What the decoders of a transformer share: its config, and where its values are at fault."""
+
+    transformer: Transformer
+
+    @property
+    def config(self) -> GPT2Config:
+        return self.transformer.config
+
+    def why_not_finite(self, context: Sequence[int]) -> str:
+        """Where the first value comes up that is not finite, in words."""
+        found = self.transformer.first_not_finite(context)
+        return why_not_finite(found, self.transformer.dtype, context)
+
+
+class StaticDecoder(TransformerDecoder):
+    """Sequences of any lengths side by side, padded on the right, where nothing looks at it.
+
+    Args:
+        transformer: computes the logits.
+        max_batch: sequences at once; None for any number.
+    """
+
+    def __init__(self, transformer: Transformer, max_batch: int | None = None) -> None:
+        self.transformer, self.max_batch = transformer, max_batch
+
+    @torch.no_grad()
+    def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
+        """Logits (B, V) of the id after each prompt."""
+        check_prompts(prompts, self.max_batch)
+        self.lengths = [len(prompt) for prompt in prompts]
+        T = max(self.lengths)
+        ids = torch.tensor([[*prompt, *[0] * (T - len(prompt))] for prompt in prompts])
+        self.cache = self.transformer.new_cache(len(prompts))
+        hidden = self.transformer(ids, self.cache, 0)
+        last = torch.tensor(self.lengths) - 1
+        return self.transformer.logits(hidden[torch.arange(len(prompts)), last])
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> Tensor:
+        """Logits (B, V) of the id after these, (B,)."""
+        alike = len(set(self.lengths)) == 1
+        start = self.lengths[0] if alike else torch.tensor(self.lengths)
+        hidden = self.transformer(ids[:, None], self.cache, start)
+        self.lengths = [length + 1 for length in self.lengths]
+        return self.transformer.logits(hidden[:, 0])
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        self.cache.keep(rows, max(self.lengths))
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
