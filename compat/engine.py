@@ -16,7 +16,7 @@ from compat.config import GPT2Config, as_config
 from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, fastest
 from compat.decoding.matrices import Blas, Pack
-from compat.decoding.speculative import Draft, ModelDraft, SpeculativeDecoder, lookup
+from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
@@ -71,18 +71,17 @@ class Engine:
         with torch.no_grad():
             rows = Embedding.of(read, stored)
             self.transformer = Transformer(self.config, rows, read, pack, ACTIVATIONS[dtype])
+            self._guessers = [Guesser(lookup)]
             if speculate == "int8":
                 pack, kind = _fastest("draft", rows=1), ACTIVATIONS["draft"]
-                self._draft = Transformer(self.config, rows, read, pack, kind)
+                draft = ModelDraft(Transformer(self.config, rows, read, pack, kind))
+                self._guessers.append(Guesser(draft))
 
     def decoder(self) -> Decoder:
         """A batch of its own; `generate` and the like ask for it."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
-        drafts: list[Draft] = [lookup]
-        if self.speculate == "int8":
-            drafts.append(ModelDraft(self._draft))
-        return SpeculativeDecoder(self.transformer, drafts)
+        return SpeculativeDecoder(self.transformer, self._guessers)
 
     def generate(self, input_ids: Tensor, **settings: Any) -> Tensor:
         """Continue ids (B, T); settings and errors as in `compat.generate`."""

@@ -18,6 +18,9 @@ from compat.decoding.transformer import Cache, Transformer
 Draft = Callable[[list[int], int, Cache, Choose], list[int]]
 
 
+TAIL = 3  # ids that have to be the same; what follows two is seldom the same
+
+
 class Guesser:
     """A source of guesses, and what is known of it: how many come true, and what one costs.
 
@@ -38,7 +41,7 @@ class Guesser:
         self.guessed += len(guesses)
         if guesses:
             taken = (time.perf_counter() - start) / len(guesses)
-            self.seconds = mixed(self.seconds or taken, taken)
+            self.seconds = mixed(self.seconds or taken, taken, 0.1)
         return guesses
 
     def learn(self, right: bool) -> None:
@@ -55,7 +58,6 @@ class Guesser:
 
         Of k guesses, 1 + rate + … + rate^k ids are expected to come.
         """
-        read = read or 1.0  # nothing was timed yet
         seconds = max(self.seconds or read / 4, read / 40)  # a longer pass takes longer, a little
         ids, best = 0.0, (0.0, 0)
         for count in range(self.MOST + 1):
@@ -64,7 +66,7 @@ class Guesser:
         return best
 
 
-def mixed(before: float, now: float, share: float = 0.1) -> float:
+def mixed(before: float, now: float, share: float = 0.05) -> float:
     """A mean in which what is long ago counts less."""
     return before + share * (now - before)
 
@@ -79,12 +81,11 @@ class SpeculativeDecoder(TransformerDecoder):
 
     Args:
         transformer: computes the logits.
-        drafts: sources of guesses; at equal gain the first is asked first.
+        guessers: they learn from one text for the next; at equal gain the first is asked first.
     """
 
-    def __init__(self, transformer: Transformer, drafts: Sequence[Draft]) -> None:
-        self.transformer = transformer
-        self.guessers = [Guesser(draft) for draft in drafts]
+    def __init__(self, transformer: Transformer, guessers: Sequence[Guesser]) -> None:
+        self.transformer, self.guessers = transformer, guessers
         self.seconds = 0.0  # of a pass
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ class SpeculativeDecoder(TransformerDecoder):
         hidden = self.transformer(read, self.cache, len(self.ids) - 1)
         logits = self.transformer.logits(hidden[0])  # (1 + guesses, V)
         taken = time.perf_counter() - start
-        self.seconds = mixed(self.seconds or taken, taken)
+        self.seconds = mixed(self.seconds or taken, taken, 0.1)
         self.ready = [(guess, logits[None, j]) for j, guess in enumerate(guesses, start=1)]
         return logits[None, 0]
 
@@ -121,7 +122,9 @@ class SpeculativeDecoder(TransformerDecoder):
         """There is one row."""
 
     def _guesses(self) -> list[int]:
-        """From the source that promises most and has any."""
+        """From the source that promises most and has any; none while no pass was timed."""
+        if not self.seconds:
+            return []
         room = self.config.n_positions - len(self.ids)
         options = [(*guesser.best(self.seconds), guesser) for guesser in self.guessers]
         for _, count, guesser in sorted(options, key=lambda option: -option[0]):
@@ -162,26 +165,13 @@ class ModelDraft:
         return ids[n:]
 
 
-def lookup(ids: list[int], count: int, cache: Cache | None, choose: Choose | None) -> list[int]:
-    """Guesses from the text itself: what followed its last few ids when they stood there before."""
-    at = _last_occurrence(ids)
-    if at is None:
-        return []
-    text = list(ids)
-    for step in range(count):  # also beyond what stands there now: a text that repeats itself
-        text.append(text[at + step])
-    return text[len(ids) :]
-
-
-def _last_occurrence(ids: list[int], longest: int = 3) -> int | None:
-    """Where the longest tail of the ids ended before, the last time; tails beyond `longest` tie."""
-    best, found = 0, None
-    for at in range(len(ids) - 1, 0, -1):
-        size = 0
-        while size < min(longest, at) and ids[at - 1 - size] == ids[-1 - size]:
-            size += 1
-        if size > best:
-            best, found = size, at
-        if best == longest:
-            break
-    return found
+def lookup(ids: list[int], count: int, *_: object) -> list[int]:
+    """Guesses from the text itself: what followed its last ids when they stood there before."""
+    tail = ids[-TAIL:]
+    for at in range(len(ids) - 1, TAIL - 1, -1):
+        if ids[at - TAIL : at] == tail:
+            text = list(ids)
+            for step in range(count):  # beyond what stands there, as a text that repeats itself
+                text.append(text[at + step])
+            return text[len(ids) :]
+    return []

@@ -22,7 +22,6 @@ from compat.decoding.matrices import Matrix, Pack
 from compat.layers import activation
 
 Read = Callable[[str], Tensor]  # Hugging Face's name of a tensor → the tensor, `[in, out]`
-Place = tuple[slice | Tensor, slice, slice | Tensor]  # batch, heads, positions
 
 
 class Block(NamedTuple):
@@ -49,18 +48,17 @@ class Embedding(NamedTuple):
 
 
 class Cache:
-    """Keys and values of every layer, (L, B, H, N, D), written in place."""
+    """Keys and values of every layer, (L, 2, B, H, N, D), written in place."""
 
     def __init__(self, config: GPT2Config, batch: int, dtype: torch.dtype) -> None:
-        shape = (config.n_layer, batch, config.n_head, config.n_positions, config.d_head)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        L, N, H = config.n_layer, config.n_positions, config.n_head
+        self.both = torch.zeros(L, 2, batch, H, N, config.d_head, dtype=dtype)
 
     def keep(self, rows: Tensor, length: int) -> None:
         """Go on with these rows of the batch alone, of which `length` positions are in use."""
         B = len(rows)
-        for tensor in (self.keys, self.values):
-            tensor[:, :B, :, :length] = tensor[:, rows, :, :length]
-        self.keys, self.values = self.keys[:, :B], self.values[:, :B]
+        self.both[:, :, :B, :, :length] = self.both[:, :, rows, :, :length]
+        self.both = self.both[:, :, :B]
 
 
 class Transformer:
@@ -115,6 +113,7 @@ class Transformer:
         shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
         head = embedding.wte if shared else vector("lm_head.weight")
         self.ln_f, self.head = norm("ln_f"), pack(head.t(), None)
+        self.scales = [config.attention_scale(i) for i in range(config.n_layer)]
         self.act = _activation(config.activation_function)
         N = config.n_positions
         self.seen = torch.ones(N, N, dtype=torch.bool).tril()  # what each position may look at
@@ -128,24 +127,30 @@ class Transformer:
 
         `start` is a number, or (B,) where sequences of different lengths get one id each.
         """
-        B, T = ids.shape
-        wte, wpe = self.embedding
-        place: Place  # in the cache, to be written
-        mask = None
+        T, (wte, wpe) = ids.shape[1], self.embedding
+        x, mask = wte[ids].to(self.dtype), None  # (B, T, C)
         if isinstance(start, int):
-            place, end = (slice(None), slice(None), slice(start, start + T)), start + T
-            x = wte[ids].to(self.dtype) + wpe[start:end]  # (B, T, C)
+            end = start + T
+            x = x + wpe[start:end]
             if T > 1 and start:
                 mask = self.seen[start:end, :end]
+            into = cache.both[:, :, :, :, start:end].unbind(0)
         else:
-            place = (torch.arange(B)[:, None], slice(None), start[:, None])
             end = int(start.max()) + 1
-            x = wte[ids].to(self.dtype) + wpe[start][:, None]
+            x = x + wpe[start][:, None]
             mask = self.seen[start, :end][:, None, None]  # (B, 1, 1, S)
+            into = cache.both.unbind(0)
+        seen = cache.both[:, :, :, :, :end].unbind(0)  # of each layer (2, B, H, S, D)
         with self.attention():
             for i, block in enumerate(self.blocks):
-                x = x + self._attention(i, block, x, cache, place, end, mask)
-                h = self._norm(x, block.ln_2).view(B * T, -1)
+                h = self._norm(x, block.ln_1)
+                q, new = self._heads(block.c_attn, h)
+                if isinstance(start, int):
+                    into[i].copy_(new)
+                else:
+                    into[i][:, torch.arange(len(ids)), :, start] = new[:, :, :, 0].transpose(0, 1)
+                x = x + self._attention(i, block.attn_proj, q, seen[i], mask)
+                h = self._norm(x, block.ln_2).view(-1, x.shape[-1])
                 x = x + block.mlp_proj(self.act(block.c_fc(h))).view_as(x)
         return x
 
@@ -181,34 +186,29 @@ class Transformer:
         look("logits", self.logits(shadow(ids, self.new_cache(1), 0)))
         return faults[0] if faults else None
 
+    def _heads(self, c_attn: Matrix, h: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, C) → queries (B, H, T, D), keys and values (2, B, H, T, D)."""
+        B, T, C = h.shape
+        qkv = c_attn(h.view(B * T, C)).to(self.embedding.wte.dtype)
+        heads = qkv.view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
+        return heads[0], heads[1:]
+
     def _attention(
-        self,
-        i: int,
-        block: Block,
-        x: Tensor,
-        cache: Cache,
-        place: Place,
-        end: int,
-        mask: Tensor | None,
+        self, i: int, proj: Matrix, q: Tensor, seen: Tensor, mask: Tensor | None
     ) -> Tensor:
-        B, T, C = x.shape
-        kept = self.embedding.wte.dtype
-        qkv = block.c_attn(self._norm(x, block.ln_1).view(B * T, C)).to(kept)
-        q, k, v = qkv.view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
-        keys, values = cache.keys[i], cache.values[i]  # (B, H, N, D)
-        if isinstance(place[0], Tensor):  # an index beside slices puts their axis last
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        keys[place], values[place] = k, v
+        """Queries (B, H, T, D) → (B, T, C)."""
+        B, _, T, _ = q.shape
+        keys, values = seen.unbind(0)  # (B, H, S, D)
         heads = F.scaled_dot_product_attention(
             q,
-            keys[:, :, :end],  # (B, H, S, D)
-            values[:, :, :end],
+            keys,
+            values,
             attn_mask=mask,
             is_causal=T > 1 and mask is None,
-            scale=self.config.attention_scale(i),
+            scale=self.scales[i],
         )
-        rows = heads.transpose(1, 2).reshape(B * T, C).to(self.dtype)
-        return block.attn_proj(rows).view(B, T, C)
+        rows = heads.transpose(1, 2).reshape(B * T, -1).to(self.dtype)
+        return proj(rows).view(B, T, -1)
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *norm, self.config.layer_norm_epsilon)

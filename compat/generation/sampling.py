@@ -106,7 +106,8 @@ class Sampling:
 
         Equal logits therefore give equal ids, and similar ones mostly.
         """
-        copy = (torch.default_generator if generator is None else generator).clone_state()
+        given = torch.default_generator if generator is None else generator
+        copy = given.clone_state() if self.temperature else None
 
         def choose(logits: Tensor, ids: Sequence[int]) -> int:
             return int(self.draw(self.scores(logits, [ids]), copy))
