@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import HEAD
-from compat.config import GPT2Config, as_config
+from compat.config import GPT2Config
 from compat.decoding import Decoder
-from compat.decoding.kernels import ACTIVATIONS, fastest
+from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Blas, Pack
 from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
 from compat.generation import generate, stream
-from compat.hf_tensors import hf_tensors
+from compat.hf_tensors import config_of, hf_tensors
 from compat.layers import fault_in_ids
 from compat.name_map import NameMap
 
@@ -35,11 +35,15 @@ class Engine:
     Args:
         model_or_source: a dialect's model, any module with a name map, an open checkpoint, or a
             source as in `load_pretrained`. The weights are read once and packed; later changes of
-            the model are not seen.
-        dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 for the rest.
-        max_batch: sequences at once.
+            the model are not seen. In float32 a safetensors file may be used where it lies: do not
+            cut it short or write into it meanwhile.
+        dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
+            rest in float32.
+        max_batch: sequences at once, for which the kernels are then chosen; None for any number,
+            with kernels for one.
         speculate: guess ahead, for one sequence at a time: "int8" by the same weights in 8 bits,
-            "lookup" by what the text had before. The ids are the same as without.
+            "lookup" by what the text had before, the former too where that promises more. The
+            ids are the same as without.
         name_map: of a module that is not a dialect's.
         config: of a module that has none; it tells `n_head` and the like.
 
@@ -53,7 +57,7 @@ class Engine:
         model_or_source: nn.Module | Checkpoint | str | Path,
         *,
         dtype: Precision = "float32",
-        max_batch: int = 32,
+        max_batch: int | None = None,
         speculate: Literal["int8", "lookup"] | None = None,
         name_map: NameMap | None = None,
         config: GPT2Config | Mapping[str, Any] | None = None,
@@ -62,10 +66,10 @@ class Engine:
             raise ConfigError(f"dtype is {dtype!r}; expected 'float32', 'bfloat16' or 'int8'")
         if speculate not in (None, "int8", "lookup"):
             raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
-        if max_batch < 1:
+        if max_batch is not None and max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
-        pack = _fastest(dtype, rows=4 if speculate else 1)
+        pack = _fastest(dtype, rows=4 if speculate else min(max_batch or 1, PROMPT))
         self.config, read = _weights(model_or_source, name_map, config, pack is Blas)
         stored = torch.float32 if dtype == "float32" else torch.bfloat16
         with torch.no_grad():
@@ -135,11 +139,6 @@ def _weights(
         checkpoint.mmap = in_place and checkpoint.can_be_mapped
         return checkpoint.config, checkpoint.read
     tensors = hf_tensors(model_or_source, name_map)
-    found = getattr(model_or_source, "config", None) if config is None else as_config(config)
-    if not isinstance(found, GPT2Config):
-        raise ConfigError(
-            f"{type(model_or_source).__name__} has no GPT2Config as its `config`; give `config`, "
-            "for what its tensors do not say, such as n_head"
-        )
+    found = config_of(model_or_source, config)
     found = replace(found, tie_word_embeddings=HEAD not in tensors)
-    return found, lambda name: tensors[name].make()
+    return found, lambda name: tensors[name].make().clone()  # the model may change

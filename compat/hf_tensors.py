@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.config import GPT2Config, as_config
 from compat.dialects import dialect_of
-from compat.errors import NameMapError, listed
+from compat.errors import ConfigError, NameMapError, listed
 from compat.name_map import NameMap
 from compat.strict import check_names, is_dropped
 
@@ -73,6 +75,27 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     if head and embedding and not untied and torch.equal(head.make(), embedding.make()):
         del tensors[HEAD]
     return {row.hf: tensors[row.hf] for row in rows if row.hf in tensors}
+
+
+def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
+    """The config given, or the one that the model has.
+
+    Raises:
+        ConfigError: there is none, or two that contradict each other.
+    """
+    own = getattr(model, "config", None)
+    own = own if isinstance(own, GPT2Config) else None
+    config = own if given is None else as_config(given)
+    if config is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no GPT2Config as its `config`; give `config`, for what "
+            "its tensors do not say: n_head, activation_function, layer_norm_epsilon, …"
+        )
+    if own is not None and own != config:
+        raise ConfigError(
+            f"`config` contradicts the config that {type(model).__name__} has; leave it out"
+        )
+    return config
 
 
 def _own_map(model: nn.Module) -> NameMap:

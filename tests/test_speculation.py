@@ -53,7 +53,7 @@ class Speculating:
     """An engine whose guesses are given; it counts the passes of its model."""
 
     def __init__(self, engine: Engine, draft: Draft) -> None:
-        self.made = SpeculativeDecoder(engine.transformer, [draft])
+        self.made = SpeculativeDecoder(engine.transformer, [Guesser(draft)])
         self.config, self.passes = engine.config, 0
         transformer = engine.transformer
 
@@ -144,7 +144,7 @@ def test_right_guesses_save_passes(
     speculating = Speculating(engine, lambda so_far, count, *_: truth[len(so_far) :][:count])
     found = generate(speculating, ids, max_new_tokens=N - 8, temperature=0, stop=())
     assert found[0].tolist() == truth
-    assert speculating.passes == 8  # of 56 ids, the first of which the prompt gives
+    assert speculating.passes == 9  # the prompt, one that is timed, then 8 ids each
     (guesser,) = speculating.made.guessers
     assert guesser.rate > 0.9
     assert guesser.guessed - guesser.right <= 1
@@ -191,13 +191,13 @@ def test_a_rate_follows_what_comes_true_and_recovers() -> None:
     guesser = Guesser(lookup)
     for _ in range(60):
         guesser.learn(False)
-    assert guesser.rate < 0.01
+    assert guesser.rate < 0.05
     for _ in range(60):
         guesser.forget()
     assert 0.4 < guesser.rate < 0.7
     for _ in range(60):
         guesser.learn(True)
-    assert guesser.rate > 0.99
+    assert guesser.rate > 0.97
 
 
 def test_guesses_of_drawn_ids_are_drawn_by_the_same_random_numbers(
@@ -254,7 +254,9 @@ def test_a_stop_id_amid_right_guesses_ends_the_text(source: Path, speculate: Any
 
 
 def test_a_decoder_can_start_again(engine: Engine) -> None:
-    decoder = SpeculativeDecoder(engine.transformer, [lambda so_far, count, *_: [1] * count])
+    decoder = SpeculativeDecoder(
+        engine.transformer, [Guesser(lambda so_far, count, *_: [1] * count)]
+    )
     first = decoder.start([[5, 6, 7]])
     decoder.step(torch.tensor([1]))
     assert torch.equal(decoder.start([[5, 6, 7]]), first)
@@ -287,7 +289,7 @@ def test_a_draft_that_fails_leaves_the_message_to_the_model(
 ) -> None:
     guess(3)
     engine = Engine(source, speculate="int8")
-    engine._draft.ln_f[1].fill_(torch.nan)
+    engine._guessers[-1].draft.transformer.ln_f[1].fill_(torch.nan)
     found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop=())
     assert found[0].tolist() == true_ids(source, prompt(2))[:28]
 
@@ -297,9 +299,9 @@ def test_a_draft_that_fails_leaves_the_message_to_the_model(
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
         ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3, 9, 1, 2, 3, 9]),  # and so on
-        ([4, 3, 8, 2, 3, 7, 5, 2, 3], 1, [7]),  # the longest tail that stood there before
-        ([3, 8, 3, 7, 3], 2, [7, 3]),  # and of those the last
-        ([5, 6, 6], 3, [6, 6, 6]),
+        ([2, 2, 3, 7, 2, 2, 3, 8, 5, 2, 2, 3], 1, [8]),  # where they stood last
+        ([5, 6, 6, 6, 6], 3, [6, 6, 6]),
+        ([5, 6, 6], 3, []),  # two are not enough
         ([1, 2, 3], 2, []),
         ([1], 2, []),
         ([1, 1], 0, []),

@@ -93,12 +93,11 @@ def generate_command(
     tokenizer = load_tokenizer(checkpoint)
     if speculate:
         batch_size = 1  # guesses are for one text at a time
-    model_or_engine: PlainBlocks | Engine
+    runs: PlainBlocks | Engine
     if plain:
-        blocks = load_pretrained(checkpoint, (dialect or DialectName.linear).value)
-        model_or_engine = PlainBlocks(blocks)
+        runs = PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
     else:
-        model_or_engine = Engine(
+        runs = Engine(
             checkpoint,
             dtype=dtype.value if dtype else "float32",
             max_batch=max(1, batch_size),
@@ -115,12 +114,10 @@ def generate_command(
     }
 
     def one(prompt: str) -> TextStream:
-        return stream_text(model_or_engine, tokenizer, prompt, **settings)
+        return stream_text(runs, tokenizer, prompt, **settings)
 
     def many(prompts: list[str]) -> Iterator[Completion]:
-        return generate_text(
-            model_or_engine, tokenizer, prompts, n=n, batch_size=batch_size, **settings
-        )
+        return generate_text(runs, tokenizer, prompts, n=n, batch_size=batch_size, **settings)
 
     if prompt_file is not None:
         write_results(many, prompts, n, out, resume)

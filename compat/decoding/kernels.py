@@ -97,6 +97,7 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 
                 for matrix, (size, _) in zip(matrices, sizes, strict=True):
                     matrix(inputs[size])
                 taken.append(time.perf_counter() - start)
+        # Rows that are read in one prompt count as so many ids, the others as one each of a text.
         share = 1 if count == rows else 1 / count
         costs = [cost + min(taken) * share for cost, taken in zip(costs, times, strict=True)]
     return costs

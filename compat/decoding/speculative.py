@@ -16,9 +16,7 @@ from compat.decoding.transformer import Cache, Transformer
 # The ids so far, of which the cache holds all but the last; how many ids to guess; how the model's
 # logits will be chosen from. → the guesses.
 Draft = Callable[[list[int], int, Cache, Choose], list[int]]
-
-
-TAIL = 3  # ids that have to be the same; what follows two is seldom the same
+TAIL = 3  # ids that have to be the same for a lookup; what follows two is seldom the same
 
 
 class Guesser:

