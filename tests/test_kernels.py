@@ -83,3 +83,11 @@ def test_the_fastest_kernel_is_taken_and_remembered(
     kernels.fastest.cache_clear()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
+
+
+def test_measuring_draws_nothing_from_the_random_numbers_of_the_user() -> None:
+    before = torch.get_rng_state()
+    times = kernels.seconds([Blas, Linear], torch.float32, rows=1, rounds=1)
+    assert len(times) == 2 and min(times) > 0
+    assert kernels.works(Blas, "float32")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -91,7 +91,7 @@ def generate_command(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     checkpoint = open_checkpoint(model, revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
-    if speculate:
+    if speculate or (prompt_file is None and n == 1):
         batch_size = 1  # guesses are for one text at a time
     runs: PlainBlocks | Engine
     if plain:

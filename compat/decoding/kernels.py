@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -83,13 +83,11 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 
     """
     block = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     sizes = [*block * LAYERS, (768, 50257 * LAYERS // 12)]  # a quarter of gpt2, and of its head
-    packed = [
-        [pack(torch.randn(size, dtype=dtype), torch.randn(size[1], dtype=dtype)) for size in sizes]
-        for pack in packs
-    ]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    packed = [[pack(draw(size), draw(size[1])) for size in sizes] for pack in packs]
     costs = [0.0] * len(packs)
     for count in (rows, PROMPT):
-        inputs = {size: torch.randn(count, size, dtype=dtype) for size in (768, 3072)}
+        inputs = {size: draw(count, size) for size in (768, 3072)}
         times: list[list[float]] = [[] for _ in packs]
         for _ in range(rounds):
             for taken, matrices in zip(times, packed, strict=True):

@@ -36,7 +36,8 @@ def generate(
     """Continue ids (B, T) by up to `max_new_tokens`: ids (B, T + new), the prompt included.
 
     Args:
-        model: a dialect's model in eval mode, or one with a decoder of its own.
+        model: a dialect's model in eval mode, which runs fast on its own weights if it is as it was
+            made, else by its blocks; `PlainBlocks` of one; or anything with a decoder of its own.
         input_ids: (B, T); unequal prompts come from `left_pad`, with its mask.
         max_new_tokens: at most so many; fewer when every row has met a stop id.
         temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens: as in `Sampling`.
