@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
 from compat.checkpoint import open_checkpoint
+from compat.decoding import static
 from compat.decoding.matrices import Blas
 from compat.decoding.transformer import Embedding, Transformer
 from compat.dialects import DIALECTS
@@ -111,6 +112,20 @@ def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data:
             decoder.keep(torch.tensor([i for i in range(len(rows)) if i != gone]))
             del rows[gone]
         found = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in rows]))
+
+
+@pytest.mark.parametrize("speculate", [None, "lookup"])
+@pytest.mark.parametrize("piece", [1, 7, 20, 64])
+def test_prompts_may_be_read_in_pieces(
+    source: Path, speculate: Any, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static, "PIECE", piece)
+    texts = [torch.arange(40).tolist(), [5, 3, 9]] if speculate is None else [list(range(40))]
+    found = Engine(source, speculate=speculate).decoder().start(texts)
+    blocks = load_pretrained(source)
+    for row, text in zip(found, texts, strict=True):
+        with torch.no_grad():
+            assert relative(row, blocks(torch.tensor([text]))[0, -1]) < 1e-5
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS))

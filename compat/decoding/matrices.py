@@ -6,6 +6,7 @@ operators that torch does not document; those may go, and are taken only where t
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ class Matrix(Protocol):
         """x · weight + bias."""
 
 
-PIECE = 1024  # rows quantized at a time
+PIECE = 256  # rows quantized at a time, in the cache
 Pack = Callable[[Tensor, Tensor | None], Matrix]
 
 
@@ -61,11 +62,16 @@ class OneDnn:
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [in, out] in whole numbers −127 … 127 (out, in), and the step of each row (out,)."""
-    step = (weight.abs().amax(dim=0).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    whole = torch.empty(weight.shape[::-1], dtype=torch.int8)
-    for start in range(0, len(whole), PIECE):  # in pieces that stay in the cache
+    step = torch.empty(weight.shape[1])
+    # Memory that goes back to the system when it is packed, where the allocator would keep it.
+    memory = mmap.mmap(-1, weight.numel())
+    whole = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])
+    least = torch.finfo(torch.float32).tiny
+    for start in range(0, len(whole), PIECE):
         rows = slice(start, start + PIECE)
-        whole[rows] = (weight[:, rows].float() / step[rows]).round_().t()
+        columns = weight[:, rows].float()
+        step[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=least)
+        whole[rows] = (columns / step[rows]).round_().t()
     return whole, step
 
 

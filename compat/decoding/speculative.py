@@ -94,7 +94,7 @@ class SpeculativeDecoder(TransformerDecoder):
         self.rehearse = rehearse or (lambda: greedy)
         self.cache = self.transformer.new_cache(1)
         self.ready: list[tuple[int, Tensor]] = []  # guesses, and the logits after each
-        hidden = self.transformer(torch.tensor([self.ids]), self.cache, 0)
+        hidden = self.read_prompts(torch.tensor([self.ids]), self.cache)
         return self.transformer.logits(hidden[:, -1])
 
     @torch.no_grad()

@@ -10,7 +10,9 @@ from torch import Tensor
 from compat.config import GPT2Config
 from compat.decoding.decoder import Rehearse, check_prompts
 from compat.decoding.not_finite import why_not_finite
-from compat.decoding.transformer import Transformer
+from compat.decoding.transformer import Cache, Transformer
+
+PIECE = 256  # positions read at once
 
 
 class TransformerDecoder:
@@ -26,6 +28,11 @@ class TransformerDecoder:
         """Where the first value comes up that is not finite, in words."""
         found = self.transformer.first_not_finite(context)
         return why_not_finite(found, self.transformer.dtype, context)
+
+    def read_prompts(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Ids (B, T), in pieces, for the memory that a pass needs: hidden states (B, T, C)."""
+        pieces = enumerate(torch.split(ids, PIECE, dim=1))
+        return torch.cat([self.transformer(ids, cache, n * PIECE) for n, ids in pieces], dim=1)
 
 
 class StaticDecoder(TransformerDecoder):
@@ -47,7 +54,7 @@ class StaticDecoder(TransformerDecoder):
         T = max(self.lengths)
         ids = torch.tensor([[*prompt, *[0] * (T - len(prompt))] for prompt in prompts])
         self.cache = self.transformer.new_cache(len(prompts))
-        hidden = self.transformer(ids, self.cache, 0)
+        hidden = self.read_prompts(ids, self.cache)
         last = torch.tensor(self.lengths) - 1
         return self.transformer.logits(hidden[torch.arange(len(prompts)), last])
 

@@ -104,6 +104,11 @@ class Transformer:
             return pack(weight, bias)
 
         self.config, self.dtype, self.embedding = config, dtype, embedding
+        # The head, for which most memory is needed, while there is nothing else yet.
+        shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
+        head = embedding.wte if shared else vector("lm_head.weight")
+        self.head = pack(head.t(), None)
+        del head
         self.blocks = [
             Block(
                 norm(f"h.{i}.ln_1"),
@@ -115,9 +120,7 @@ class Transformer:
             )
             for i in range(config.n_layer)
         ]
-        shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
-        head = embedding.wte if shared else vector("lm_head.weight")
-        self.ln_f, self.head = norm("ln_f"), pack(head.t(), None)
+        self.ln_f = norm("ln_f")
         self.scales = [config.attention_scale(i) for i in range(config.n_layer)]
         self.act = _activation(config.activation_function)
         N = config.n_positions
