@@ -20,7 +20,6 @@ from compat.decoding.speculative import (
     ModelDraft,
     SpeculativeDecoder,
     greedy,
-    lookup,
 )
 from compat.engine import Engine
 from tests.conftest import MakeCheckpoint
@@ -163,43 +162,6 @@ def test_wrong_guesses_are_soon_given_up(source: Path, engine: Engine) -> None:
     assert speculating.passes == N - 8  # the last id is not read
 
 
-@pytest.mark.parametrize(
-    ("rate", "seconds", "count"),
-    [
-        (1.0, 0.1, Guesser.MOST),  # all come true: as many as fit
-        (0.9, 0.25, 6),  # 5.217 ids for 2.5: 2.087 a second; 5 guesses bring 2.083, 7 2.071
-        (0.5, 0.25, 1),  # 1.5 ids for 1.25; two guesses bring 1.75 for 1.5
-        (0.2, 0.25, 0),
-        (0.0, 0.1, 0),
-    ],
-)
-def test_the_number_of_guesses_brings_most_ids_a_second(
-    rate: float, seconds: float, count: int
-) -> None:
-    guesser = Guesser(lookup)
-    guesser.rate, guesser.seconds = rate, seconds
-    gain, found = guesser.best(1.0)
-    values = {
-        k: sum(rate**i for i in range(k + 1)) / (1 + k * seconds) for k in range(Guesser.MOST + 1)
-    }
-    assert gain == pytest.approx(max(values.values()))
-    assert values[found] == pytest.approx(gain)
-    assert found == count
-
-
-def test_a_rate_follows_what_comes_true_and_recovers() -> None:
-    guesser = Guesser(lookup)
-    for _ in range(60):
-        guesser.learn(False)
-    assert guesser.rate < 0.05
-    for _ in range(60):
-        guesser.forget()
-    assert 0.4 < guesser.rate < 0.7
-    for _ in range(60):
-        guesser.learn(True)
-    assert guesser.rate > 0.97
-
-
 def test_guesses_of_drawn_ids_are_drawn_by_the_same_random_numbers(
     source: Path, guess: Callable[[int], None]
 ) -> None:
@@ -292,20 +254,3 @@ def test_a_draft_that_fails_leaves_the_message_to_the_model(
     engine._guessers[-1].draft.transformer.ln_f[1].fill_(torch.nan)
     found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop=())
     assert found[0].tolist() == true_ids(source, prompt(2))[:28]
-
-
-@pytest.mark.parametrize(
-    ("ids", "count", "guesses"),
-    [
-        ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
-        ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3, 9, 1, 2, 3, 9]),  # and so on
-        ([2, 2, 3, 7, 2, 2, 3, 8, 5, 2, 2, 3], 1, [8]),  # where they stood last
-        ([5, 6, 6, 6, 6], 3, [6, 6, 6]),
-        ([5, 6, 6], 3, []),  # two are not enough
-        ([1, 2, 3], 2, []),
-        ([1], 2, []),
-        ([1, 1], 0, []),
-    ],
-)
-def test_lookup(ids: list[int], count: int, guesses: list[int]) -> None:
-    assert lookup(ids, count, None, None) == guesses
