@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compat.engine import Engine
+from tests.command_line import ROOT
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import theirs
 
@@ -31,24 +33,11 @@ def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> 
     assert len(set(expected[:, 32:].flatten().tolist())) > 100
 
 
-def memory() -> int:
-    """Resident, in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def growth(engine: Engine, hoard: list[Tensor] | None = None) -> int:
-    """Of memory between the 100th and the 1,000th id; a hoard keeps all logits."""
-    decoder = engine.decoder()
-    logits = decoder.start([[464]])
-    before = 0
-    for step in range(1000):
-        if step == 100:
-            before = memory()
-        if hoard is not None:
-            hoard.append(logits.clone())
-        logits = decoder.step(logits.argmax(-1))
-    return memory() - before
+def growth(folder: Path, settings: dict[str, Any], *how: str) -> int:
+    """Of memory over 900 ids, in bytes."""
+    argv = [sys.executable, "-m", "tests.long_text", str(folder), json.dumps(settings), *how]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)
+    return int(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +51,6 @@ def talkative(make_checkpoint: MakeCheckpoint) -> Path:
 def test_1000_ids_take_no_more_memory_than_their_cache(
     talkative: Path, settings: dict[str, Any]
 ) -> None:
-    engine = Engine(talkative, **settings)
-    growth(engine)  # what is allocated once
     cache = 2 * 2 * 1024 * 96 * 4  # layers, keys and values, positions, channels
-    assert growth(engine) < cache + 4e6
-    assert growth(engine, hoard=[]) > 100e6  # a leak would be seen
+    assert growth(talkative, settings) < cache + 4e6
+    assert growth(talkative, settings, "hoard") > 100e6  # a leak would be seen

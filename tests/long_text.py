@@ -1,0 +1,41 @@
+"""How memory grows over 900 ids, in bytes: long_text.py FOLDER SETTINGS [hoard].
+
+In a process of its own, whose allocator has nothing left over from other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+from compat.engine import Engine
+
+
+def memory() -> int:
+    """Resident, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
+    """A hoard keeps all logits."""
+    decoder = engine.decoder()
+    logits = decoder.start([[464]])
+    before = 0
+    for step in range(1000):
+        if step == 100:
+            before = memory()
+        if hoard is not None:
+            hoard.append(logits.clone())
+        logits = decoder.step(logits.argmax(-1))
+    return memory() - before
+
+
+if __name__ == "__main__":
+    made = Engine(sys.argv[1], **json.loads(sys.argv[2]))
+    growth(made, None)  # what is allocated once
+    print(growth(made, [] if sys.argv[3:] else None))
