@@ -15,7 +15,7 @@ from compat.checkpoint.layout import HEAD
 from compat.config import GPT2Config
 from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
-from compat.decoding.matrices import Blas, Pack
+from compat.decoding.matrices import Pack
 from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
@@ -35,8 +35,8 @@ class Engine:
     Args:
         model_or_source: a dialect's model, any module with a name map, an open checkpoint, or a
             source as in `load_pretrained`. The weights are read once and packed; later changes of
-            the model are not seen. In float32 a safetensors file may be used where it lies: do not
-            cut it short or write into it meanwhile.
+            the model are not seen. A safetensors file is mapped, and parts of it may be used
+            where they lie for as long as the engine: do not cut it short or write into it.
         dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
             rest in float32.
         max_batch: sequences at once, for which the kernels are then chosen; None for any number,
@@ -70,7 +70,7 @@ class Engine:
             raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
         pack = _fastest(dtype, rows=4 if speculate else min(max_batch or 1, PROMPT))
-        self.config, read = _weights(model_or_source, name_map, config, pack is Blas)
+        self.config, read = _weights(model_or_source, name_map, config)
         stored = torch.float32 if dtype == "float32" else torch.bfloat16
         with torch.no_grad():
             rows = Embedding.of(read, stored)
@@ -126,17 +126,16 @@ def _weights(
     model_or_source: nn.Module | Checkpoint | str | Path,
     name_map: NameMap | None,
     config: GPT2Config | Mapping[str, Any] | None,
-    in_place: bool,
 ) -> tuple[GPT2Config, Read]:
     """The config, and what gives the tensors under Hugging Face's names.
 
-    Weights that are used in place are not read from a safetensors file, but mapped.
+    A safetensors file is mapped: packing its pages makes no other copy of them.
     """
     if isinstance(model_or_source, Checkpoint):
         return model_or_source.config, model_or_source.read
     if not isinstance(model_or_source, nn.Module):
         checkpoint = open_checkpoint(model_or_source)
-        checkpoint.mmap = in_place and checkpoint.can_be_mapped
+        checkpoint.mmap = checkpoint.can_be_mapped
         return checkpoint.config, checkpoint.read
     tensors = hf_tensors(model_or_source, name_map)
     found = config_of(model_or_source, config)

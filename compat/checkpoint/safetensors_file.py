@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +33,7 @@ class SafetensorsFile:
         try:
             header, self._start = _read_header(path)
             # The library checks what the format asks for: offsets, sizes, no holes, known types.
-            self._mapped = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
+            checked = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
             self._written = _identity(os.stat(path))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
@@ -42,31 +42,43 @@ class SafetensorsFile:
             ) from error
         self._offsets: dict[str, list[int]] = {}
         self.infos: dict[str, TensorInfo] = {}
-        for name in self._mapped.keys():
+        for name in checked.keys():
             code = header[name]["dtype"]
             self.infos[name] = TensorInfo(tuple(header[name]["shape"]), _DTYPES.get(code, code))
             self._offsets[name] = header[name]["data_offsets"]
 
     def read(self, name: str) -> Tensor:
-        # Not from the map: pages that it touched would count twice, and a file that is cut short
-        # meanwhile would end the process.
-        (begin, end), info = self._offsets[name], self.infos[name]
+        # Not from a map: a file that is cut short meanwhile would end the process.
+        begin, end = self._offsets[name]
         memory = _fresh_memory(end - begin)
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._start + begin)
             into = memoryview(memory)
             while into and (count := file.readinto(into)):
                 into = into[count:]
-            if into or _identity(os.fstat(file.fileno())) != self._written:
-                raise CheckpointError(
-                    f"{self._path} was changed while {name} was read; load it again"
-                )
-        dtype = cast(torch.dtype, info.dtype)
-        return torch.frombuffer(memory, dtype=dtype).view(info.shape)
+            self._check_unchanged(file, name, whole=not into)
+        return self._tensor(name, memory)
 
     def map(self, name: str) -> Tensor:
-        tensor: Tensor = self._mapped.get_tensor(name)
-        return tensor
+        # Each a map of its own, whose pages go when the tensor goes; writes stay in the process.
+        begin, end = (self._start + at for at in self._offsets[name])
+        if begin % cast(torch.dtype, self.infos[name].dtype).itemsize:
+            return self.read(name)  # numbers that lie across the borders of words
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        with self._path.open("rb") as file:
+            self._check_unchanged(file, name)
+            size = before + end - begin
+            pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before)
+        return self._tensor(name, pages, before)
+
+    def _tensor(self, name: str, memory: Any, offset: int = 0) -> Tensor:
+        info = self.infos[name]
+        dtype = cast(torch.dtype, info.dtype)
+        return torch.frombuffer(memory, dtype=dtype, offset=offset).view(info.shape)
+
+    def _check_unchanged(self, file: IO[bytes], name: str, whole: bool = True) -> None:
+        if not whole or _identity(os.fstat(file.fileno())) != self._written:
+            raise CheckpointError(f"{self._path} was changed while {name} was read; load it again")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -86,7 +86,7 @@ class SpeculativeDecoder(TransformerDecoder):
         self.transformer, self.guessers = transformer, guessers
         self.seconds = 0.0  # of a pass
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
         """Logits (1, V) of the id after the prompt."""
         check_prompts(prompts, 1)
@@ -97,7 +97,7 @@ class SpeculativeDecoder(TransformerDecoder):
         hidden = self.read_prompts(torch.tensor([self.ids]), self.cache)
         return self.transformer.logits(hidden[:, -1])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (1, V) of the id after this one, (1,)."""
         self.ids.append(int(ids))

@@ -46,7 +46,7 @@ class StaticDecoder(TransformerDecoder):
     def __init__(self, transformer: Transformer, max_batch: int | None = None) -> None:
         self.transformer, self.max_batch = transformer, max_batch
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
         """Logits (B, V) of the id after each prompt."""
         check_prompts(prompts, self.max_batch)
@@ -58,7 +58,7 @@ class StaticDecoder(TransformerDecoder):
         last = torch.tensor(self.lengths) - 1
         return self.transformer.logits(hidden[torch.arange(len(prompts)), last])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (B, V) of the id after these, (B,)."""
         alike = len(set(self.lengths)) == 1
@@ -67,6 +67,7 @@ class StaticDecoder(TransformerDecoder):
         self.lengths = [length + 1 for length in self.lengths]
         return self.transformer.logits(hidden[:, 0])
 
+    @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone."""
         self.cache.keep(rows, max(self.lengths))
