@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.layout import HEAD
 from compat.config import GPT2Config
 from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
@@ -21,7 +19,7 @@ from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
 from compat.generation import generate, stream
-from compat.hf_tensors import config_of, hf_tensors
+from compat.hf_tensors import config_of, hf_tensors, with_head_of
 from compat.layers import fault_in_ids
 from compat.name_map import NameMap
 
@@ -39,6 +37,8 @@ class Engine:
             where they lie for as long as the engine: do not cut it short or write into it.
         dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
             rest in float32.
+        device: where it computes. On the CPU the kernels are chosen by measurement; elsewhere they
+            are torch's own.
         max_batch: sequences at once, for which the kernels are then chosen; None for any number,
             with kernels for one.
         speculate: guess ahead, for one sequence at a time: "int8" by the same weights in 8 bits,
@@ -48,7 +48,8 @@ class Engine:
         config: of a module that has none; it tells `n_head` and the like.
 
     Raises:
-        ConfigError: an unknown data type or way to speculate, or no config.
+        ConfigError: an unknown data type or way to speculate, a device that is not there, or no
+            config.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
@@ -57,6 +58,7 @@ class Engine:
         model_or_source: nn.Module | Checkpoint | str | Path,
         *,
         dtype: Precision = "float32",
+        device: str | torch.device = "cpu",
         max_batch: int | None = None,
         speculate: Literal["int8", "lookup"] | None = None,
         name_map: NameMap | None = None,
@@ -69,15 +71,23 @@ class Engine:
         if max_batch is not None and max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
-        pack = _fastest(dtype, rows=4 if speculate else min(max_batch or 1, PROMPT))
-        self.config, read = _weights(model_or_source, name_map, config)
+        self.device = _usable(device)
+        self.config, stored_at = _weights(model_or_source, name_map, config)
+
+        def read(name: str) -> Tensor:
+            return stored_at(name).to(self.device)
+
+        def fast(precision: str, rows: int) -> Pack:
+            return fastest(precision, rows, torch.get_num_threads(), self.device)
+
+        pack = fast(dtype, rows=4 if speculate else min(max_batch or 1, PROMPT))
         stored = torch.float32 if dtype == "float32" else torch.bfloat16
         with torch.no_grad():
             rows = Embedding.of(read, stored)
             self.transformer = Transformer(self.config, rows, read, pack, ACTIVATIONS[dtype])
             self._guessers = [Guesser(lookup)]
             if speculate == "int8":
-                pack, kind = _fastest("draft", rows=1), ACTIVATIONS["draft"]
+                pack, kind = fast("draft", rows=1), ACTIVATIONS["draft"]
                 draft = ModelDraft(Transformer(self.config, rows, read, pack, kind))
                 self._guessers.append(Guesser(draft))
 
@@ -106,20 +116,32 @@ class Engine:
         """
         if fault := fault_in_ids(input_ids, self.config.vocab_size):
             raise GenerationError(fault)
-        B, T = input_ids.shape
+        (B, T), ids = input_ids.shape, input_ids.to(self.device)
         if T > self.config.n_positions:
             raise GenerationError(f"{T} ids; the model has {self.config.n_positions} positions")
-        hidden = self.transformer(input_ids, self.transformer.new_cache(B), 0)
-        scores = []
+        cache = self.transformer.new_cache(B)
+        scores = [input_ids.new_zeros((B, 0), dtype=torch.float32)]
         for start in range(0, T - 1, CHUNK):
-            logits = self.transformer.logits(hidden[:, start : min(start + CHUNK, T - 1)])
-            following = input_ids[:, start + 1 : start + 1 + logits.shape[1], None]
-            scores.append(logits.log_softmax(-1).gather(2, following)[..., 0])
-        return torch.cat(scores, dim=1) if scores else torch.zeros(B, 0)
+            piece = ids[:, start : min(start + CHUNK, T - 1)]
+            logits = self.transformer.logits(self.transformer(piece, cache, start))
+            following = ids[:, start + 1 : start + 1 + piece.shape[1], None]
+            scores.append(logits.log_softmax(-1).gather(2, following)[..., 0].to(input_ids.device))
+        return torch.cat(scores, dim=1)
 
 
-def _fastest(precision: str, rows: int) -> Pack:
-    return fastest(precision, rows, torch.get_num_threads())
+def _usable(device: str | torch.device) -> torch.device:
+    """The device, once something was put there.
+
+    Raises:
+        ConfigError: it is unknown, or not there.
+    """
+    try:
+        there = torch.zeros(1, device=device)
+        there.cpu()  # "meta" has nothing to give back
+        return there.device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
 
 
 def _weights(
@@ -138,6 +160,5 @@ def _weights(
         checkpoint.mmap = checkpoint.can_be_mapped
         return checkpoint.config, checkpoint.read
     tensors = hf_tensors(model_or_source, name_map)
-    found = config_of(model_or_source, config)
-    found = replace(found, tie_word_embeddings=HEAD not in tensors)
+    found = with_head_of(config_of(model_or_source, config), tensors)
     return found, lambda name: tensors[name].make().clone()  # the model may change

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -96,6 +96,11 @@ def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) ->
             f"`config` contradicts the config that {type(model).__name__} has; leave it out"
         )
     return config
+
+
+def with_head_of(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> GPT2Config:
+    """The config, tied unless the tensors have a head of their own."""
+    return replace(config, tie_word_embeddings=HEAD not in tensors)
 
 
 def _own_map(model: nn.Module) -> NameMap:

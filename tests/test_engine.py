@@ -193,6 +193,8 @@ def test_ids_that_cannot_be_scored_are_refused(source: Path, ids: Tensor, messag
         ({"dtype": "float16"}, "'float16'; expected 'float32', 'bfloat16' or 'int8'"),
         ({"speculate": "magic"}, "'magic'; expected"),
         ({"max_batch": 0}, "max_batch is 0"),
+        ({"device": "abacus"}, "device is 'abacus', which cannot be used: .*abacus"),
+        ({"device": "meta"}, "device is 'meta', which cannot be used"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(
@@ -200,6 +202,41 @@ def test_arguments_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(source, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(source: Path) -> None:
+    with pytest.raises(ConfigError, match="device is 'cuda', which cannot be used"):
+        Engine(source, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("speculate", [None, "int8"])
+def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate: Any) -> None:
+    """What is made without a device lands on torch's default one, where nothing can be computed."""
+    ids, text = torch.tensor([[5, 17, 60]]), torch.arange(40)[None]
+    device = torch.device("cpu")
+    expected = Engine(source, dtype=dtype)
+
+    def unequal(engine: Engine) -> list[Tensor]:
+        decoder, (first, row, last) = engine.decoder(), ([7, 8], [1], [9])
+        found = [decoder.start([[1, 2, 3], [4]])]
+        found.append(decoder.step(torch.tensor(first, device=device)))
+        decoder.keep(torch.tensor(row, device=device))
+        return [*found, decoder.step(torch.tensor(last, device=device))]
+
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+        engine = Engine(source, dtype=dtype, speculate=speculate, device=device)
+        found = engine.generate(ids, max_new_tokens=30, temperature=0, stop=())
+        scores = engine.score(text)
+        batch = [] if speculate else unequal(engine)
+    if speculate:
+        assert engine._guessers[-1].seconds  # it did guess
+    else:
+        assert torch.equal(torch.cat(batch), torch.cat(unequal(expected)))
+    assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop=()))
+    assert torch.equal(scores, expected.score(text))
 
 
 def test_more_prompts_than_there_is_room_for_are_refused(source: Path) -> None:

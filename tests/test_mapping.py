@@ -75,12 +75,36 @@ def test_writing_into_a_mapped_model_leaves_the_file_alone(make_checkpoint: Make
     assert torch.equal(load_pretrained(path.parent)(IDS), load_pretrained(path.parent)(IDS))
 
 
+@linux
+def test_pages_go_when_their_tensor_goes(tiny: Path) -> None:
+    checkpoint = open_checkpoint(tiny, mmap=True)
+    tensor = checkpoint.read("wte.weight")
+    assert lies_in(checkpoint.weights, tensor)
+    before = len(list(mappings(checkpoint.weights)))
+    del tensor
+    assert len(list(mappings(checkpoint.weights))) == before - 1
+
+
+@linux
+def test_numbers_that_lie_across_words_are_copied(write: Write, state: State) -> None:
+    path = write(state) / "model.safetensors"
+    expected = load_pretrained(path.parent, "conv1d")(IDS)
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")  # of the header, which may end in any spaces
+    header = (size + 3).to_bytes(8, "little") + whole[8 : 8 + size] + b"   "
+    path.write_bytes(header + whole[8 + size :])
+    model = load_pretrained(path.parent, "conv1d", mmap=True)
+    assert torch.equal(model(IDS), expected)
+    assert not any(lies_in(path, parameter) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("change", ["truncated", "rewritten"])
 def test_a_file_that_changes_between_header_and_tensor_is_an_error(
-    write: Write, state: State, change: str
+    write: Write, state: State, change: str, mmap: bool
 ) -> None:
     path = write(state) / "model.safetensors"
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, mmap=mmap)
     if change == "truncated":
         os.truncate(path, path.stat().st_size - 10_000)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,13 @@ def test_a_change_of_the_weights_counts_at_once(source: Path, dialect: str) -> N
     assert (before - expected).norm() > 0.1 * expected.norm()
 
 
+@pytest.fixture
+def no_hooks_left() -> Iterator[None]:
+    """torch gives back what hooks every module only by its handle, or so."""
+    yield
+    nn.modules.module._global_forward_hooks.clear()
+
+
 class _Doubled(linear.FeedForward):
     """Somebody's own part, which changes what comes out."""
 
@@ -85,6 +92,13 @@ def _hooked_before(model: Model) -> None:
     model.trf_blocks[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
 
 
+def _hooked_everywhere(model: Model) -> None:
+    part = model.trf_blocks[1].feedforward
+    nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: 2 * output if module is part else output
+    )
+
+
 def _patched(model: Model) -> None:
     part = model.trf_blocks[1].feedforward
     forward = part.forward
@@ -101,7 +115,10 @@ def _parametrized(model: Model) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [_replaced, _hooked, _hooked_before, _patched, _parametrized])
+@pytest.mark.parametrize(
+    "change", [_replaced, _hooked, _hooked_before, _hooked_everywhere, _patched, _parametrized]
+)
+@pytest.mark.usefixtures("no_hooks_left")
 def test_a_model_that_was_changed_runs_its_own_blocks(
     source: Path, change: Callable[[Model], None]
 ) -> None:

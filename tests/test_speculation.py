@@ -48,26 +48,39 @@ def guess(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return fix
 
 
+class Counting(Guesser):
+    """It counts its guesses, and those of them that came true."""
+
+    guessed = right = 0
+
+    def guess(self, *arguments: Any) -> list[int]:
+        guesses = super().guess(*arguments)
+        self.guessed += len(guesses)
+        return guesses
+
+    def learn(self, right: bool) -> None:
+        super().learn(right)
+        self.right += right
+
+
 class Speculating:
     """An engine whose guesses are given; it counts the passes of its model."""
 
     def __init__(self, engine: Engine, draft: Draft) -> None:
-        self.made = SpeculativeDecoder(engine.transformer, [Guesser(draft)])
+        self.guesser = Counting(draft)
+        self.made = SpeculativeDecoder(engine.transformer, [self.guesser])
         self.config, self.passes = engine.config, 0
         transformer = engine.transformer
 
-        class Counting:
-            config, new_cache, logits = (
-                transformer.config,
-                transformer.new_cache,
-                transformer.logits,
-            )
+        class Passing:
+            def __getattr__(_, name: str) -> Any:
+                return getattr(transformer, name)
 
             def __call__(_, *arguments: Any) -> Tensor:
                 self.passes += 1
                 return transformer(*arguments)
 
-        self.made.transformer = Counting()  # type: ignore[assignment]
+        self.made.transformer = Passing()  # type: ignore[assignment]
 
     def decoder(self) -> Decoder:
         return self.made
@@ -144,7 +157,7 @@ def test_right_guesses_save_passes(
     found = generate(speculating, ids, max_new_tokens=N - 8, temperature=0, stop=())
     assert found[0].tolist() == truth
     assert speculating.passes == 9  # the prompt, one that is timed, then 8 ids each
-    (guesser,) = speculating.made.guessers
+    guesser = speculating.guesser
     assert guesser.rate > 0.9
     assert guesser.guessed - guesser.right <= 1
 
@@ -156,7 +169,7 @@ def test_wrong_guesses_are_soon_given_up(source: Path, engine: Engine) -> None:
     speculating = Speculating(engine, lambda so_far, count, *_: wrong[len(so_far) :][:count])
     found = generate(speculating, ids, max_new_tokens=N - 8, temperature=0, stop=())
     assert found[0].tolist() == truth
-    (guesser,) = speculating.made.guessers
+    guesser = speculating.guesser
     assert guesser.right == 0
     assert guesser.rate < 0.15
     assert speculating.passes == N - 8  # the last id is not read
@@ -170,7 +183,7 @@ def test_guesses_of_drawn_ids_are_drawn_by_the_same_random_numbers(
     engine = Engine(source)
     speculating = Speculating(engine, ModelDraft(engine.transformer))
     generate(speculating, prompt(4), max_new_tokens=50, stop=(), top_k=50)
-    (guesser,) = speculating.made.guessers
+    guesser = speculating.guesser
     assert guesser.guessed == 40
     assert guesser.right >= 36  # but those after the last id drawn
 

@@ -78,9 +78,14 @@ def settle_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str])
     return replace(config, tie_word_embeddings=False)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """NaN and infinities show in the least and the greatest value."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
 def not_finite(tensor: Tensor) -> str | None:
     """In words, how many values are NaN or infinite and where the first is; None if none are."""
-    if torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+    if all_finite(tensor):
         return None
     bad = (~torch.isfinite(tensor)).nonzero()
     return f"{len(bad):,} NaN or infinite values, the first at {bad[0].tolist()}"

@@ -92,11 +92,12 @@ def generate_command(
     checkpoint = open_checkpoint(model, revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
     if speculate or (prompt_file is None and n == 1):
-        batch_size = 1  # guesses are for one text at a time
+        batch_size = 1  # guesses are for one text at a time; and here there is no more than one
     runs: PlainBlocks | Engine
     if plain:
         runs = PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
     else:
+        checkpoint.mmap = checkpoint.can_be_mapped  # it is only read once, to be packed
         runs = Engine(
             checkpoint,
             dtype=dtype.value if dtype else "float32",

@@ -39,20 +39,25 @@ ACTIVATIONS = {
 }
 # Relative RMS of a product of random numbers: several times what each precision leaves.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "draft": 3e-2}
+CPU = torch.device("cpu")
 LAYERS = 3  # for each candidate: more than the nearest caches hold
 PROMPT = 64  # ids read at once
 
 
 @cache
-def fastest(precision: str, rows: int, threads: int) -> Pack:
-    """The fastest of the candidates that work here.
+def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:
+    """The fastest of the candidates that work here; on an accelerator, the first.
 
     Args:
         precision: "float32", "bfloat16", "int8", or "draft", which may be less exact.
         rows: multiplied at a time.
         threads: that torch computes with.
+        device: where the weights lie.
     """
-    working = {pack.__name__: pack for pack in CANDIDATES[precision] if works(pack, precision)}
+    candidates = (pack for pack in CANDIDATES[precision] if works(pack, precision, device))
+    working = {pack.__name__: pack for pack in candidates}
+    if device != CPU:
+        return next(iter(working.values()))
     known = _read_memory()
     place = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(working)}"
     if known.get(place) not in working:
@@ -62,14 +67,14 @@ def fastest(precision: str, rows: int, threads: int) -> Pack:
     return working[known[place]]
 
 
-def works(pack: Pack, precision: str) -> bool:
-    """Whether it runs here and gives the right product."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, generator=generator) for size in ((64, 96), (3, 64)))
-    bias, dtype = torch.randn(96, generator=generator), ACTIVATIONS[precision]
+def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
+    """Whether it runs there and gives the right product."""
+    draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
+    weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
+    given = [tensor.to(device, ACTIVATIONS[precision]) for tensor in (weight, bias, x)]
     try:
-        found = pack(weight.to(dtype), bias.to(dtype))(x.to(dtype)).double()
+        found = pack(given[0], given[1])(given[2]).cpu().double()
     except Exception:  # an operator that is gone, or not for this machine
         return False
     error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -83,7 +88,8 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 
     """
     block = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     sizes = [*block * LAYERS, (768, 50257 * LAYERS // 12)]  # a quarter of gpt2, and of its head
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    seeded = torch.Generator(CPU).manual_seed(0)
+    draw = partial(torch.randn, generator=seeded, dtype=dtype, device=CPU)
     packed = [[pack(draw(size), draw(size[1])) for size in sizes] for pack in packs]
     costs = [0.0] * len(packs)
     for count in (rows, PROMPT):

@@ -62,17 +62,17 @@ class OneDnn:
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [in, out] in whole numbers −127 … 127 (out, in), and the step of each row (out,)."""
-    step = torch.empty(weight.shape[1])
+    step = torch.empty(weight.shape[1], device=weight.device)
     # Memory that goes back to the system when it is packed, where the allocator would keep it.
     memory = mmap.mmap(-1, weight.numel())
-    whole = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])
+    whole = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])  # on the CPU
     least = torch.finfo(torch.float32).tiny
     for start in range(0, len(whole), PIECE):
         rows = slice(start, start + PIECE)
         columns = weight[:, rows].float()
         step[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=least)
         whole[rows] = (columns / step[rows]).round_().t()
-    return whole, step
+    return whole.to(weight.device), step
 
 
 class Int8:
@@ -97,9 +97,9 @@ class Int8Pairs:
         ops: Any = torch.ops.onednn
         whole, self.step = quantized(weight)
         self.weight = ops.qlinear_prepack(whole, None)
-        self.zeros = torch.zeros(len(self.step), dtype=torch.int32)
+        self.zeros = torch.zeros_like(self.step, dtype=torch.int32)
         self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
-        self.most, self.parts = torch.tensor(127.0), torch.tensor([1, 1 / 127])
+        self.most, self.parts = self.step.new_tensor(127.0), self.step.new_tensor([1, 1 / 127])
         self.multiply = ops.qlinear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Int8Both:
         with warnings.catch_warnings():  # torch means to drop its tensors of whole numbers
             warnings.simplefilter("ignore")
             tensor = torch._make_per_channel_quantized_tensor(
-                whole, step.double(), torch.zeros(len(step), dtype=torch.long), 0
+                whole, step.double(), torch.zeros_like(step, dtype=torch.long), 0
             )
             self.weight = ops.linear_prepack(tensor, None if bias is None else bias.float())
         self.multiply = ops.linear_dynamic

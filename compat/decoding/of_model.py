@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from compat.checkpoint.layout import HEAD
 from compat.decoding.decoder import Decoder, HasDecoder
 from compat.decoding.matrices import Blas
 from compat.decoding.plain import PlainDecoder
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Transformer
 from compat.dialects import Model, conv1d, linear
-from compat.hf_tensors import hf_tensors
+from compat.hf_tensors import hf_tensors, with_head_of
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:
@@ -44,7 +42,7 @@ def is_as_made(model: Model) -> bool:
 
     Only the blocks themselves know what others do; and they alone run on accelerators.
     """
-    parts = list(model.modules())
+    parts, every = list(model.modules()), nn.modules.module
     kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
     return (
         not model.training
@@ -52,6 +50,7 @@ def is_as_made(model: Model) -> bool:
         and all(device == "cpu" for _, device in kinds)
         and all(type(part).__module__ in _MODULES for part in parts)
         and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        and not (every._global_forward_hooks or every._global_forward_pre_hooks)
         and not any("forward" in vars(part) for part in parts)
     )
 
@@ -65,7 +64,7 @@ def transformer_of(model: Model) -> Transformer:
     """Its weights, shared, in its own data type."""
     tensors = hf_tensors(model)
     dtype = next(model.parameters()).dtype
-    config = replace(model.config, tie_word_embeddings=HEAD not in tensors)
+    config = with_head_of(model.config, tensors)
 
     def read(name: str) -> torch.Tensor:
         return tensors[name].view()

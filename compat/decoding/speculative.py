@@ -30,13 +30,11 @@ class Guesser:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.rate, self.seconds = draft, 0.7, 0.0
-        self.guessed, self.right = 0, 0
 
     def guess(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
         """Up to `count` guesses, timed."""
         start = time.perf_counter()
         guesses = self.draft(ids, count, cache, choose)
-        self.guessed += len(guesses)
         if guesses:
             taken = (time.perf_counter() - start) / len(guesses)
             self.seconds = mixed(self.seconds or taken, taken, 0.1)
@@ -44,7 +42,6 @@ class Guesser:
 
     def learn(self, right: bool) -> None:
         """Whether a guess came true whose predecessors had."""
-        self.right += right
         self.rate = mixed(self.rate, float(right))
 
     def forget(self) -> None:
@@ -94,7 +91,7 @@ class SpeculativeDecoder(TransformerDecoder):
         self.rehearse = rehearse or (lambda: greedy)
         self.cache = self.transformer.new_cache(1)
         self.ready: list[tuple[int, Tensor]] = []  # guesses, and the logits after each
-        hidden = self.read_prompts(torch.tensor([self.ids]), self.cache)
+        hidden = self.read_prompts([self.ids], self.cache)
         return self.transformer.logits(hidden[:, -1])
 
     @torch.inference_mode()
@@ -108,7 +105,7 @@ class SpeculativeDecoder(TransformerDecoder):
                 return logits
         guesses = self._guesses()
         start = time.perf_counter()
-        read = torch.tensor([[self.ids[-1], *guesses]])
+        read = torch.tensor([[self.ids[-1], *guesses]], device=self.transformer.device)
         hidden = self.transformer(read, self.cache, len(self.ids) - 1)
         logits = self.transformer.logits(hidden[0])  # (1 + guesses, V)
         taken = time.perf_counter() - start
@@ -155,7 +152,8 @@ class ModelDraft:
         n = len(ids)
         while len(ids) < n + count:
             try:
-                hidden = self.transformer(torch.tensor([ids[-1:]]), cache, len(ids) - 1)
+                last = torch.tensor([ids[-1:]], device=self.transformer.device)
+                hidden = self.transformer(last, cache, len(ids) - 1)
                 ids.append(choose(self.transformer.logits(hidden[:, -1]), ids))
             # NaN, which some products of whole numbers refuse: the model itself will tell better.
             except (NotFiniteError, RuntimeError):

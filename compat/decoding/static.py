@@ -29,8 +29,9 @@ class TransformerDecoder:
         found = self.transformer.first_not_finite(context)
         return why_not_finite(found, self.transformer.dtype, context)
 
-    def read_prompts(self, ids: Tensor, cache: Cache) -> Tensor:
+    def read_prompts(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Ids (B, T), in pieces, for the memory that a pass needs: hidden states (B, T, C)."""
+        ids = torch.tensor(rows, device=self.transformer.device)
         pieces = enumerate(torch.split(ids, PIECE, dim=1))
         return torch.cat([self.transformer(ids, cache, n * PIECE) for n, ids in pieces], dim=1)
 
@@ -52,18 +53,19 @@ class StaticDecoder(TransformerDecoder):
         check_prompts(prompts, self.max_batch)
         self.lengths = [len(prompt) for prompt in prompts]
         T = max(self.lengths)
-        ids = torch.tensor([[*prompt, *[0] * (T - len(prompt))] for prompt in prompts])
+        rows = [[*prompt, *[0] * (T - len(prompt))] for prompt in prompts]
         self.cache = self.transformer.new_cache(len(prompts))
-        hidden = self.read_prompts(ids, self.cache)
-        last = torch.tensor(self.lengths) - 1
-        return self.transformer.logits(hidden[torch.arange(len(prompts)), last])
+        hidden = self.read_prompts(rows, self.cache)
+        last = [hidden[row, length - 1] for row, length in enumerate(self.lengths)]
+        return self.transformer.logits(torch.stack(last))
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (B, V) of the id after these, (B,)."""
         alike = len(set(self.lengths)) == 1
-        start = self.lengths[0] if alike else torch.tensor(self.lengths)
-        hidden = self.transformer(ids[:, None], self.cache, start)
+        device = self.transformer.device
+        start = self.lengths[0] if alike else torch.tensor(self.lengths, device=device)
+        hidden = self.transformer(ids[:, None].to(device), self.cache, start)
         self.lengths = [length + 1 for length in self.lengths]
         return self.transformer.logits(hidden[:, 0])
 

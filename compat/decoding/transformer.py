@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compat.checkpoint.checks import not_finite
+from compat.checkpoint.checks import all_finite
 from compat.config import GPT2Config
 from compat.decoding.matrices import Matrix, Pack
 from compat.layers import activation
@@ -38,7 +38,10 @@ class Block(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """The rows of ids and of positions, (V, C) and (N, C); keys and values have their data type."""
+    """The rows of ids and of positions, (V, C) and (N, C).
+
+    Keys and values have their data type, and everything is where they are.
+    """
 
     wte: Tensor
     wpe: Tensor
@@ -52,12 +55,14 @@ class Embedding(NamedTuple):
 class Cache:
     """Keys and values of every layer, (L, 2, B, H, N, D), written in place."""
 
-    def __init__(self, config: GPT2Config, batch: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: GPT2Config, batch: int, like: Tensor) -> None:
         L, N, H = config.n_layer, config.n_positions, config.n_head
         shape = (L, 2, batch, H, N, config.d_head)
-        # Zeros that take no memory until they are written to.
-        memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
-        self.both = torch.frombuffer(memory, dtype=dtype).view(shape)
+        if like.is_cpu:  # zeros that take no memory until they are written to
+            memory = mmap.mmap(-1, prod(shape) * like.itemsize)
+            self.both = torch.frombuffer(memory, dtype=like.dtype).view(shape)
+        else:
+            self.both = like.new_zeros(shape)
 
     def keep(self, rows: Tensor, length: int) -> None:
         """Go on with these rows of the batch alone, of which `length` positions are in use."""
@@ -99,11 +104,12 @@ class Transformer:
 
         def projection(name: str) -> Matrix:
             weight, bias = vector(f"{name}.weight"), vector(f"{name}.bias")
-            if not_finite(weight) or not_finite(bias):
+            if not (all_finite(weight) and all_finite(bias)):
                 self.attention = partial(sdpa_kernel, SDPBackend.MATH)
             return pack(weight, bias)
 
         self.config, self.dtype, self.embedding = config, dtype, embedding
+        self.device = embedding.wte.device
         # The head, for which most memory is needed, while there is nothing else yet.
         shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
         head = embedding.wte if shared else vector("lm_head.weight")
@@ -124,11 +130,12 @@ class Transformer:
         self.scales = [config.attention_scale(i) for i in range(config.n_layer)]
         self.act = _activation(config.activation_function)
         N = config.n_positions
-        self.seen = torch.ones(N, N, dtype=torch.bool).tril()  # what each position may look at
+        # What each position may look at.
+        self.seen = torch.ones(N, N, dtype=torch.bool, device=self.device).tril()
 
     def new_cache(self, batch: int) -> Cache:
         """Room for so many sequences."""
-        return Cache(self.config, batch, self.embedding.wte.dtype)
+        return Cache(self.config, batch, self.embedding.wte)
 
     def __call__(self, ids: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
         """Read ids (B, T) that follow `start` cached positions: hidden states (B, T, C).
@@ -145,6 +152,7 @@ class Transformer:
             into = cache.both[:, :, :, :, start:end].unbind(0)
         else:
             end = int(start.max()) + 1
+            rows = torch.arange(len(ids), device=self.device)
             x = x + wpe[start][:, None]
             mask = self.seen[start, :end][:, None, None]  # (B, 1, 1, S)
             into = cache.both.unbind(0)
@@ -156,7 +164,7 @@ class Transformer:
                 if isinstance(start, int):
                     into[i].copy_(new)
                 else:
-                    into[i][:, torch.arange(len(ids)), :, start] = new[:, :, :, 0].transpose(0, 1)
+                    into[i][:, rows, :, start] = new[:, :, :, 0].transpose(0, 1)
                 x = x + self._attention(i, block.attn_proj, q, seen[i], mask)
                 h = self._norm(x, block.ln_2).view(-1, x.shape[-1])
                 x = x + block.mlp_proj(self.act(block.c_fc(h))).view_as(x)
@@ -170,7 +178,8 @@ class Transformer:
     @torch.no_grad()
     def first_not_finite(self, context: Sequence[int]) -> tuple[str, str] | None:
         """Where, reading these ids, a value first is NaN or infinite, and which of the two."""
-        ids, faults = torch.tensor([context]), list[tuple[str, str]]()
+        ids = torch.tensor([context], device=self.device)
+        faults = list[tuple[str, str]]()
 
         def look(name: str, value: Tensor) -> Tensor:
             if not torch.isfinite(value).all():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compat.checkpoint.checks import all_finite
 from compat.decoding import Choose, NotFiniteError
 from compat.errors import GenerationError
 
@@ -75,7 +76,7 @@ class Sampling:
             scores = _penalised(scores, seen, float(self.repetition_penalty or 1))
         if self.temperature > 0:
             scores = scores / self.temperature
-        if not _finite(scores):
+        if not all_finite(scores):
             self._explain(logits)
         if self.suppress_tokens:
             scores = scores.index_fill(1, self._suppressed(scores), -math.inf)
@@ -125,7 +126,7 @@ class Sampling:
         return torch.tensor(sorted(ids), device=scores.device)
 
     def _explain(self, logits: Tensor) -> None:
-        if not _finite(logits):
+        if not all_finite(logits):
             raise NotFiniteError("the model's logits are not finite")
         if self.repetition_penalty in (None, 1):
             raise GenerationError(
@@ -135,11 +136,6 @@ class Sampling:
             f"temperature {self.temperature} and repetition_penalty {self.repetition_penalty} take "
             "the logits beyond float32; expected numbers nearer to 1"
         )
-
-
-def _finite(scores: Tensor) -> bool:
-    """NaN and infinities show in the least and the greatest value."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(scores))).all())
 
 
 def _penalised(scores: Tensor, seen: Sequence[Sequence[int]] | Tensor, penalty: float) -> Tensor:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
 from compat.config import GPT2Config
 from compat.dialects import get_dialect
 from compat.errors import CheckpointError, ConfigError, TokenizerError, folded_faults, lines, listed
-from compat.hf_tensors import HFTensor, config_of, hf_tensors
+from compat.hf_tensors import HFTensor, config_of, hf_tensors, with_head_of
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
@@ -84,7 +83,7 @@ def save_pretrained(
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
     tensors = hf_tensors(model, name_map)
-    config = replace(config_of(model, config), tie_word_embeddings=HEAD not in tensors)
+    config = with_head_of(config_of(model, config), tensors)
     _check_shapes(model, config, tensors)
     small = {**_config_files(config, tensors), **_tokenizer_files(tokenizer, config)}
 
