@@ -232,7 +232,7 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
         scores = engine.score(text)
         batch = [] if speculate else unequal(engine)
     if speculate:
-        assert engine._guessers[-1].seconds  # it did guess
+        assert engine._guessers[-1].rate > 0.7  # where it began: guesses came true
     else:
         assert torch.equal(torch.cat(batch), torch.cat(unequal(expected)))
     assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop=()))
