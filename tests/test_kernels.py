@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compat.decoding import kernels
-from compat.decoding.matrices import Blas, Int8, Linear
+from compat.decoding.matrices import Blas, Int8, Linear, Pack
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,17 @@ def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
     for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
         found = pack(weight, bias)(x)
         assert (found - (exact := x @ weight + bias)).norm() < 0.03 * exact.norm()
+
+
+def test_on_an_accelerator_the_first_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def works(pack: Pack, precision: str, device: torch.device) -> bool:
+        return device.type == "cuda" and pack is not kernels.CANDIDATES[precision][0]
+
+    monkeypatch.setattr(kernels, "works", works)
+    monkeypatch.setattr(kernels, "seconds", None)  # nothing is measured, by a clock of the CPU
+    for precision, candidates in kernels.CANDIDATES.items():
+        kernels.fastest.cache_clear()
+        assert kernels.fastest(precision, 1, 1, torch.device("cuda")) is candidates[1]
 
 
 def test_the_fastest_kernel_is_taken_and_remembered(

@@ -99,19 +99,18 @@ class Int8Pairs:
         self.weight = ops.qlinear_prepack(whole, None)
         self.zeros = torch.zeros_like(self.step, dtype=torch.int32)
         self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
-        self.most, self.parts = self.step.new_tensor(127.0), self.step.new_tensor([1, 1 / 127])
         self.multiply = ops.qlinear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
         M = len(x)
-        step = x.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30) / self.most  # (M, 1)
+        step = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)  # (M, 1)
         whole = x / step
-        pairs = torch.stack([whole, whole.frac() * self.most], dim=1).view(2 * M, -1)
+        pairs = torch.cat([whole, whole.frac().mul_(127)])  # (2M, in)
         products = self.multiply(
             pairs.to(torch.int8), 1.0, 0, self.weight, self.step, self.zeros, None,
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        return torch.baddbmm(self.bias, (step * self.parts)[:, None], products.view(M, 2, -1))[:, 0]
+        return torch.addcmul(self.bias, products[:M].add(products[M:], alpha=1 / 127), step)
 
 
 class Int8WeightOnly:
