@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compat.checkpoint import open_checkpoint
+from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.cli.common import (
     DialectName,
     JsonOption,
@@ -26,12 +26,14 @@ from compat.cli.generate_options import (
     OverflowOption,
     PenaltyOption,
     PlainOption,
+    PrecisionName,
     PrecisionOption,
     PromptArgument,
     PromptFileOption,
     ResumeOption,
     SamplesOption,
     SeedOption,
+    SpeculateName,
     SpeculateOption,
     StopIdOption,
     StopOption,
@@ -93,17 +95,11 @@ def generate_command(
     tokenizer = load_tokenizer(checkpoint)
     if speculate or (prompt_file is None and n == 1):
         batch_size = 1  # guesses are for one text at a time; and here there is no more than one
-    runs: PlainBlocks | Engine
-    if plain:
-        runs = PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
-    else:
-        checkpoint.mmap = checkpoint.can_be_mapped  # it is only read once, to be packed
-        runs = Engine(
-            checkpoint,
-            dtype=dtype.value if dtype else "float32",
-            max_batch=max(1, batch_size),
-            speculate=speculate.value if speculate else None,
-        )
+    runs = (
+        PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
+        if plain
+        else _engine(checkpoint, dtype, speculate, max(1, batch_size))
+    )
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
@@ -128,3 +124,18 @@ def generate_command(
         show(one(prompt or ""), as_json)
     else:
         show_samples(many([prompt or ""]), n, as_json)
+
+
+def _engine(
+    checkpoint: Checkpoint,
+    dtype: PrecisionName | None,
+    speculate: SpeculateName | None,
+    max_batch: int,
+) -> Engine:
+    checkpoint.mmap = checkpoint.can_be_mapped  # it is read once, to be packed
+    return Engine(
+        checkpoint,
+        dtype=dtype.value if dtype else "float32",
+        max_batch=max_batch,
+        speculate=speculate.value if speculate else None,
+    )
