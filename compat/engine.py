@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.decoding import Decoder
+from compat.decoding.compiled import CompiledTransformer
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Pack
 from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
@@ -41,6 +42,8 @@ class Engine:
             are torch's own.
         max_batch: sequences at once, for which the kernels are then chosen; None for any number,
             with kernels for one.
+        compile: compile the pass of one id, for one sequence at a time, with `torch.compile`: takes
+            about half a minute and a C++ compiler, and pays for long texts in int8.
         speculate: guess ahead, for one sequence at a time: "int8" by the same weights in 8 bits,
             "lookup" by what the text had before, the former too where that promises more. The
             ids are the same as without.
@@ -48,8 +51,8 @@ class Engine:
         config: of a module that has none; it tells `n_head` and the like.
 
     Raises:
-        ConfigError: an unknown data type or way to speculate, a device that is not there, or no
-            config.
+        ConfigError: an unknown data type or way to speculate, a device that is not there, no
+            config, or no compiler that works.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
@@ -60,6 +63,7 @@ class Engine:
         dtype: Precision = "float32",
         device: str | torch.device = "cpu",
         max_batch: int | None = None,
+        compile: bool = False,
         speculate: Literal["int8", "lookup"] | None = None,
         name_map: NameMap | None = None,
         config: GPT2Config | Mapping[str, Any] | None = None,
@@ -72,6 +76,8 @@ class Engine:
             raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
         self.device = _usable(device)
+        if compile and (speculate or self.device.type != "cpu"):
+            raise ConfigError("compile is for the CPU, and without speculate")
         self.config, stored_at = _weights(model_or_source, name_map, config)
 
         def read(name: str) -> Tensor:
@@ -84,12 +90,15 @@ class Engine:
         stored = torch.float32 if dtype == "float32" else torch.bfloat16
         with torch.no_grad():
             rows = Embedding.of(read, stored)
-            self.transformer = Transformer(self.config, rows, read, pack, ACTIVATIONS[dtype])
+            kind = CompiledTransformer if compile else Transformer
+            self.transformer = kind(self.config, rows, read, pack, ACTIVATIONS[dtype])
             self._guessers = [Guesser(lookup)]
             if speculate == "int8":
-                pack, kind = fast("draft", rows=1), ACTIVATIONS["draft"]
-                draft = ModelDraft(Transformer(self.config, rows, read, pack, kind))
-                self._guessers.append(Guesser(draft))
+                pack = fast("draft", rows=1)
+                draft = Transformer(self.config, rows, read, pack, ACTIVATIONS["draft"])
+                self._guessers.append(Guesser(ModelDraft(draft)))
+        if isinstance(self.transformer, CompiledTransformer):
+            self.transformer.compile()
 
     def decoder(self) -> Decoder:
         """A batch of its own; `generate` and the like ask for it."""

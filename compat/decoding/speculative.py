@@ -152,9 +152,9 @@ class ModelDraft:
         n = len(ids)
         while len(ids) < n + count:
             try:
-                last = torch.tensor([ids[-1:]], device=self.transformer.device)
-                hidden = self.transformer(last, cache, len(ids) - 1)
-                ids.append(choose(self.transformer.logits(hidden[:, -1]), ids))
+                last = torch.tensor(ids[-1:], device=self.transformer.device)
+                logits = self.transformer.next_logits(last, cache, len(ids) - 1)
+                ids.append(choose(logits, ids))
             # NaN, which some products of whole numbers refuse: the model itself will tell better.
             except (NotFiniteError, RuntimeError):
                 break

@@ -65,9 +65,9 @@ class StaticDecoder(TransformerDecoder):
         alike = len(set(self.lengths)) == 1
         device = self.transformer.device
         start = self.lengths[0] if alike else torch.tensor(self.lengths, device=device)
-        hidden = self.transformer(ids[:, None].to(device), self.cache, start)
+        logits = self.transformer.next_logits(ids.to(device), self.cache, start)
         self.lengths = [length + 1 for length in self.lengths]
-        return self.transformer.logits(hidden[:, 0])
+        return logits
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:

@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -59,10 +59,20 @@ class Cache:
         L, N, H = config.n_layer, config.n_positions, config.n_head
         shape = (L, 2, batch, H, N, config.d_head)
         if like.is_cpu:  # zeros that take no memory until they are written to
-            memory = mmap.mmap(-1, prod(shape) * like.itemsize)
-            self.both = torch.frombuffer(memory, dtype=like.dtype).view(shape)
+            self.memory = mmap.mmap(-1, prod(shape) * like.itemsize)
+            self.both = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
         else:
             self.both = like.new_zeros(shape)
+
+    @cached_property
+    def apart(self) -> list[Tensor]:
+        """Keys and values of each layer, (B, H, N, D), on the same memory, but as tensors of their
+        own: the compiler copies what is written to through a view of something larger."""
+        dtype, shape = self.both.dtype, self.both.shape[2:]
+        count = prod(shape)
+        starts = range(0, len(self.memory), count * dtype.itemsize)
+        take = partial(torch.frombuffer, self.memory, dtype=dtype, count=count)
+        return [take(offset=start).view(shape) for start in starts]
 
     def keep(self, rows: Tensor, length: int) -> None:
         """Go on with these rows of the batch alone, of which `length` positions are in use."""
@@ -174,6 +184,10 @@ class Transformer:
         """Hidden states (…, C) → logits (…, V) in float32."""
         h = self._norm(hidden, self.ln_f)
         return self.head(h.reshape(-1, h.shape[-1])).float().view(*h.shape[:-1], -1)
+
+    def next_logits(self, ids: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
+        """Read one id of each sequence, (B,): logits (B, V) of the id after it."""
+        return self.logits(self(ids[:, None], cache, start)[:, 0])
 
     @torch.no_grad()
     def first_not_finite(self, context: Sequence[int]) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Our engine; the kind is its data type, and after a + its way to guess ahead."""
+"""Our engine; the kind is its data type, and after a + its way to guess ahead, or "compile"."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from compat.engine import Engine
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     torch.set_num_threads(threads)
-    dtype, _, speculate = kind.partition("+")
-    engine = Engine(folder, dtype=dtype, max_batch=batch, speculate=speculate or None)
+    dtype, _, way = kind.partition("+")
+    settings = {"compile": True} if way == "compile" else {"speculate": way or None}
+    engine = Engine(folder, dtype=dtype, max_batch=batch, **settings)
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []
