@@ -97,8 +97,6 @@ class Engine:
                 pack = fast("draft", rows=1)
                 draft = Transformer(self.config, rows, read, pack, ACTIVATIONS["draft"])
                 self._guessers.append(Guesser(ModelDraft(draft)))
-        if isinstance(self.transformer, CompiledTransformer):
-            self.transformer.compile()
 
     def decoder(self) -> Decoder:
         """A batch of its own; `generate` and the like ask for it."""

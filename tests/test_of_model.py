@@ -66,7 +66,7 @@ def test_a_change_of_the_weights_counts_at_once(source: Path, dialect: str) -> N
 
 @pytest.fixture
 def no_hooks_left() -> Iterator[None]:
-    """torch gives back what hooks every module only by its handle, or so."""
+    """Hooks on all modules would outlast the test."""
     yield
     nn.modules.module._global_forward_hooks.clear()
 

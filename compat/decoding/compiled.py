@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,17 @@ SETTINGS = {"freezing": True, "cpp_wrapper": True, "cpp.threads": 1}
 class CompiledTransformer(Transformer):
     """A transformer whose pass of a single id of a single sequence is compiled.
 
-    Longer passes and batches run as they are, on the same weights and the same cache.
+    Longer passes and batches run as they are, on the same weights and the same cache. To make one
+    takes about half a minute and a C++ compiler.
+
+    Raises:
+        ConfigError: the compiler is missing, or cannot do it.
     """
 
-    def compile(self) -> None:
-        """Takes about half a minute and a C++ compiler.
-
-        Raises:
-            ConfigError: the compiler is missing, or cannot do it.
-        """
+    def __init__(self, *arguments: Any) -> None:
         from torch._inductor import config  # which takes a second
+
+        super().__init__(*arguments)
 
         self.patched = partial(config.patch, SETTINGS)
         self.step = torch.compile(_Step(self).eval(), fullgraph=True)
