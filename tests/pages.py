@@ -15,7 +15,7 @@ from compat import NameMap, ParityReport, Row, Same, check_parity, load_pretrain
 from compat.adapt import Adaptation, Finding
 from compat.dialects import linear
 from compat.page import adapt_page
-from compat.parity import Difference, TapResult
+from compat.parity import Difference, InputResult, LogitsProof, TapResult
 from compat.taps import tap_names
 from tests.parity.mistakes import MISTAKES
 
@@ -24,6 +24,7 @@ GOOD = Difference(1e-6, 2e-7, False, 1.0, 2e-7, 4e-7, True)
 EXACT = Difference(0.0, 0.0, True, 1.0, 2e-7, 4e-7, True)
 BAD = Difference(0.3, 8e-4, False, 2000.0, 8e-4, 4e-7, False)
 UNJUDGED = Difference(0.3, 8e-4, False, None, 8e-4, None, True)
+GOOD_LOGITS = LogitsProof([InputResult("a batch", (2, 8), GOOD)])
 VOID = {"meta"}
 
 
@@ -34,7 +35,7 @@ def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityRep
     taps = [TapResult(name, d, d) for name, d in zip(names, every, strict=True)]
     fields = {"model": "m", "dialect": "linear", "dtype": "float32", "input_shape": (2, 8)}
     fields |= {"calibrated": True, "training": False, "taps": taps, "versions": {"torch": "2"}}
-    return ParityReport(**{**fields, **changes})
+    return ParityReport(**{**fields, "logits": GOOD_LOGITS, **changes})
 
 
 def failing_report(checkpoint: Path) -> ParityReport:

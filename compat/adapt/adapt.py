@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -17,7 +18,7 @@ from compat.adapt.anatomy.placement import NormPlaces, place_norms
 from compat.adapt.diagnosis import source as source_lines
 from compat.adapt.diagnosis.case import Case, Deviation
 from compat.adapt.diagnosis.diagnose import deviations
-from compat.adapt.diagnosis.findings import finding, to_findings, unexplained
+from compat.adapt.diagnosis.findings import finding, limits_of, to_findings, unexplained
 from compat.adapt.diagnosis.formulas import embedding_of
 from compat.adapt.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
 from compat.adapt.diagnosis.proof import (
@@ -25,7 +26,6 @@ from compat.adapt.diagnosis.proof import (
     end_to_end,
     own_error,
     parity_at_nodes,
-    parity_holds,
 )
 from compat.adapt.diagnosis.witness import nothing_to_explain
 from compat.adapt.mapping.by_calls import map_by_calls
@@ -43,7 +43,7 @@ from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.loading import Source, fill, load_into
-from compat.parity.check import Reference, random_ids
+from compat.parity.check import HALF, Reference, in_float32, random_ids
 
 Read = tuple[Graph, Anatomy, NormPlaces, Homes, Node | None, Lost]
 
@@ -85,10 +85,48 @@ def adapt(
         AdaptError: the model is no GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
-    clock = _Clock()
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    config = checkpoint.config
-    _check_dtype(model)
+    dtype = _check_dtype(model)
+    if dtype not in HALF:
+        return _adapted(model, checkpoint, forward, example_length)
+    with in_float32(model):
+        adaptation = _adapted(model, checkpoint, forward, example_length)
+    return _confirmed_in_half(model, checkpoint, adaptation, forward, dtype)
+
+
+def _confirmed_in_half(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    adaptation: Adaptation,
+    forward: Forward | None,
+    dtype: torch.dtype,
+) -> Adaptation:
+    """The adaptation of the float32 copy, once the model itself agrees in its own data type."""
+    if not adaptation.compatible or adaptation.parity is None:
+        return adaptation
+    ids = random_ids(checkpoint, 0, 2, _length(checkpoint.config))
+    call = forward or _way(model, checkpoint, ids)[0]
+    proof = end_to_end(model, call, Reference(checkpoint, dtype), short_only=True)
+    name = str(dtype).removeprefix("torch.")
+    note = f"judged with the parameters in float32; in {name} max|Δlogits| is {proof.max_abs:.2g}"
+    report = replace(adaptation.parity, notes=[*adaptation.parity.notes, note])
+    findings = list(adaptation.findings)
+    if not proof.passed:
+        words = f"the model agrees with the reference in float32, but not in {name}"
+        failed = next(result for result in proof.inputs if not result.passed)
+        evidence = f"on {failed.name}: {failed.error or note}"
+        findings.insert(0, unexplained("logits", None, words, evidence))
+    return replace(adaptation, parity=report, findings=findings)
+
+
+def _adapted(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    forward: Callable[[nn.Module, Tensor], Tensor] | None,
+    example_length: int | None,
+) -> Adaptation:
+    """`adapt` for a model in float32 or float64."""
+    clock, config = _Clock(), checkpoint.config
     with clock.stage("export"):
         ids = random_ids(checkpoint, 0, 2, example_length or _length(config))
         # The first and last ids may stand for padding, and be masked.
@@ -132,24 +170,25 @@ def _judged(
         weights,
         last_only=last_only,
         with_targets=isinstance(call, Way) and call.targets,
-        fixed_length=ids.shape[1] == config.n_positions,
+        fixed_length=ids.shape[1] if ids.shape[1] == config.n_positions else None,
         noise=_noise(model, call, ids) if graph.dropouts else "",
     )
     with clock.stage("parity"):
         taps = find_taps(anatomy, mapping, places)
-        report = parity_at_nodes(reference, case, taps, ids)
-        plain = end_to_end(model, call, reference, case.lengths)
+        logits = end_to_end(model, call, reference, case.room, case.fixed_length)
+        report = parity_at_nodes(reference, case, taps, ids, logits)
     with clock.stage("diagnose"):
         found = deviations(case, lost)
-        if parity_holds(report, plain) and not any(deviation.apply for deviation in found):
+        if report is not None and report and not any(deviation.apply for deviation in found):
             witness = nothing_to_explain(found)
         else:
             witness = ask_witness(case, found, reference, taps, ids, call)
         findings = to_findings(found, witness, own_error(reference, ids))
-        findings += leftovers(case, taps, witness, findings, report, plain)
+        findings += leftovers(case, taps, witness, findings, report, logits)
         if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
             findings = fused_kernels(findings, model, call, reference, case)
         findings += left_in_training(model, call, training, ids)
+        findings += limits_of(logits)
     return Adaptation(
         model=type(model).__name__,
         source=checkpoint.source,
@@ -177,15 +216,16 @@ def _without_graph(
         raise Untraceable(f"{error}\nby the order of module calls: {reason}") from error
     load_into(model, name_map, checkpoint)
     reference = Reference(checkpoint, next(model.parameters()).dtype)
+    proof = end_to_end(model, call, reference)
     with eval_mode(model):
         logits = {"logits": call(model, ids)}
-    report = reference.report(type(model).__name__, ids, ["logits"], lambda forced: logits)
+    report = reference.report(type(model).__name__, ids, ["logits"], lambda forced: logits, proof)
     deviation = Deviation("untraced", None, source_lines.named(str(error)), {"found": str(error)})
     findings = [finding(deviation, "style", "")]
-    plain = end_to_end(model, call, reference, (min(40, checkpoint.config.n_positions),) * 2)
-    if not parity_holds(report, plain):
+    if not report:
         words = "the logits differ from the reference's; without a graph the reason is not found"
         findings.insert(0, unexplained("logits", None, words, report.headline))
+    findings += limits_of(proof)
     tied = checkpoint.config.tie_word_embeddings
     return Adaptation(
         model=type(model).__name__,
@@ -284,11 +324,12 @@ def _length(config: GPT2Config) -> int:
     return min(9, config.n_positions)
 
 
-def _check_dtype(model: nn.Module) -> None:
-    """The model has one data type; asked before anything is written into it."""
+def _check_dtype(model: nn.Module) -> torch.dtype:
+    """The one data type of the model's parameters; asked before anything is written into it."""
     found = {parameter.dtype for parameter in model.parameters()}
     if len(found) != 1:
         raise AdaptError(
             f"the model's parameters are {', '.join(sorted(map(str, found)))}; expected one data "
             "type; convert it first, as with model.float()"
         )
+    return found.pop()

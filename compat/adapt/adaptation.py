@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from compat.errors import ParityError
 from compat.name_map import NameMap
 from compat.parity import ParityReport
 
-Severity = Literal["breaks", "drifts", "style"]
+Severity = Literal["breaks", "drifts", "limit", "style"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Finding:
 
     Args:
         code: one of `compat.adapt.CODES`.
-        severity: "breaks" parity; "drifts" within the calibrated bound; "style" changes no number.
+        severity: "breaks" parity; "drifts" within the calibrated bound; "limit" says what the proof
+            did not reach; "style" changes no number.
         tap: the first hidden state it changes, such as `h.0.act`; None where it changes none.
         file: of the model's author, or None where no line could be named.
         line: in that file, from 1.
@@ -65,9 +67,29 @@ class Adaptation:
 
     @property
     def compatible(self) -> bool:
-        """Every tap and the plain comparisons of logits agree, and no finding breaks parity."""
+        """Every tap and the logits on every input agree, and no finding breaks parity."""
         breaks = any(finding.severity == "breaks" for finding in self.findings)
         return self.parity is not None and self.parity.passed and not breaks
+
+    def __bool__(self) -> bool:
+        return self.compatible
+
+    def raise_if_failed(self) -> None:
+        """Raise a ParityError that names the first breaking finding unless the model is compatible.
+
+        Raises:
+            ParityError: with the finding's line, message and fix.
+        """
+        if self.compatible:
+            return
+        for found in self.findings:
+            if found.severity == "breaks":
+                where = f"{found.file}:{found.line}: " if found.file else ""
+                raise ParityError(f"{where}{found.code}: {found.message}. Next step: {found.fix}")
+        headline = (
+            "its logits could not be compared" if self.parity is None else self.parity.headline
+        )
+        raise ParityError(f"{self.model} is not compatible with {self.source}: {headline}")
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""

@@ -18,9 +18,9 @@ from compat.bring.config_object import Maker, accepts, base_of, hint_of, looks_l
 from compat.bring.module_sizes import resized
 from compat.bring.synonyms import neutral, role_of
 from compat.bring.usage import reads
-from compat.bring.user_code import described
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
+from compat.user_code import described
 
 Parameter = inspect.Parameter
 

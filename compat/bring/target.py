@@ -18,8 +18,8 @@ from types import ModuleType
 from torch import nn
 
 from compat.bring import notebook
-from compat.bring.user_code import described, is_users
 from compat.errors import AdaptError, listed
+from compat.user_code import described, is_users
 
 _numbers = itertools.count(1)
 _siblings: set[str] = set()  # modules that a target imported from its own folder

@@ -36,6 +36,7 @@ from compat.page import adapt_page
 SEVERITY = {
     "breaks": ("✗", "red", "breaks"),
     "drifts": ("≈", "yellow", "drifts in bounds"),
+    "limit": ("?", "magenta", "limit of the proof"),
     "style": ("·", "cyan", "style"),
 }
 
@@ -165,9 +166,9 @@ def _parity(adaptation: Adaptation) -> str:
         return "parity could not be checked: the logits are of another shape"
     taps = f"{len(report.taps):,} of {len(report.taps):,} taps"
     if adaptation.compatible:
-        end_to_end = f"max|Δlogits| = {report.max_abs_diff:.1g}"
-        return f"parity at {taps}, and end to end on fresh ids; {end_to_end}"
-    if report.passed:
+        inputs = f"logits on {len(report.logits.inputs)} inputs"
+        return f"parity at {taps}, and {inputs}; max|Δlogits| = {report.max_abs_diff:.1g}"
+    if all(tap.passed for tap in report.taps):
         return f"no parity, although {taps} agree"
     return f"parity fails from {report.first_divergence} on"
 

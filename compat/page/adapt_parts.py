@@ -9,7 +9,12 @@ from compat.adapt import Adaptation, Finding
 from compat.page.markup import Markup, code, count, el, join, table
 from compat.page.parts import tiles, verdict
 
-SEVERITY = {"breaks": "✗ breaks parity", "drifts": "≈ drifts in bounds", "style": "· style"}
+SEVERITY = {
+    "breaks": "✗ breaks parity",
+    "drifts": "≈ drifts in bounds",
+    "limit": "? limit of the proof",
+    "style": "· style",
+}
 
 
 def adapt_verdict(adaptation: Adaptation) -> Markup:

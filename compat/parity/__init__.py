@@ -2,6 +2,17 @@
 
 from compat.parity.check import check_parity, random_ids
 from compat.parity.compare import Difference, TapResult
+from compat.parity.conditions import Limit
+from compat.parity.logits import InputResult, LogitsProof
 from compat.parity.report import ParityReport
 
-__all__ = ["Difference", "ParityReport", "TapResult", "check_parity", "random_ids"]
+__all__ = [
+    "Difference",
+    "InputResult",
+    "Limit",
+    "LogitsProof",
+    "ParityReport",
+    "TapResult",
+    "check_parity",
+    "random_ids",
+]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Literal
 
@@ -12,22 +14,36 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import ParityError
 from compat.layers import fault_in_ids
 from compat.loading import Source, load_pretrained
-from compat.parity.compare import compare
+from compat.parity.compare import Difference, TapResult, compare
+from compat.parity.decoded import prove_decoder
+from compat.parity.inputs import sequences
+from compat.parity.logits import (
+    InputResult,
+    KnownLogits,
+    LogitsProof,
+    position_errors,
+    prove_logits,
+)
+from compat.parity.outputs import find_logits
 from compat.parity.report import ParityReport
-from compat.parity.trace import Trace, trace
+from compat.parity.trace import Trace, trace, trace_one
 from compat.taps import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
-CALIBRATE_BELOW = 500_000_000  # parameters; above, a float64 copy gets large and slow
-LENGTH, LENGTH_ABOVE = 128, 32  # of random ids; above, three traces stay small beside the weights
+LARGE = 500_000_000  # parameters; from there on float64 weights exist one matrix at a time
+LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids; traces stay small beside the weights
+EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
+EVERY_ID = "the embedding of every id"
+HALF = (torch.bfloat16, torch.float16)
 
 
 def check_parity(
-    model_or_dialect: nn.Module | str,
+    model_or_dialect: nn.Module | HasDecoder | str,
     source: Source,
     *,
     input_ids: Tensor | None = None,
@@ -38,19 +54,26 @@ def check_parity(
     attention: Literal["eager", "sdpa"] = "eager",
     revision: str | None = None,
 ) -> ParityReport:
-    """Compare a model with `transformers` at every tap, on one input, on the CPU.
+    """Compare a model with `transformers` on the CPU: hidden states at every tap, and logits.
+
+    Hidden states are compared on one input, logits on a designed set of inputs as well: the full
+    context, single ids, several batch sizes, special ids, repeated calls, with and without
+    gradients, and whatever the conditions in the model's code ask for. A model in half precision is
+    judged a second time with its parameters in float32, where rounding hides no fault.
 
     Args:
         model_or_dialect: a dialect's name, loaded here; or a model that has the weights already,
-            run in the mode it is in.
+            run in the mode it is in; or an `Engine` or `PlainBlocks`, of which the logits of
+            prefill and of every decode step are compared. An int8 engine is judged by what
+            rounding its weights to 8 bits costs the reference.
         source: the checkpoint, as in `load_pretrained`.
-        input_ids: (B, T); by default `random_ids` of the checkpoint's vocabulary.
+        input_ids: (B, T), for the taps; by default `random_ids` of the checkpoint's vocabulary.
         text: instead of ids, encoded by the checkpoint's tokenizer.
         dtype: of both models; None takes the model's or the checkpoint's.
-        calibrate: judge errors against a float64 run of the reference; None does so below 500M
-            parameters.
+        calibrate: False judges hidden states by a fixed number of roundings instead of against a
+            float64 run of the reference. Logits are judged against float64 in any case.
         taps: where the model shows its hidden states; a dialect knows its own, for other models the
-            default is the logits alone.
+            default is the logits alone. Logits are compared whatever the taps are.
         attention: "eager" or "sdpa", of the reference; the latter shows no `probs`.
         revision: branch, tag or commit on the hub.
 
@@ -60,20 +83,126 @@ def check_parity(
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
     if isinstance(model_or_dialect, str):
-        model: nn.Module = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
-    else:
-        model = model_or_dialect
+        model_or_dialect = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
+    if isinstance(model_or_dialect, HasDecoder):
+        return _decoder_report(model_or_dialect, checkpoint)
+    model = model_or_dialect
+    if not isinstance(model, nn.Module):
+        raise ParityError(
+            f"check_parity got a {type(model).__name__}; expected a dialect's name, an nn.Module "
+            "with the checkpoint's weights, an Engine or PlainBlocks"
+        )
     dtype, ids = _dtype_of(model, dtype), _ids(checkpoint, input_ids, text)
-    reference = Reference(checkpoint, dtype, calibrate, attention)
-    ours = _our_taps(model, taps, reference.taps, checkpoint.config.n_layer)
+    reference = Reference(checkpoint, dtype, calibrate is not False, attention)
+    report = _report(model, reference, taps, ids)
+    if dtype in HALF:
+        reference.to_float32()
+        with in_float32(model):
+            report = replace(report, float32=_report(model, reference, taps, ids))
+    return report
+
+
+def _decoder_report(model: HasDecoder, checkpoint: Checkpoint) -> ParityReport:
+    """Compare what a model with a decoder of its own generates by."""
+    blocks = getattr(model, "model", None)
+    if isinstance(blocks, nn.Module):  # of PlainBlocks
+        precision = str(_dtype_of(blocks, None)).removeprefix("torch.")
+    else:
+        precision = getattr(model, "dtype", "float32")
+    dtype = torch.float32 if precision == "int8" else getattr(torch, precision)
+    reference = Reference(checkpoint, dtype)
+    known = KnownLogits(reference, dtype)
+    if precision == "int8":
+        known.own_error = reference.quantization_error()
+    most_rows = 1 if getattr(model, "speculate", None) else getattr(model, "max_batch", None)
+    proof = prove_decoder(model, known, most_rows)
+    name = f"{type(model).__name__}({precision})"
+    report = reference.report(name, torch.zeros(1, 1), [], _no_taps, proof)
+    report = replace(report, dtype=precision, input_shape=proof.inputs[0].input_shape)
+    if precision == "int8":
+        errors = [result.logits.error for result in proof.inputs if result.logits is not None]
+        note = (
+            f"the measured quantization error is {max(errors, default=math.nan):.2g} of the "
+            f"logits at the worst position; rounding the weights alone to 8 bits costs the "
+            f"reference {known.own_error:.2g}, by which the engine is judged"
+        )
+        report = replace(report, notes=[*report.notes, note])
+    if isinstance(blocks, nn.Module) and dtype in HALF:
+        reference.to_float32()
+        with in_float32(blocks):
+            proof = prove_decoder(model, KnownLogits(reference, torch.float32), most_rows)
+        copy = replace(report, logits=proof, dtype="float32")
+        report = replace(report, float32=copy)
+    return report
+
+
+def _no_taps(forced: Trace | None) -> Trace:
+    return {}
+
+
+def _report(
+    model: nn.Module, reference: Reference, taps: Sequence[Tap] | None, ids: Tensor
+) -> ParityReport:
+    """Compare in the data type of both; in half precision logits on short inputs alone."""
+    config = reference.checkpoint.config
+    ours = _our_taps(model, taps, reference.taps, config.n_layer)
     dialect = dialect_of(model)
+
+    def call(ids: Tensor) -> Tensor:
+        return find_logits(model(ids), ids, vocab_size=config.vocab_size)
+
+    half = reference.dtype in HALF
+    proof = prove_logits(call, model, reference, config, reference.dtype, short_only=half)
+    if ours and ours[0].name == "embed" and not half:
+        proof.inputs.append(_embedding_of_every_id(model, ours[0], reference))
+        proof.ids_tried = config.vocab_size
     return reference.report(
         dialect.name if dialect else type(model).__name__,
         ids,
         [tap.name for tap in ours],
         lambda forced: trace(model, ours, ids, forced=forced),
+        proof,
         training=model.training,
     )
+
+
+def _embedding_of_every_id(model: nn.Module, tap: Tap, reference: Reference) -> InputResult:
+    """Compare the hidden states that enter the first block, for every id of the vocabulary."""
+    config = reference.checkpoint.config
+    N, V = config.n_positions, config.vocab_size
+    rows = -(-V // N)
+    ids = (torch.arange(rows * N) % V).view(rows, N)
+    worst = torch.zeros(3, dtype=torch.float64)
+    identical = True
+    for part in torch.split(ids, max(1, EMBEDDED_AT_ONCE // N)):
+        ours, theirs = trace_one(model, tap, part), reference.embedding(part)
+        if ours.shape != theirs.shape:
+            error = f"the embedding has shape {list(ours.shape)}; expected {list(theirs.shape)}"
+            return InputResult(EVERY_ID, (rows, N), None, error)
+        worst = torch.maximum(worst, position_errors(ours, theirs, theirs))
+        identical = identical and torch.equal(ours, theirs)
+    max_abs, rel_rms, _ = worst.tolist()
+    bound = 4 * torch.finfo(reference.dtype).eps
+    found = Difference(max_abs, rel_rms, identical, None, rel_rms, bound, rel_rms <= bound)
+    return InputResult(EVERY_ID, (rows, N), found)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """The model with its half-precision parameters and buffers in float32, afterwards as before.
+
+    The parameters stay the same objects, so that closures, hooks and ties keep working. What is
+    written into them meanwhile is rounded to the data type that they had.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in HALF]
+    try:
+        for tensor, data in before:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data.copy_(tensor.data)
 
 
 class Reference:
@@ -82,7 +211,7 @@ class Reference:
     Args:
         checkpoint: the weights.
         dtype: of the model.
-        calibrate: whether there is a float64 run; None decides by the number of parameters.
+        calibrate: whether hidden states are judged against a float64 run.
         attention: "eager" or "sdpa".
     """
 
@@ -90,35 +219,58 @@ class Reference:
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
-        calibrate: bool | None = None,
+        calibrate: bool = True,
         attention: Literal["eager", "sdpa"] = "eager",
     ) -> None:
         from compat.parity import reference as hf  # imports transformers, which takes seconds
 
         self.checkpoint, self.dtype, self._hf = checkpoint, dtype, hf
+        self.calibrate = calibrate
         self.taps = hf.taps(checkpoint.config.n_layer, attention)
         self.model = hf.load_reference(checkpoint, dtype, attention)
-        if calibrate is None:
-            calibrate = sum(p.numel() for p in self.model.parameters()) < CALIBRATE_BELOW
-        wanted = calibrate and dtype != torch.float64
-        self.exact = hf.in_float64(self.model) if wanted else None
+        large = sum(p.numel() for p in self.model.parameters()) >= LARGE
+        self.exact = hf.in_float64(self.model, by_module=large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
+
+    def to_float32(self) -> None:
+        """Go on in float32, with the weights as they were rounded to the data type before."""
+        self.model.float()
+        self.dtype, self._last = torch.float32, None
 
     def trace(self, ids: Tensor) -> tuple[Trace, Trace | None]:
         """Every tap, in the model's data type and in float64; asked again, the same."""
         if self._last is not None and torch.equal(self._last[0], ids):
             return self._last[1]
         with self._hf.quiet():
-            exact = None if self.exact is None else trace(self.exact, self.taps, ids)
+            exact = trace(self.exact, self.taps, ids) if self.calibrate else None
             self._last = ids, (trace(self.model, self.taps, ids), exact)
         return self._last[1]
 
-    def logits(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits alone, in the model's data type and in float64."""
+    def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
+        """The logits alone, in the model's data type and, if `exact`, in float64."""
         last = [tap for tap in self.taps if tap.name == "logits"]
         with self._hf.quiet():
-            exact = None if self.exact is None else trace(self.exact, last, ids)["logits"]
-            return trace(self.model, last, ids)["logits"], exact
+            truth = trace(self.exact, last, ids)["logits"] if exact else None
+            with nullcontext() if exact else self._hf.fused_attention(self.model):
+                return trace(self.model, last, ids)["logits"], truth
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """The hidden states (B, T, C) that enter the first block."""
+        with self._hf.quiet():
+            return trace_one(self.model, self.taps[0], ids)
+
+    def quantization_error(self) -> float:
+        """What rounding the weights to 8 bits costs the reference: the relative error of its
+        logits at the worst position of the proof's short sequences."""
+        config = self.checkpoint.config
+        ids = torch.stack(sequences(config, config.n_positions)[1:])
+        truth = self.logits(ids)[1]
+        last = [tap for tap in self.taps if tap.name == "logits"]
+        with self._hf.quiet():
+            found = trace(self._hf.with_8_bit_weights(self.model), last, ids)["logits"]
+        assert truth is not None
+        worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+        return worst
 
     def report(
         self,
@@ -126,6 +278,7 @@ class Reference:
         ids: Tensor,
         taps: Sequence[str],
         run: Callable[[Trace | None], Trace],
+        proof: LogitsProof,
         training: bool = False,
     ) -> ParityReport:
         """Compare whatever `run` traces with the reference.
@@ -135,23 +288,29 @@ class Reference:
             ids: (B, T).
             taps: those that `run` shows, in execution order.
             run: forced values for the taps, or None → a trace.
+            proof: the comparison of that model's logits.
             training: whether that model is in training mode.
         """
-        expected, exact = self.trace(ids)
-        given = {tap: expected[tap] for tap in taps}  # the borders of the model's pieces
-        exact_local = None
-        if self.exact is not None:
-            with self._hf.quiet():
-                exact_local = trace(self.exact, self.taps, ids, forced=given)
+        results: list[TapResult] = []
+        if taps:
+            expected, exact = self.trace(ids)
+            given = {tap: expected[tap] for tap in taps}  # the borders of the model's pieces
+            exact_local = None
+            if exact is not None:
+                with self._hf.quiet():
+                    exact_local = trace(self.exact, self.taps, ids, forced=given)
+            results = compare(expected, run(None), run(given), exact, exact_local)
         return ParityReport(
             model=self.checkpoint.source,
             dialect=name,
             dtype=str(self.dtype).removeprefix("torch."),
             input_shape=(ids.shape[0], ids.shape[1]),
-            calibrated=exact is not None,
+            calibrated=self.calibrate,
             training=training,
-            taps=compare(expected, run(None), run(given), exact, exact_local),
+            taps=results,
             versions=_versions(self._hf.VERSION),
+            logits=proof,
+            notes=self._hf.translation_notes(self.checkpoint),
         )
 
 
@@ -164,7 +323,7 @@ def random_ids(
     """
     if length is None:
         count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
-        length = LENGTH if count < CALIBRATE_BELOW else LENGTH_ABOVE
+        length = LENGTH if count < LARGE else LENGTH_OF_LARGE
     config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
     shape = (batch, min(length, config.n_positions))
     return torch.randint(config.vocab_size, shape, generator=generator)
@@ -173,6 +332,11 @@ def random_ids(
 def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
     """The one data type of the model's parameters."""
     found = {p.dtype for p in model.parameters()}
+    if not found:
+        raise ParityError(
+            f"{type(model).__name__} has no parameters, so it holds no weights to compare; "
+            "expected a model with a checkpoint's weights, or a dialect's name"
+        )
     if len(found) != 1 or (wanted is not None and wanted not in found):
         raise ParityError(
             f"the model's parameters are {', '.join(sorted(map(str, found)))}; "

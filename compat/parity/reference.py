@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.foreign import HUGGING_FACE
@@ -19,6 +19,10 @@ from compat.taps import Tap, expand_taps
 
 VERSION: str = transformers.__version__
 Attention = Literal["eager", "sdpa"]
+
+# The files that transformers looks for in a folder.
+SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
+BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 TAPS = (
     Tap("embed", "transformer.h.0", at="input"),
@@ -72,29 +76,102 @@ def load_reference(
     return reference
 
 
-def in_float64(reference: nn.Module) -> nn.Module:
+def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
     """The same model computed in float64, to tell rounding from mistakes.
 
     `reorder_and_upcast_attn` is off in it: it is a guard against half precision, means float32
     where it says upcast, and changes nothing in exact arithmetic.
+
+    Args:
+        reference: from `load_reference`.
+        by_module: share the reference's parameters, and convert those of each module only while
+            that module runs, so that memory is needed for one matrix and not for the model.
     """
-    exact: Any = copy.deepcopy(reference).double()
+    memo = {id(p): p for p in reference.parameters()} if by_module else {}
+    exact: Any = copy.deepcopy(reference, memo)
+    if by_module:
+        for module in exact.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(_widen)
+                module.register_forward_hook(_narrow, prepend=True)
+    else:
+        exact.double()
     for block in exact.transformer.h:
         block.attn.reorder_and_upcast_attn = False
     float64: nn.Module = exact
     return float64
 
 
+@torch.no_grad()
+def with_8_bit_weights(reference: nn.Module) -> nn.Module:
+    """A copy whose matrices are rounded to 8 bits, with one scale for each output feature."""
+    rounded: Any = copy.deepcopy(reference)
+    rounded.lm_head.weight = nn.Parameter(rounded.lm_head.weight.clone())  # the embedding is not
+    matrices = [
+        part.weight
+        for block in rounded.transformer.h
+        for part in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+    ]
+    for matrix in (*matrices, rounded.lm_head.weight.t()):  # [in, out]
+        scale = (matrix.abs().amax(dim=0) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        matrix.copy_((matrix / scale).round_() * scale)
+    quantized: nn.Module = rounded
+    return quantized
+
+
+@contextmanager
+def fused_attention(reference: nn.Module) -> Iterator[None]:
+    """The reference with `transformers`' SDPA attention: on long sequences eager takes longer."""
+    config: Any = reference.config
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _widen(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Replace a module's own parameters by float64 copies; a table of rows stays as it is."""
+    if not isinstance(module, nn.Embedding):
+        module.__dict__["_shared"] = dict(module._parameters)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.double(), requires_grad=False)
+
+
+def _narrow(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Put the shared parameters back; rows that were looked up become float64 here."""
+    if not isinstance(module, nn.Embedding):
+        module._parameters.update(module.__dict__.pop("_shared"))
+    return output.double()
+
+
+def translation_notes(checkpoint: Checkpoint) -> list[str]:
+    """A note if `transformers` cannot read these weights itself and gets what compat read."""
+    if _reads_itself(checkpoint):
+        return []
+    kind = "a file of another name" if checkpoint.kind == HUGGING_FACE else checkpoint.kind
+    return [
+        f"transformers does not read {checkpoint.weights.name} ({kind}) itself: compat translated "
+        "the weights for the reference, so an error in reading the file would not show here"
+    ]
+
+
+def _reads_itself(checkpoint: Checkpoint) -> bool:
+    """Whether transformers finds and understands the weights file in its folder."""
+    return checkpoint.kind == HUGGING_FACE and checkpoint.weights.name in (SAFE_FILES + BIN_FILES)
+
+
 def _from_where(checkpoint: Checkpoint) -> dict[str, Any]:
     """What makes transformers take the very weights that the checkpoint has."""
-    folder, name = checkpoint.folder, checkpoint.weights.name
+    folder = checkpoint.folder
     if checkpoint.kind != HUGGING_FACE:
         config = transformers.GPT2Config.from_dict(checkpoint.config.to_hf_dict())
         return _from_tensors(checkpoint, config)
-    if name in ("model.safetensors", "model.safetensors.index.json"):
-        return {"pretrained_model_name_or_path": folder, "use_safetensors": True}
-    if name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
-        return {"pretrained_model_name_or_path": folder, "use_safetensors": False}
+    if _reads_itself(checkpoint):
+        safe = checkpoint.weights.name in SAFE_FILES
+        return {"pretrained_model_name_or_path": folder, "use_safetensors": safe}
     return _from_tensors(checkpoint, transformers.GPT2Config.from_pretrained(folder))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -48,6 +48,37 @@ def trace(
     if silent := [tap.name for tap in taps if tap.name not in recorded]:
         raise ParityError(f"{type(model).__name__} never came by its taps {listed(silent)}")
     return {tap.name: recorded[tap.name] for tap in taps}
+
+
+class _Reached(Exception):
+    """The tap was recorded; what follows it is not wanted."""
+
+
+@torch.no_grad()
+def trace_one(model: nn.Module, tap: Tap, input_ids: Tensor) -> Tensor:
+    """The hidden state at one tap, for which the model runs only as far as it has to.
+
+    Raises:
+        ParityError: the tap's module does not exist, or never ran.
+    """
+    recorded: Trace = {}
+
+    def stop(*_: Any) -> None:
+        raise _Reached
+
+    module = dict(model.named_modules()).get(tap.module)
+    if module is None:
+        raise ParityError(f"{type(model).__name__} has no module {tap.module!r}, which a tap names")
+    with ExitStack() as hooks, suppress(_Reached):
+        hooks.enter_context(_hook(module, tap, recorded, None))
+        register = (
+            module.register_forward_pre_hook if tap.at == "input" else module.register_forward_hook
+        )
+        hooks.enter_context(register(stop))
+        model(input_ids)
+    if tap.name not in recorded:
+        raise ParityError(f"{type(model).__name__} never executed the module of tap {tap.name}")
+    return recorded[tap.name]
 
 
 def _hook(module: nn.Module, tap: Tap, recorded: Trace, forced: Tensor | None) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from compat import ParityError, ParityReport
 from compat.parity.compare import compare, difference
+from tests.pages import GOOD_LOGITS
 
 
 def test_numbers_of_a_known_difference() -> None:
@@ -115,7 +116,9 @@ def make_report(*within: bool) -> ParityReport:
     reference = {name: x for name in names}
     ours = {name: x if ok else x * math.nan for name, ok in zip(names, within, strict=True)}
     taps = compare(reference, ours, ours)
-    return ParityReport("m", "linear", "float32", (1, 8), False, False, taps, {"torch": "2"})
+    return ParityReport(
+        "m", "linear", "float32", (1, 8), False, False, taps, {"torch": "2"}, GOOD_LOGITS
+    )
 
 
 def test_report_names_the_first_divergence_in_execution_order() -> None:

@@ -54,7 +54,7 @@ class Case:
     weights: dict[str, Tensor]  # of the checkpoint, in float64
     last_only: Node | None = None  # where all positions but the last are dropped
     with_targets: bool = False  # they are dropped unless targets are given, as they are here
-    fixed_length: bool = False  # the model takes texts of one length only
+    fixed_length: int | None = None  # the only length that the model takes
     noise: str = ""  # by how much two runs in eval mode differ, in words
 
     @property
@@ -66,15 +66,12 @@ class Case:
         return list(enumerate(self.anatomy.layers))
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """Two lengths of texts that model and checkpoint both have positions for."""
+    def room(self) -> int:
+        """How many positions model and checkpoint both have."""
         home = self.mapping.homes.get("wpe.weight")
-        room = self.config.n_positions
         if home is not None and isinstance(home[1], Rows):
-            room = min(room, home[1].wanted)
-        if self.fixed_length:
-            return (self.graph.shape[1],) * 2
-        return min(21, room), min(64, room)
+            return min(self.config.n_positions, home[1].wanted)
+        return self.config.n_positions
 
     def tap_after(self, node: Node) -> str:
         """The first tap that is computed after a node, or by it."""

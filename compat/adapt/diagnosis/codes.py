@@ -296,5 +296,10 @@ CODES: dict[str, Code] = {
         "a part could not be examined for deviations ({found}); the comparison stands",
         "report it to the authors of compat, with the model",
     ),
+    "not_compared": Code(
+        "limit",
+        "{found}; the proof does not cover what the model computes then",
+        "compare on ids that get there: check_parity(model, source, input_ids=…)",
+    ),
     "unexplained": Code("breaks", "{found}", "look at the lines around the tap"),
 }  # fmt: skip

@@ -9,8 +9,9 @@ from compat.adapt.diagnosis.case import Deviation
 from compat.adapt.diagnosis.codes import CODES
 from compat.adapt.diagnosis.witness import Witness
 from compat.adapt.tracing.graph import Place
+from compat.parity import LogitsProof
 
-RANK = {"breaks": 0, "drifts": 1, "style": 2}
+RANK = {"breaks": 0, "drifts": 1, "limit": 2, "style": 3}
 
 
 def to_findings(found: Sequence[Deviation], witness: Witness, own_error: float) -> list[Finding]:
@@ -89,3 +90,13 @@ def _evidence(
 def unexplained(tap: str | None, place: Place | None, words: str, evidence: str) -> Finding:
     deviation = Deviation("unexplained", tap, place, {"found": words})
     return finding(deviation, "breaks", evidence)
+
+
+def limits_of(logits: LogitsProof) -> list[Finding]:
+    """What the comparison of logits did not reach, as findings on their lines."""
+    found = []
+    for limit in logits.limits:
+        place = Place(limit.file, limit.line or 0) if limit.file else None
+        deviation = Deviation("not_compared", None, place, {"found": limit.message})
+        found.append(finding(deviation, "limit", "seen while the model ran on the proof's inputs"))
+    return found

@@ -11,13 +11,12 @@ from compat.adapt.adaptation import Finding
 from compat.adapt.diagnosis import source
 from compat.adapt.diagnosis.case import Case, Deviation
 from compat.adapt.diagnosis.findings import finding, unexplained
-from compat.adapt.diagnosis.proof import end_to_end, parity_holds
+from compat.adapt.diagnosis.proof import end_to_end
 from compat.adapt.diagnosis.witness import Witness
 from compat.adapt.mapping.taps import Taps
 from compat.adapt.tracing.calling import Forward, eval_mode, plain_kernels
-from compat.parity import ParityReport
+from compat.parity import LogitsProof, ParityReport
 from compat.parity.check import Reference
-from compat.parity.compare import Difference
 
 # With these a difference remains that no change to the reference makes up for.
 NOT_MODELLED = (
@@ -35,7 +34,7 @@ def leftovers(
     witness: Witness,
     findings: Sequence[Finding],
     report: ParityReport | None,
-    plain: Sequence[Difference],
+    logits: LogitsProof,
 ) -> list[Finding]:
     """What the findings do not explain: the first tap that differs, and by how much."""
     silent = all(f.code not in NOT_MODELLED for f in findings)
@@ -51,16 +50,20 @@ def leftovers(
             evidence += f"; local error {local.rel_rms:.2g}"
         left.append(unexplained(tap, case.graph.place(node), words, evidence))
     breaks = any(f.severity == "breaks" for f in [*findings, *left])
-    if not breaks and (report is None or not report.passed):
+    if breaks:
+        return left
+    if report is None or not all(tap.passed for tap in report.taps):
         tap = None if report is None else report.first_divergence
         left.append(unexplained(tap, None, "parity fails though nothing unusual was found",
                                 "" if report is None else report.headline))  # fmt: skip
-    elif not breaks and not parity_holds(report, plain):
-        worst = max((d.max_abs for d in plain), default=float("nan"))
+    elif not report.passed:
+        failed = next(result for result in logits.inputs if not result.passed)
+        B, T = failed.input_shape
         left.append(unexplained(
             "logits", None,
-            "the traced model agrees with the reference, but called with fresh ids it does not",
-            f"max|Δlogits| = {worst:.2g} over two seeds and two lengths, in eval mode",
+            f"the model agrees with the reference on short random ids, but not on {failed.name} "
+            f"({B} × {T} ids)",
+            report.headline,
         ))  # fmt: skip
     return left
 
@@ -70,16 +73,15 @@ def fused_kernels(
 ) -> list[Finding]:
     """If the model agrees as soon as torch's fused encoder layer is off, that is the reason."""
     with plain_kernels():
-        slow = end_to_end(model, call, reference, case.lengths)
-    if not slow or not all(difference.within for difference in slow):
+        slow = end_to_end(model, call, reference, case.room, case.fixed_length)
+    if not slow.passed:
         return findings
     kinds = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     path = next((name for name, m in model.named_modules() if isinstance(m, kinds)), "")
     place = source.building(model, path) if path else None
     if place is not None:
         place = source.mention(place.file, "TransformerEncoderLayer") or place
-    worst = max(difference.max_abs for difference in slow)
-    evidence = f"confirmed: with the fused kernel off, max|Δlogits| is {worst:.2g}"
+    evidence = f"confirmed: with the fused kernel off, max|Δlogits| is {slow.max_abs:.2g}"
     return [
         finding(Deviation("fast_path", "logits", place), "breaks", evidence)
         if f.code == "unexplained" else f

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,13 @@ from compat.adapt.diagnosis.case import Case, Deviation
 from compat.adapt.diagnosis.witness import Witness, ask, relative
 from compat.adapt.mapping.taps import Taps, trace_graph
 from compat.adapt.tracing.calling import Forward, eval_mode
-from compat.parity import ParityReport
-from compat.parity.check import Reference, random_ids
-from compat.parity.compare import Difference, compare
+from compat.parity import LogitsProof, ParityReport
+from compat.parity.check import Reference
+from compat.parity.logits import prove_logits
 
 
 def parity_at_nodes(
-    reference: Reference, case: Case, taps: Taps, ids: Tensor
+    reference: Reference, case: Case, taps: Taps, ids: Tensor, logits: LogitsProof
 ) -> ParityReport | None:
     """The comparison at every tap whose shape is the reference's."""
     expected, _ = reference.trace(ids)
@@ -32,36 +33,31 @@ def parity_at_nodes(
         ids,
         list(shown),
         lambda forced: trace_graph(case.graph, shown, ids, forced),
+        logits,
     )
 
 
 def end_to_end(
-    model: nn.Module, call: Forward, reference: Reference, lengths: Sequence[int]
-) -> list[Difference]:
-    """Logits on fresh ids of these lengths, the model called as its author meant it."""
-    found = []
-    for seed, length in enumerate(lengths, 1):
-        ids = random_ids(reference.checkpoint, seed, 3 - seed, length)  # two short, one long
-        expected, exact = reference.logits(ids)
-        try:
-            with eval_mode(model):
-                logits = call(model, ids).detach()
-        except (RuntimeError, IndexError, ValueError, AssertionError):
-            return []  # it cannot run what the checkpoint could
-        if logits.shape[-1] != expected.shape[-1]:
-            continue
-        kept = logits.shape[1]  # the last position, of a model that returns no other
-        ours, theirs = {"logits": logits}, {"logits": expected[:, -kept:]}
-        truth = None if exact is None else {"logits": exact[:, -kept:]}
-        [result] = compare(theirs, ours, ours, truth, truth)
-        found.append(result.accumulated if exact is not None else result.local)
-    return found
-
-
-def parity_holds(report: ParityReport | None, plain: Sequence[Difference]) -> bool:
-    """Every tap and all plain comparisons of logits are within their bounds."""
-    taps = report is not None and report.passed
-    return taps and bool(plain) and all(difference.within for difference in plain)
+    model: nn.Module,
+    call: Forward,
+    reference: Reference,
+    room: int | None = None,
+    fixed_length: int | None = None,
+    short_only: bool = False,
+) -> LogitsProof:
+    """The logits on designed inputs, the model in eval mode and called as its author meant it."""
+    config = reference.checkpoint.config
+    with eval_mode(model):
+        return prove_logits(
+            partial(call, model),
+            model,
+            reference,
+            config,
+            reference.dtype,
+            room,
+            fixed_length,
+            short_only,
+        )
 
 
 def own_error(reference: Reference, ids: Tensor) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.bring.user_code import is_users
 from compat.errors import AdaptError
+from compat.parity.outputs import find_logits
+from compat.user_code import is_users
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -154,39 +154,3 @@ def _made(name: str, ids: Tensor, mask: Callable[[int], Tensor | None]) -> Tenso
     if "mask" in name and "pad" not in name:
         return mask(ids.shape[1])
     return ids if name in TARGETS else None
-
-
-def find_logits(output: Any, ids: Tensor, last: bool = False) -> Tensor:
-    """The float tensor (B, T, V) in what a model returns; (B, 1, V) with `last`.
-
-    Raises:
-        AdaptError: there is none.
-    """
-    B, T = ids.shape
-    found = list(_tensors(output))
-    for tensor in found if last else ():
-        if tensor.is_floating_point() and tensor.shape[:-1] in ((B,), (B, 1)):
-            return tensor.view(B, 1, -1)
-    whole = [t for t in found if t.is_floating_point() and t.ndim == 3 and t.shape[:2] == (B, T)]
-    if whole:  # of hidden states and logits, the wider
-        return max(whole, key=lambda tensor: tensor.shape[-1])
-    for tensor in found:
-        if tensor.is_floating_point() and tensor.ndim == 2 and tensor.shape[0] == B * T:
-            return tensor.view(B, T, -1)
-    shapes = ", ".join(str(list(t.shape)) for t in found) or "no tensor"
-    raise AdaptError(f"the model returned {shapes} for ids [{B}, {T}]; expected [{B}, {T}, V]")
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for key in sorted(output, key=lambda key: key != "logits"):
-            yield from _tensors(output[key])
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors({f.name: getattr(output, f.name) for f in dataclasses.fields(output)})
-    elif hasattr(output, "logits"):
-        yield from _tensors(output.logits)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.bring.user_code import is_users
+from compat.user_code import is_users
 
 aten: Any = torch.ops.aten
 

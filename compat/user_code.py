@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ FOREIGN = tuple(
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
         Path(torch.__file__).parent,
-        Path(__file__).parents[1],
+        Path(__file__).parent,
     )
 )
 
@@ -42,6 +43,7 @@ def _where(error: BaseException) -> list[str]:
     return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:]]
 
 
+@cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither Python's nor torch's nor any other library's, nor ours."""
     return not filename.startswith(("<", *FOREIGN)) and "site-packages" not in filename

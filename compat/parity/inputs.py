@@ -1,0 +1,137 @@
+"""The inputs that a model is compared on: what shape they have, and which ids are where.
+
+GPT-2 is causal: the logits of a prefix are those of the whole sequence up to there. So the
+reference runs on a few sequences only, and every input is a batch of prefixes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from compat.config import GPT2Config
+
+ROWS, LENGTH = 4, 32  # of the short sequences
+LONG = 0  # the number of the sequence that fills the context
+MOST_EXTRA = 4096  # positions in the inputs made from one set of constants
+MOST_ROWS = 65  # in a batch made to reach a condition
+
+
+@dataclass(frozen=True)
+class ProofInput:
+    """A batch of prefixes of the known sequences.
+
+    Args:
+        name: what is special about it, in words.
+        rows: numbers of the sequences.
+        length: of every prefix.
+        gradients: whether the model runs with gradients enabled.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    length: int
+    gradients: bool = False
+
+
+def special_ids(config: GPT2Config) -> list[int]:
+    """Ids that models treat in a way of their own: the first, the last, bos, eos and padding."""
+    named = [config.bos_token_id, config.pad_token_id, *config.stop_ids]
+    ids = [0, config.vocab_size - 1, *named]
+    return list(dict.fromkeys(i for i in ids if i is not None and 0 <= i < config.vocab_size))
+
+
+def sequences(config: GPT2Config, room: int) -> list[Tensor]:
+    """The known sequences: one of `room` ids, then ROWS short ones.
+
+    Each special id comes first, in the middle and last in one of them, and follows itself; in one
+    sequence a single id repeats throughout.
+    """
+    generator = torch.Generator().manual_seed(0)
+    special = special_ids(config)
+
+    def random(length: int) -> Tensor:
+        return torch.randint(config.vocab_size, (length,), generator=generator)
+
+    def place(ids: Tensor, at: int, values: Sequence[int]) -> None:
+        at = max(0, at)
+        values = values[: max(0, len(ids) - at)]
+        ids[at : at + len(values)] = torch.tensor(values, dtype=torch.long)
+
+    S = min(LENGTH, room)
+    long, first, repeated, alternating, last = random(room), *(random(S) for _ in range(ROWS))
+    place(long, room // 3, special)
+    place(long, room // 2, [int(long[0])] * min(40, room // 4))
+    place(long, room - len(special), special[::-1])
+    place(first, 0, [special[0], special[0]])
+    place(first, S // 2, [x for i in special for x in (i, i)])
+    repeated[:] = repeated[0]
+    place(alternating, 0, special[1:2] * 2)
+    alternating[1::2] = alternating[S // 2]
+    place(last, 0, special[-1:])
+    place(last, S - len(special), special)
+    return [long, first, repeated, alternating, last]
+
+
+def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[Tensor]:
+    """Short sequences in which each of these ids comes early, late and twice in a row."""
+    generator = torch.Generator().manual_seed(1)
+    S, wanted = min(LENGTH, room), sorted(ids)
+    found = []
+    per_row = max(1, S // 4)
+    for start in range(0, len(wanted), per_row):
+        part = wanted[start : start + per_row]
+        row = torch.randint(config.vocab_size, (S,), generator=generator)
+        values = [x for i in part for x in (i, i)][:S]
+        row[: len(values)] = torch.tensor(values)
+        values = part[: S - len(values)]
+        row[S - len(values) :] = torch.tensor(values, dtype=torch.long)
+        found.append(row)
+    return found
+
+
+def designed_inputs(room: int) -> list[ProofInput]:
+    """The inputs that every proof begins with."""
+    S, (first, repeated, alternating, last) = min(LENGTH, room), range(1, ROWS + 1)
+    every = (first, repeated, alternating, last)
+    inputs = [
+        ProofInput("the full context", (LONG,), room),
+        ProofInput(f"a batch of {ROWS}", every, S),
+        ProofInput("the same batch again", every, S),
+        ProofInput("one id per row", every, 1),
+        ProofInput("a single id", (last,), 1),
+        ProofInput(
+            "rows permuted and cut, with gradients",
+            (alternating, last, first),
+            max(1, S - 3),
+            gradients=True,
+        ),
+        ProofInput("one row alone", (last,), S),
+        ProofInput("two rows", (last, repeated), max(1, S // 2)),
+    ]
+    return list(dict.fromkeys(inputs))
+
+
+def inputs_reaching(
+    constants: Iterable[int], room: int, tried: Collection[ProofInput]
+) -> list[ProofInput]:
+    """Lengths and batch sizes at, below and above these constants, the short ones first."""
+    near = sorted({n + step for n in constants for step in (-1, 0, 1)})
+    lengths = [n for n in near if 1 <= n <= room]
+    inputs = [ProofInput(f"length {n}", (LONG,), n) for n in lengths]
+    rows = range(1, ROWS + 1)
+    inputs += [
+        ProofInput(f"a batch of {n}", tuple(islice(cycle(rows), n)), min(2, room))
+        for n in near
+        if 1 <= n <= MOST_ROWS
+    ]
+    chosen, positions = [], 0
+    for candidate in sorted(inputs, key=lambda item: len(item.rows) * item.length):
+        positions += len(candidate.rows) * candidate.length
+        if positions <= max(MOST_EXTRA, room) and candidate not in tried:
+            chosen.append(candidate)
+    return chosen

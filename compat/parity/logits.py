@@ -1,0 +1,383 @@
+"""The proof by logits: the model runs on designed inputs, and every position is compared.
+
+The model is called as its user calls it: without hooks and without a tracer that changes what runs.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compat.config import GPT2Config
+from compat.parity.compare import ALLOWANCE, Difference
+from compat.parity.conditions import BranchObserver, Limit, Observed, TensorObserver
+from compat.parity.inputs import (
+    LENGTH,
+    LONG,
+    ProofInput,
+    designed_inputs,
+    inputs_reaching,
+    sequences,
+    sequences_with,
+    special_ids,
+)
+from compat.user_code import is_users
+
+Call = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
+
+# The worst position of ours may err this many times as much as the worst of the reference.
+POSITION_ALLOWANCE = 2 * ALLOWANCE
+# The same where there is no float64 run, as for the long sequence: the difference of two float32
+# runs, whose rounding errors grow with the length of the sums in attention.
+LONG_ALLOWANCE = 4 * ALLOWANCE
+EXACT_UP_TO = 64  # ids in a sequence that the reference reads in float64 too
+CHUNK = 64  # positions compared at once in float64
+ROUNDS = 3  # of making inputs from constants
+
+
+class KnowsLogits(Protocol):
+    """What gives the reference's logits; see `compat.parity.check.Reference`."""
+
+    def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, T, V) in the reference's data type and in float64."""
+
+
+@dataclass(frozen=True)
+class InputResult:
+    """How the logits compare on one input.
+
+    Args:
+        name: what is special about the input.
+        input_shape: (B, T).
+        logits: of the worst position; None where the model gave no logits that could be compared.
+        error: what the model raised or returned instead, in words.
+    """
+
+    name: str
+    input_shape: tuple[int, int]
+    logits: Difference | None
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.logits is not None and self.logits.within
+
+
+@dataclass
+class LogitsProof:
+    """What was compared, and how far it reaches.
+
+    Args:
+        inputs: one result per input.
+        limits: conditions that no input reached, and other bounds on the proof.
+        ids_tried: how many of the vocabulary's ids stood in an input.
+    """
+
+    inputs: list[InputResult] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+    ids_tried: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.inputs) and all(result.passed for result in self.inputs)
+
+    @property
+    def max_abs(self) -> float:
+        """max|Δlogits| over all inputs."""
+        compared = [r.logits.max_abs for r in self.inputs if r.logits is not None]
+        return max(compared, default=float("nan"))
+
+    @property
+    def smallest_detectable(self) -> float:
+        """The relative error of the logits of any one position that fails, whatever its sign.
+
+        The error of ours adds to it or takes away from it, so it is counted in.
+        """
+        judged = [r.logits for r in self.inputs if r.logits is not None]
+        bounds = [min(d.error, d.bound) + d.bound for d in judged if d.bound is not None]
+        return max(bounds) if self.inputs and len(bounds) == len(self.inputs) else float("inf")
+
+
+def prove_logits(
+    call: Call,
+    model: nn.Module,
+    reference: KnowsLogits,
+    config: GPT2Config,
+    dtype: torch.dtype,
+    room: int | None = None,
+    fixed_length: int | None = None,
+    short_only: bool = False,
+) -> LogitsProof:
+    """Compare the logits of a model with the reference's on designed inputs.
+
+    Conditions in the model's code that these reach from one side only give constants, from which
+    further inputs are made.
+
+    Args:
+        call: runs the model.
+        model: whose state is watched.
+        reference: gives the logits to compare with.
+        config: of the checkpoint.
+        dtype: of the model.
+        room: positions that both have; None means the checkpoint's `n_positions`.
+        fixed_length: the one length that the model takes, or None.
+        short_only: compare on short inputs alone; for the second proof of a model in half
+            precision, whose code is proved in float32.
+    """
+    proof = _Proof(call, model, reference, config, dtype, room, fixed_length)
+    return proof.run_short() if short_only else proof.run()
+
+
+class _Proof:
+    def __init__(
+        self,
+        call: Call,
+        model: nn.Module,
+        reference: KnowsLogits,
+        config: GPT2Config,
+        dtype: torch.dtype,
+        room: int | None,
+        fixed_length: int | None,
+    ) -> None:
+        self.call, self.model, self.reference, self.config = call, model, reference, config
+        self.room = fixed_length or min(room or config.n_positions, config.n_positions)
+        self.fixed_length = fixed_length
+        self.known = KnownLogits(reference, dtype)
+        self.branches = BranchObserver()
+        self.sizes = {config.vocab_size, config.n_positions}
+        self.tensors = TensorObserver(self.sizes)
+        self.proof = LogitsProof()
+        self.tried: list[ProofInput] = []
+        self.seen_ids: set[int] = set()
+
+    def run(self) -> LogitsProof:
+        state, drawn = _state(self.model), _random_states()
+        self.known.add(sequences(self.config, self.room))
+        inputs = designed_inputs(self.room)
+        if self.fixed_length:
+            inputs = [item for item in inputs if item.length == self.fixed_length]
+        self._compare(inputs)
+        self._observe([item for item in inputs if LONG not in item.rows][:2] or inputs[:1])
+        tried_constants: set[int] = set()
+        for _ in range(ROUNDS):
+            constants = self._constants() - tried_constants
+            if not constants:
+                break
+            tried_constants |= constants
+            self._try(constants)
+        if any(seen.one_sided(self.sizes) for seen in self.tensors.found.values()):
+            self._observe(inputs[:1])
+        self._report_limits(state, drawn)
+        return self.proof
+
+    def run_short(self) -> LogitsProof:
+        self.known.add(sequences(self.config, min(LENGTH, self.room)))
+        self._compare(designed_inputs(min(LENGTH, self.room)))
+        return self.proof
+
+    def _compare(self, inputs: Sequence[ProofInput]) -> None:
+        for item in inputs:
+            ids = self.known.ids(item)
+            self.seen_ids |= set(ids.flatten().tolist())
+            self.proof.inputs.append(self._result(item, ids))
+            self.tried.append(item)
+
+    def _result(self, item: ProofInput, ids: Tensor) -> InputResult:
+        shape = (ids.shape[0], ids.shape[1])
+        try:
+            with torch.set_grad_enabled(item.gradients), self.branches.watch(ids.shape[1]):
+                logits = _plain(self.call(ids.clone()))
+        except Exception as error:
+            return InputResult(item.name, shape, None, raised(error))
+        B, T, V = *shape, self.config.vocab_size
+        if logits.shape not in ((B, T, V), (B, 1, V)):
+            found = f"the model returned {list(logits.shape)}; expected {[B, T, V]}"
+            return InputResult(item.name, shape, None, found)
+        start = T - logits.shape[1]
+        pieces = ((row, start, ours) for row, ours in zip(item.rows, logits, strict=True))
+        return InputResult(item.name, shape, self.known.difference(pieces))
+
+    def _observe(self, inputs: Sequence[ProofInput]) -> None:
+        """Run once more with every tensor operation observed; nothing is compared."""
+        for item in inputs:
+            self.tensors.length = item.length
+            try:
+                with torch.no_grad(), self.tensors:
+                    self.call(self.known.ids(item))
+            except Exception:  # code that does not run under a dispatch mode
+                self.proof.limits.append(
+                    Limit("the conditions among the model's tensor operations were not observed")
+                )
+                return
+
+    def _constants(self) -> set[int]:
+        """Constants of conditions that were seen from one side only."""
+        found = set(self.tensors.constants)
+        for seen in (*self.branches.found.values(), *self.tensors.found.values()):
+            if len(seen.outcomes) < 2:
+                found |= seen.constants
+        return found
+
+    def _try(self, constants: set[int]) -> None:
+        """Inputs in which the constants are ids, lengths and batch sizes."""
+        V = self.config.vocab_size
+        ids = {n + step for n in constants for step in (-1, 0, 1) if 0 <= n + step < V}
+        new = sorted(ids - set(special_ids(self.config)))
+        inputs: list[ProofInput] = []
+        if new:
+            rows = self.known.add(sequences_with(new, self.config, self.room))
+            length = len(self.known.rows[rows[0]])
+            inputs.append(ProofInput("ids that the code compares with", tuple(rows), length))
+        if not self.fixed_length:
+            inputs += inputs_reaching(constants, self.room, self.tried)
+        inputs = [i for i in inputs if self.fixed_length in (None, i.length)]
+        self._compare(inputs)
+        self._observe([item for item in inputs if item.length <= 64])
+
+    def _report_limits(self, state: dict[str, str], drawn: object) -> None:
+        proof, lines = self.proof, set[tuple[str, int]]()
+        proof.ids_tried = len(self.seen_ids)
+        observed: Iterable[Observed] = (*self.branches.found.values(), *self.tensors.found.values())
+        for seen in observed:
+            if not seen.one_sided(self.sizes) or (seen.file, seen.line) in lines:
+                continue
+            lines.add((seen.file, seen.line))
+            proof.limits.append(Limit(seen.message, seen.file, seen.line))
+        now = _state(self.model)
+        changed = [name for name in now if now[name] != state.get(name, now[name])]
+        for name in changed:
+            proof.limits.append(
+                Limit(f"the forward pass changes {name}, which later calls may read")
+            )
+        if drawn != _random_states() and self._draws():
+            proof.inputs.append(
+                InputResult(
+                    "repeated calls", (1, 1), None,
+                    "the forward pass draws random numbers, so its results may differ from call to "
+                    "call",
+                )
+            )  # fmt: skip
+
+    def _draws(self) -> bool:
+        """Whether a call changes the state of a random number generator, not another thread."""
+        before = _random_states()
+        with suppress(Exception), torch.no_grad():
+            self.call(self.known.ids(self.tried[0]))
+        return before != _random_states()
+
+
+class KnownLogits:
+    """Sequences, and the reference's logits for them.
+
+    Args:
+        reference: gives the logits.
+        dtype: of the model that is compared.
+
+    Attributes:
+        own_error: of the reference against float64, relative, at its worst position.
+    """
+
+    def __init__(self, reference: KnowsLogits, dtype: torch.dtype) -> None:
+        self.reference = reference
+        self.own_error = torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
+        self.rows: list[Tensor] = []
+        self.expected: list[Tensor] = []
+        self.exact: list[Tensor | None] = []
+
+    def add(self, rows: Sequence[Tensor]) -> list[int]:
+        """Run the reference on these, sequences of one length at once; returns their numbers."""
+        first = len(self.rows)
+        for length, group in groupby(rows, key=len):
+            alike = list(group)
+            logits, exact = self.reference.logits(torch.stack(alike), exact=length <= EXACT_UP_TO)
+            self.rows += alike
+            self.expected += list(logits)
+            self.exact += [None] * len(alike) if exact is None else list(exact)
+            if exact is not None:
+                self.own_error = max(
+                    self.own_error, position_errors(logits, exact, exact)[2].item()
+                )
+        return list(range(first, len(self.rows)))
+
+    def ids(self, item: ProofInput) -> Tensor:
+        """The ids (B, T) of an input."""
+        return torch.stack([self.rows[row][: item.length] for row in item.rows])
+
+    def difference(self, pieces: Iterable[tuple[int, int, Tensor]]) -> Difference:
+        """Judge logits by their worst position.
+
+        Args:
+            pieces: number of a sequence, position of the first logits, logits (T, V).
+        """
+        worst = torch.zeros(3, dtype=torch.float64)
+        identical, calibrated = True, True
+        for row, start, ours in pieces:
+            expected = self.expected[row][start : start + len(ours)]
+            exact = self.exact[row]
+            calibrated = calibrated and exact is not None
+            truth = expected if exact is None else exact[start : start + len(ours)]
+            identical = identical and torch.equal(ours, expected.to(ours.dtype))
+            worst = torch.maximum(worst, position_errors(ours, expected, truth))  # NaN stays NaN
+        max_abs, rel_rms, error = worst.tolist()
+        bound = (POSITION_ALLOWANCE if calibrated else LONG_ALLOWANCE) * self.own_error
+        ratio = error / self.own_error if calibrated else None
+        return Difference(max_abs, rel_rms, identical, ratio, error, bound, error <= bound)
+
+
+def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
+    """max|Δ| from `expected`, and of the worst position the relative errors against both: (3,).
+
+    All are (…, T, V). A NaN in them is a NaN in what is returned.
+    """
+    worst = torch.zeros(3, dtype=torch.float64)
+    flat = (t.reshape(-1, t.shape[-1]) for t in (ours, expected, truth))
+    chunks = zip(*(torch.split(t, CHUNK) for t in flat), strict=True)
+    for mine, theirs, true in chunks:
+        mine, theirs, true = mine.double(), theirs.double(), true.double()
+        delta, error = mine - theirs, mine - true
+        found = torch.stack([
+            delta.abs().max(),
+            (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-300)).max(),
+            (error.norm(dim=-1) / true.norm(dim=-1).clamp(min=1e-300)).max(),
+        ])  # fmt: skip
+        worst = torch.maximum(worst, found)  # NaN stays NaN
+    return worst
+
+
+def _plain(logits: Tensor) -> Tensor:
+    """The values as an ordinary tensor: a subclass could answer comparisons in a way of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.detach().as_subclass(Tensor)
+
+
+def raised(error: Exception) -> str:
+    """What the model raised, and the user's line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    headline = (str(error).strip().splitlines() or [""])[0]
+    return f"the model raised {type(error).__name__}{where}: {headline}"
+
+
+def _state(model: nn.Module) -> dict[str, str]:
+    """The plain attributes of every module, by name, and how often each buffer was written."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float, str, bool)) and name != "training":
+                found[f"{path}.{name}".removeprefix(".")] = repr(value)
+    for name, buffer in model.named_buffers():
+        if not buffer.is_inference():
+            found[name] = str(buffer._version)
+    return found
+
+
+def _random_states() -> tuple[object, ...]:
+    return random.getstate(), torch.random.get_rng_state().numpy().tobytes()

@@ -1,0 +1,316 @@
+"""What a proof covers: designed inputs, conditions in the code, half precision, large models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat import ParityError, check_parity, load_pretrained
+from compat.dialects import linear
+from compat.parity import ParityReport, check
+from compat.parity.inputs import designed_inputs, sequences, special_ids
+from compat.taps import Tap
+from tests.conftest import MakeCheckpoint
+from tests.parity.mistakes import block
+
+Edit = Callable[[linear.GPTModel], None]
+V, N = 300, 160
+
+
+@pytest.fixture(scope="module")
+def roomy(make_checkpoint: MakeCheckpoint) -> Path:
+    """A checkpoint whose context is longer than the windows of the tests below."""
+    return make_checkpoint(n_positions=N, vocab_size=V, bos_token_id=V - 2, eos_token_id=V - 3)
+
+
+class Wrapped(nn.Module):
+    """A user's model around blocks that are right; `change` gets the ids and those blocks."""
+
+    def __init__(self, folder: Path, change: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.inner = load_pretrained(folder, "linear")
+        self.change = change
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.change(ids, self.inner)
+
+
+def only_one_side(ids: Tensor, inner: nn.Module) -> Tensor:
+    if ids.float().mean() > 1e6:
+        ids = ids.flip(1)
+    logits: Tensor = inner(ids)
+    return logits
+
+
+def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
+    config = check.open_checkpoint(roomy).config
+    rows, inputs = sequences(config, N), designed_inputs(N)
+    shapes = {(len(item.rows), item.length) for item in inputs}
+    assert (1, N) in shapes and (1, 1) in shapes and any(B >= 3 and T > 1 for B, T in shapes)
+    assert any(item.gradients for item in inputs) and not all(item.gradients for item in inputs)
+    for token_id in special_ids(config):
+        assert any(token_id in row for row in rows)
+    assert any(len(set(row.tolist())) == 1 for row in rows)
+    again = [(item.rows, item.length) for item in inputs]
+    assert len(set(again)) < len(again), "one input is repeated"
+
+
+@pytest.mark.parametrize("n_positions", [1, 2, 3, 5, 33])
+def test_short_contexts_have_inputs_too(make_checkpoint: MakeCheckpoint, n_positions: int) -> None:
+    folder = make_checkpoint(n_positions=n_positions, pad_token_id=4)
+    report = check_parity("linear", folder)
+    assert report.passed, report.headline
+    assert max(result.input_shape[1] for result in report.logits.inputs) == n_positions
+
+
+def test_logits_are_compared_whatever_the_taps_are(tiny: Path) -> None:
+    model = load_pretrained(tiny, "linear")
+    for taps in ([], [Tap("embed", "trf_blocks.0", at="input")]):
+        assert check_parity(model, tiny, taps=taps).passed
+    model.final_norm.eps = 1e-2
+    for taps in ([], [Tap("embed", "trf_blocks.0", at="input")]):
+        report = check_parity(model, tiny, taps=taps)
+        assert not report.passed and report.first_divergence == "logits"
+        assert report.max_abs_diff > 1e-3 and "diverges" in report.headline
+
+
+def test_a_right_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = load_pretrained(tiny, "linear")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.inner(ids)
+            return logits * 1.001
+
+    report = check_parity(Two(), tiny, taps=[Tap("logits", "inner")])
+    assert all(tap.passed for tap in report.taps) and not report.passed
+
+
+def test_the_verdict_is_the_truth_value(tiny: Path) -> None:
+    model = load_pretrained(tiny, "linear")
+    report = check_parity(model, tiny)
+    assert report
+    report.raise_if_failed()
+    model.final_norm.eps = 1e-2
+    broken = check_parity(model, tiny)
+    assert not broken
+    with pytest.raises(ParityError, match="diverges from transformers at ln_f"):
+        broken.raise_if_failed()
+
+
+@pytest.mark.parametrize("model", [torch.relu, nn.ReLU(), 3, None, {"wte.weight": 1}])
+def test_what_is_not_a_model_with_weights_is_refused(tiny: Path, model: Any) -> None:
+    with pytest.raises(ParityError, match=r"expected .*dialect's name|no parameters"):
+        check_parity(model, tiny)
+
+
+# Conditions that were not reached
+
+
+def test_a_condition_on_one_side_is_a_limit_on_its_line(roomy: Path) -> None:
+    report = check_parity(Wrapped(roomy, only_one_side), roomy)
+    assert report.passed
+    [limit] = [limit for limit in report.limits if limit.file == __file__]
+    assert "never true" in limit.message and "1e6" in limit.source_line
+
+
+def test_blocks_without_conditions_have_no_limits(roomy: Path) -> None:
+    for dialect in ("linear", "conv1d"):
+        assert check_parity(dialect, roomy).limits == []
+
+
+CONDITIONS: dict[str, Callable[[Tensor], bool]] = {
+    "a length": lambda ids: ids.shape[1] == 57,
+    "lengths above": lambda ids: ids.shape[1] > 155,
+    "a remainder": lambda ids: ids.size(1) % 11 == 9,
+    "a batch": lambda ids: len(ids) > 6,
+    "an id": lambda ids: bool((ids == 137).any()),
+    "an id in a list": lambda ids: 211 in ids[0].tolist(),
+    "an id first": lambda ids: ids[0, 0].item() == 71,
+    "several ids": lambda ids: bool(torch.isin(ids, torch.tensor([18, 77])).any()),
+    "gradients": lambda ids: torch.is_grad_enabled(),
+    "the last id": lambda ids: bool((ids[:, -1] == V - 1).any()),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_is_reached_by_its_constants(roomy: Path, name: str) -> None:
+    holds = CONDITIONS[name]
+
+    def change(ids: Tensor, inner: nn.Module) -> Tensor:
+        logits: Tensor = inner(ids)
+        return logits * 1.01 if holds(ids) else logits
+
+    assert not check_parity(Wrapped(roomy, change), roomy).passed
+
+
+def test_a_forward_pass_that_draws_is_not_proved(roomy: Path) -> None:
+    def change(ids: Tensor, inner: nn.Module) -> Tensor:
+        logits: Tensor = inner(ids)
+        return logits + 1 if torch.rand(()) < 1e-9 else logits
+
+    report = check_parity(Wrapped(roomy, change), roomy)
+    assert not report.passed and "random numbers" in report.headline
+
+
+def test_changed_state_is_a_limit(roomy: Path) -> None:
+    class Counting(Wrapped):
+        calls = 0
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(ids)
+
+    report = check_parity(Counting(roomy, lambda ids, inner: inner(ids)), roomy)
+    assert report.passed
+    assert [limit.message for limit in report.limits] == [
+        "the forward pass changes calls, which later calls may read"
+    ]
+
+
+def test_a_row_of_the_embedding_that_no_input_has_is_compared(roomy: Path) -> None:
+    rows = torch.cat(sequences(check.open_checkpoint(roomy).config, N))
+    unused = next(i for i in range(V) if i not in rows)
+    model = load_pretrained(roomy, "linear")
+    with torch.no_grad():
+        model.out_head.weight = nn.Parameter(model.out_head.weight.clone())
+        model.tok_emb.weight[unused, 3] += 1e-3
+    report = check_parity(model, roomy)
+    assert not report.passed and "every id" in report.headline
+
+
+# Half precision and large models
+
+
+def shifted_positions(model: linear.GPTModel) -> None:
+    model.pos_emb.weight.data = model.pos_emb.weight.data.roll(1, 0)
+
+
+def other_eps(model: linear.GPTModel) -> None:
+    for module in model.modules():
+        if isinstance(module, linear.LayerNorm):
+            module.eps = 1e-2
+
+
+def noise(model: linear.GPTModel) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+
+
+def erf_gelu(model: linear.GPTModel) -> None:
+    block(model).feedforward.layers[1] = nn.GELU()
+
+
+def unbiased_variance(model: linear.GPTModel) -> None:
+    norm = block(model).norm2
+    norm.forward = lambda x: (
+        (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + norm.eps).sqrt() * norm.scale
+        + norm.shift
+    )
+
+
+def other_scale(model: linear.GPTModel) -> None:
+    block(model).attention.scale *= 1.01
+
+
+def one_weight(model: linear.GPTModel) -> None:
+    with torch.no_grad():
+        block(model).feedforward.layers[0].weight[3, 5] += 0.05
+
+
+FAULTS: list[Edit] = [
+    shifted_positions, other_eps, noise, erf_gelu, unbiased_variance, other_scale, one_weight,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("calibrate", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_faults_do_not_hide_in_rounding(
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    calibrate: bool | None,
+    large: bool,
+) -> None:
+    if large:  # what is done from 500M parameters on
+        monkeypatch.setattr(check, "LARGE", 1)
+    good = load_pretrained(tiny, "linear", dtype=dtype)
+    assert_exact(check_parity(good, tiny, calibrate=calibrate))
+    for fault in FAULTS:
+        model = load_pretrained(tiny, "linear", dtype=dtype)
+        assert isinstance(model, linear.GPTModel)
+        fault(model)
+        assert not check_parity(model, tiny, calibrate=calibrate, taps=[]), fault.__name__
+        assert not check_parity(model, tiny, calibrate=calibrate), fault.__name__
+
+
+def assert_exact(report: ParityReport) -> None:
+    assert report.passed, report.headline
+    assert report.smallest_detectable < 1e-4
+    assert (report.float32 is not None) == (report.dtype in ("bfloat16", "float16"))
+
+
+def test_a_model_in_half_precision_is_left_as_it_was(tiny: Path) -> None:
+    model = load_pretrained(tiny, "linear", dtype=torch.bfloat16)
+    before = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    assert check_parity(model, tiny)
+    for name, p in model.named_parameters():
+        same, address, value = before[name]
+        assert (same, address) == (id(p), p.data_ptr()) and torch.equal(value, p)
+
+
+def test_float64_by_module_is_float64_of_the_whole(tiny: Path) -> None:
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(3))
+    checkpoint = check.open_checkpoint(tiny)
+    from compat.parity.reference import in_float64, load_reference
+
+    model = load_reference(checkpoint, torch.float32)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    whole, by_module = in_float64(model), in_float64(model, by_module=True)
+    with torch.no_grad():
+        expected, found = whole(ids).logits, by_module(ids).logits
+    assert found.dtype == torch.float64 and torch.equal(found, expected)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert all(p.dtype == torch.float32 for p in by_module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_report_says_it_would_have_detected_is_detected(
+    roomy: Path, dtype: torch.dtype
+) -> None:
+    """An error of that size at one position, in a random direction, fails."""
+    limit = check_parity(load_pretrained(roomy, dtype=dtype), roomy, taps=[]).smallest_detectable
+    direction = torch.randn(V, generator=torch.Generator().manual_seed(5))
+
+    def change(ids: Tensor, inner: nn.Module, size: float) -> Tensor:
+        logits: Tensor = inner(ids)
+        error = direction / direction.norm() * logits[:, -1:].float().norm(dim=-1, keepdim=True)
+        return torch.cat([logits[:, :-1], logits[:, -1:] + size * error.to(logits.dtype)], dim=1)
+
+    def passes(size: float) -> bool:
+        model = Wrapped(roomy, lambda ids, inner: change(ids, inner, size)).to(dtype)
+        return check_parity(model, roomy).passed
+
+    assert limit < 1e-4
+    assert passes(0.0)
+    assert not passes(1.05 * limit)
+
+
+def test_weights_that_compat_translated_are_noted(tmp_path: Path, tiny: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    save_file(load_file(tiny / "model.safetensors"), tmp_path / "other.safetensors")
+    [note] = check_parity("conv1d", tmp_path / "other.safetensors", taps=[]).notes
+    assert "compat translated" in note and "other.safetensors" in note
+    assert check_parity("conv1d", tiny, taps=[]).notes == []
