@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,17 +33,42 @@ MASKS: tuple[Callable[[int], Tensor | None], ...] = (
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
+class _FusedAttention:
+    """torch's switch for the fused kernels of nn.MultiheadAttention, which is the process's.
+
+    It is off while any thread needs it off, and then set to what it was before the first.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users, self.before = 0, True
+
+    def off(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+_fused_attention = _FusedAttention()
+
+
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """No gradients, and none of the fused kernels that nn.MultiheadAttention takes in eval mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    _fused_attention.off()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        _fused_attention.restore()
 
 
 @contextmanager
