@@ -7,6 +7,7 @@ import inspect
 import re
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ MASKS: tuple[Callable[[int], Tensor | None], ...] = (
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
-class _FusedAttention:
-    """torch's switch for the fused kernels of nn.MultiheadAttention, which is the process's.
+class _ProcessSettings:
+    """torch's switch for the fused kernels of nn.MultiheadAttention, and a warning of torch's own.
 
-    It is off while any thread needs it off, and then set to what it was before the first.
+    Both belong to the process. They are off while any thread needs them off, and then set to what
+    they were before the first. All other warnings come through.
     """
 
     def __init__(self) -> None:
@@ -48,27 +50,32 @@ class _FusedAttention:
             if self.users == 0:
                 self.before = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
+                self.warnings = warnings.catch_warnings()
+                self.warnings.__enter__()
+                # torch.export about its own use of pytrees
+                warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`")
             self.users += 1
 
     def restore(self) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
+                self.warnings.__exit__(None, None, None)
                 torch.backends.mha.set_fastpath_enabled(self.before)
 
 
-_fused_attention = _FusedAttention()
+_settings = _ProcessSettings()
 
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """No gradients, and none of the fused kernels that nn.MultiheadAttention takes in eval mode."""
-    _fused_attention.off()
+    _settings.off()
     try:
         with torch.no_grad():
             yield
     finally:
-        _fused_attention.restore()
+        _settings.restore()
 
 
 @contextmanager
