@@ -137,8 +137,7 @@ def _named(cls: type, config_name: str) -> Any:
     """The config of that name in the class's module."""
     module = sys.modules[cls.__module__]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return notebook.lookup(module, config_name)
+        return notebook.lookup(module, config_name)
     except AttributeError:
         have = [
             name
@@ -183,8 +182,7 @@ def _built(
     ]
     failed = f"{{}}({_shown(arguments)}) cannot be built"
     with _explained(cls, failed, list(arguments)[:1]), resized(cls, config):
-        with contextlib.redirect_stdout(sys.stderr):
-            return cls(*positional, **arguments)
+        return cls(*positional, **arguments)
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _from_cells(cells: notebook.Cells, place: str, name: str | None) -> type[nn.
 
 def _from_package(place: str, name: str | None) -> type[nn.Module]:
     """Import `package.module`, from the working directory or from what is installed."""
-    with _import_path([]), _explained(place), contextlib.redirect_stdout(sys.stderr):
+    with _import_path([]), _explained(place):
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -127,11 +127,11 @@ def _from_package(place: str, name: str | None) -> type[nn.Module]:
 
 
 def _execute(module: ModuleType, run: Callable[[], None], folders: list[Path], place: str) -> None:
-    """Run a module's code with its folders on the import path, its words going to stderr."""
+    """Run a module's code with its folders on the import path."""
     sys.modules[module.__name__] = module
     before = set(sys.modules)
     try:
-        with _import_path(folders), _explained(place), contextlib.redirect_stdout(sys.stderr):
+        with _import_path(folders), _explained(place):
             run()
     except BaseException:
         del sys.modules[module.__name__]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -184,16 +185,45 @@ def _from_tensors(checkpoint: Checkpoint, config: transformers.GPT2Config) -> di
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
 
+class _Noise:
+    """transformers' verbosity and progress bars, which are the process's.
+
+    They are off while any thread needs them off, and then set to what they were before the first.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users, self.verbosity, self.bars = 0, 0, True
+
+    def off(self) -> None:
+        logging: Any = transformers.utils.logging
+        with self.lock:
+            if self.users == 0:
+                self.verbosity = logging.get_verbosity()
+                self.bars = logging.is_progress_bar_enabled()
+                logging.set_verbosity(logging.CRITICAL)
+                logging.disable_progress_bar()
+            self.users += 1
+
+    def restore(self) -> None:
+        logging: Any = transformers.utils.logging
+        with self.lock:
+            self.users -= 1
+            if self.users:
+                return
+            logging.set_verbosity(self.verbosity)
+            if self.bars:
+                logging.enable_progress_bar()
+
+
+_noise = _Noise()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars, load reports or advice from transformers; what matters is checked here."""
-    logging: Any = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    _noise.off()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+        _noise.restore()

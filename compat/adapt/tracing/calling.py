@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,17 +34,48 @@ MASKS: tuple[Callable[[int], Tensor | None], ...] = (
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
+class _ProcessSettings:
+    """torch's switch for the fused kernels of nn.MultiheadAttention, and a warning of torch's own.
+
+    Both belong to the process. They are off while any thread needs them off, and then set to what
+    they were before the first. All other warnings come through.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users, self.before = 0, True
+
+    def off(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+                self.warnings = warnings.catch_warnings()
+                self.warnings.__enter__()
+                # torch.export about its own use of pytrees
+                warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`")
+            self.users += 1
+
+    def restore(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.warnings.__exit__(None, None, None)
+                torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+_settings = _ProcessSettings()
+
+
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """No gradients, and none of the fused kernels that nn.MultiheadAttention takes in eval mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    _settings.off()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        _settings.restore()
 
 
 @contextmanager

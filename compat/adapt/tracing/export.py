@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import logging
+import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +15,27 @@ from compat.adapt.tracing.calling import Forward, eval_mode, plain_kernels, reas
 from compat.adapt.tracing.graph import Graph, kind
 from compat.errors import AdaptError
 
+_one_at_a_time = threading.RLock()  # torch.export keeps its state in its module
 TOOLS = {"_by_export": "torch.export", "_by_make_fx": "make_fx"}
 
 
 class Untraceable(AdaptError):
     """Code that no tracer can follow."""
+
+
+class Stopped(Exception):
+    """Raised by the model's code while it was traced; the original exception is its cause.
+
+    torch.export prints the graph traced so far to stderr, for any exception that can hold it.
+    """
+
+    @property
+    def partial_fx_graph(self) -> None:
+        raise AttributeError("partial_fx_graph")
+
+    @partial_fx_graph.setter
+    def partial_fx_graph(self, graph: Any) -> None:
+        pass
 
 
 class Caller(nn.Module):
@@ -33,28 +47,30 @@ class Caller(nn.Module):
         self.call = forward
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.call(self.model, input_ids)
+        keep_all_lines()
+        try:
+            return self.call(self.model, input_ids)
+        except Exception as error:
+            raise Stopped from error
 
 
-@contextmanager
-def every_frame() -> Iterator[None]:
-    """Let the tracer keep the lines of all functions on the way, not of `forward` methods alone."""
-    from torch.fx.proxy import TracerBase
+def keep_all_lines() -> None:
+    """Let the tracer at work record the lines of all functions, not of `forward` methods alone.
 
-    original = getattr(TracerBase, "_filter_traceback_frames", None)
-    if original is None:  # another version of torch: lines of `forward` will have to do
-        yield
+    It is set on the tracer of this thread, not on torch's class.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes a while
+
+    mode = get_proxy_mode()
+    if mode is None:  # the model is run, not traced
         return
 
-    def keep(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+    def keep(frames: traceback.StackSummary) -> traceback.StackSummary:
         starts = [i for i, f in enumerate(frames) if f.filename == __file__]
         return traceback.StackSummary.from_list(frames[starts[-1] + 1 :] if starts else [])
 
-    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+    tracer: Any = mode.tracer
+    tracer._filter_traceback_frames = keep
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -68,17 +84,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: known[id(parameter)] for name, parameter in named}
 
 
-@contextmanager
-def silence() -> Iterator[None]:
-    """Tracers that stop print whole graphs; what matters is in their exceptions."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
     """Trace `forward(model, input_ids)` in eval mode.
 
@@ -87,12 +92,14 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
     """
     caller = Caller(model, forward)
     stopped = []
-    with eval_mode(model), plain_kernels(), every_frame(), silence():
+    with _one_at_a_time, eval_mode(model), plain_kernels():
         for tracer in (_by_export, _by_make_fx):
             try:
                 graph = tracer(caller, input_ids)
             except Exception as error:
-                stopped.append(f"{TOOLS[tracer.__name__]} stopped: {reason(error)}")
+                cause = error.__cause__ if isinstance(error, Stopped) else None
+                why = reason(cause if isinstance(cause, Exception) else error)
+                stopped.append(f"{TOOLS[tracer.__name__]} stopped: {why}")
                 continue
             if graph.output in graph.live:
                 graph.names = {n: first_names(model).get(x, x) for n, x in graph.names.items()}

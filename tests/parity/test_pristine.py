@@ -1,0 +1,447 @@
+"""The reference where torch or transformers was patched: found, and the patch named."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt2 import modeling_gpt2
+
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.errors import ParityError
+from compat.parity import reference as hf
+from compat.parity.numpy_gpt2 import ACTIVATIONS
+from compat.parity.pristine import check_reference, logit_errors, reference_errors, replaced
+from tests.conftest import MakeCheckpoint, Write
+
+Patch = Callable[[pytest.MonkeyPatch], Any]
+PATCHES: dict[str, tuple[str, Patch]] = {}  # by name: what the error names, and the patch
+
+
+def patch(name: str, named: str = __file__) -> Callable[[Patch], Patch]:
+    def add(function: Patch) -> Patch:
+        PATCHES[name] = named, function
+        return function
+
+    return add
+
+
+def run(checkpoint: Checkpoint, length: int = 32, dtype: torch.dtype = torch.float32) -> None:
+    """What a parity check does: load the reference, run it in both data types, check the logits."""
+    ids = torch.arange(2 * length).view(2, length) % checkpoint.config.vocab_size
+    with reference_errors():
+        model = hf.load_reference(checkpoint, dtype)
+        exact = hf.in_float64(model)
+        with torch.no_grad():
+            logits = {dtype: model(ids).logits, torch.float64: exact(ids).logits}
+    check_reference(checkpoint, dtype, [(ids, logits)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: MakeCheckpoint) -> Checkpoint:
+    return open_checkpoint(make_checkpoint())
+
+
+# Patches that change what the reference computes.
+
+
+@patch("F.layer_norm with another epsilon")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = F.layer_norm
+    m.setattr(F, "layer_norm", lambda x, s, w, b, eps: original(x, s, w, b, 1e-3))
+
+
+@patch("F.softmax with a temperature")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = F.softmax
+    m.setattr(F, "softmax", lambda x, dim, **kwargs: original(x * 1.001, dim, **kwargs))
+
+
+@patch("LayerNorm.forward with the unbiased variance")
+def _(m: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.LayerNorm, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.weight + self.bias
+
+    m.setattr(nn.LayerNorm, "forward", forward)
+
+
+class RMSNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
+
+
+@patch("the class LayerNorm", "RMSNorm")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(nn, "LayerNorm", RMSNorm)
+
+
+@patch("Embedding.forward with wrapped ids")
+def _(m: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+        return self.weight[ids % 31]
+
+    m.setattr(nn.Embedding, "forward", forward)
+
+
+@patch("torch.tanh")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = torch.tanh
+    m.setattr(torch, "tanh", lambda x: original(x).clamp(-0.999, 0.999))
+
+
+@patch("torch.pow")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(torch, "pow", lambda x, exponent: x * x)
+
+
+@patch("math.sqrt")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(math, "sqrt", lambda x: x**0.5 + 1e-4)
+
+
+@patch("torch.addmm without its bias")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(torch, "addmm", lambda bias, x, weight: x @ weight)
+
+
+@patch("torch.matmul in lower precision")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = torch.matmul
+    m.setattr(torch, "matmul", lambda a, b: original(a.bfloat16(), b.bfloat16()).to(a.dtype))
+
+
+@patch("Tensor.__add__")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = Tensor.__add__
+
+    def add(self: Tensor, other: Any) -> Tensor:
+        return original(self, other) * (1 + 1e-6 * self.is_floating_point())
+
+    m.setattr(Tensor, "__add__", add)
+
+
+@patch("Tensor.transpose for attention's keys")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = Tensor.transpose
+    m.setattr(Tensor, "transpose", lambda x, a, b: original(x, a, b) * (1.01 if a == -1 else 1))
+
+
+@patch("Conv1D.forward")
+def _(m: pytest.MonkeyPatch) -> None:
+    cls = transformers.pytorch_utils.Conv1D
+    m.setattr(cls, "forward", lambda self, x: x @ self.weight + 0.99 * self.bias)
+
+
+@patch("the exact GELU")
+def _(m: pytest.MonkeyPatch) -> None:
+    cls = transformers.activations.NewGELUActivation
+    m.setattr(cls, "forward", lambda self, x: F.gelu(x))
+
+
+@patch("Module.__call__, which doubles a norm's output")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        return 2 * out if isinstance(self, nn.LayerNorm) else out
+
+    m.setattr(nn.Module, "__call__", call)
+
+
+@patch("eager attention without a mask")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = modeling_gpt2.eager_attention_forward
+
+    def unmasked(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        return original(module, q, k, v, None, **kwargs)
+
+    m.setattr(modeling_gpt2, "eager_attention_forward", unmasked)
+
+
+@patch("the causal mask with a window")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = modeling_gpt2.create_causal_mask
+
+    def windowed(**kwargs: Any) -> Tensor:
+        mask = original(**kwargs).clone()
+        T = mask.shape[-1]
+        return mask.masked_fill(torch.ones(T, T).tril(-20).bool(), torch.finfo(mask.dtype).min)
+
+    m.setattr(modeling_gpt2, "create_causal_mask", windowed)
+
+
+@patch("the block's residual")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = modeling_gpt2.GPT2Block.forward
+    m.setattr(modeling_gpt2.GPT2Block, "forward", lambda s, x, *a, **k: original(s, x, *a, **k) + x)
+
+
+@patch("the head")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T + 0.01)
+
+
+@patch("weights changed as they are loaded")
+def _(m: pytest.MonkeyPatch) -> None:
+    def shifted(self: Any) -> Any:
+        with torch.no_grad():
+            self.transformer.ln_f.weight += 1e-3
+        return self.train(False)
+
+    m.setattr(modeling_gpt2.GPT2LMHeadModel, "eval", shifted, raising=False)
+
+
+@patch("one position of a long text only")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = F.layer_norm
+
+    def layer_norm(x: Tensor, *args: Any) -> Tensor:
+        out = original(x, *args)
+        if x.shape[1] > 30:
+            out[:, 30] *= 1.01
+        return out
+
+    m.setattr(F, "layer_norm", layer_norm)
+
+
+@patch("float32 only")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = F.layer_norm
+
+    def layer_norm(x: Tensor, *args: Any) -> Tensor:
+        return original(x, *args) * (1.001 if x.dtype == torch.float32 else 1)
+
+    m.setattr(F, "layer_norm", layer_norm)
+
+
+@patch("float64 only")
+def _(m: pytest.MonkeyPatch) -> None:
+    original = F.layer_norm
+
+    def layer_norm(x: Tensor, *args: Any) -> Tensor:
+        return original(x, *args) * (1.001 if x.dtype == torch.float64 else 1)
+
+    m.setattr(F, "layer_norm", layer_norm)
+
+
+class Shifting(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out * 1.001 if function is F.layer_norm else out
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out * 1.001 if function is torch.ops.aten._softmax.default else out
+
+
+@patch("a patch that raises")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(F, "softmax", lambda x: x)
+
+
+@patch("a patch of another shape")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(nn.Linear, "forward", lambda self, x: (x @ self.weight.T)[..., :-1])
+
+
+@patch("a patch that gives infinity")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T / 0)
+
+
+@patch("a patch that gives NaN")
+def _(m: pytest.MonkeyPatch) -> None:
+    m.setattr(torch, "tanh", lambda x: x * float("nan"))
+
+
+@contextmanager
+def hook_on_every_module() -> Iterator[None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.001 if isinstance(module, nn.LayerNorm) else None
+
+    with nn.modules.module.register_module_forward_hook(hook):
+        yield
+
+
+@contextmanager
+def replaced_kernel() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("tanh", lambda x: 0.999 * x.sinh() / x.cosh(), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def low_precision() -> Iterator[None]:
+    """What a CPU with bfloat16 units does under set_float32_matmul_precision("medium")."""
+    original, before = torch.addmm, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    rounded = lambda b, x, w: original(b, x.bfloat16().to(x.dtype), w)  # noqa: E731
+    torch.addmm = rounded  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.addmm = original  # type: ignore[assignment]
+        torch.set_float32_matmul_precision(before)
+
+
+CONTEXTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a hook on every module": ("_global_forward_hooks", hook_on_every_module),
+    "an active TorchFunctionMode": ("Shifting", Shifting),
+    "an active TorchDispatchMode": ("Rounding", Rounding),
+    "autocast": ("torch.autocast", lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a kernel": ("aten::tanh", replaced_kernel),
+    "low precision": ("torch.get_float32_matmul_precision", low_precision),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_is_found_and_named(
+    name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, apply = PATCHES[name]
+    apply(monkeypatch)
+    with pytest.raises(ParityError, match="the reference") as caught:
+        run(checkpoint)
+    monkeypatch.undo()
+    assert named in str(caught.value)
+    run(checkpoint)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_hook_mode_kernel_or_setting_is_found_and_named(
+    name: str, checkpoint: Checkpoint
+) -> None:
+    named, context = CONTEXTS[name]
+    with context(), pytest.raises(ParityError, match="the reference") as caught:
+        run(checkpoint)
+    assert named in str(caught.value)
+    run(checkpoint)
+
+
+def test_the_line_of_a_patch_is_named(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched = lambda x, *args: x  # noqa: E731
+    monkeypatch.setattr(F, "layer_norm", patched)
+    with pytest.raises(ParityError) as caught:
+        run(checkpoint)
+    line = f"torch.nn.functional.layer_norm is from {__file__}:{patched.__code__.co_firstlineno}"
+    assert line in str(caught.value)
+
+
+# Patches that change nothing here.
+
+
+def wrapped(m: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+    m.setattr(owner, name, lambda *args, **kwargs: original(*args, **kwargs))
+
+
+HARMLESS: dict[str, Patch] = {
+    "print": lambda m: wrapped(m, builtins, "print"),
+    "a wrapped layer_norm": lambda m: wrapped(m, F, "layer_norm"),
+    "a wrapped addmm": lambda m: wrapped(m, torch, "addmm"),
+    "a function that GPT-2 does not use": lambda m: m.setattr(F, "conv2d", None),
+    "a class that GPT-2 does not use": lambda m: m.setattr(nn, "Conv2d", RMSNorm),
+    "torch.compile": lambda m: m.setattr(torch, "compile", lambda model: model),
+    "an attribute of its own": lambda m: m.setattr(torch, "mine", lambda: 1, raising=False),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_patch_is_no_reason(
+    name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HARMLESS[name](monkeypatch)
+    run(checkpoint)
+
+
+def test_nothing_is_named_in_a_clean_process() -> None:
+    assert replaced() == []
+
+
+# The independent computation itself.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_data_type_of_the_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    run(checkpoint, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"activation_function": name} for name in ACTIVATIONS),
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"tie_word_embeddings": False},
+        {"n_inner": 40, "layer_norm_epsilon": 1e-3},
+        {"n_positions": 600, "n_layer": 1},
+        {"n_layer": 24},
+    ],
+    ids=str,
+)
+def test_what_a_config_may_ask_for(config: dict[str, Any], make_checkpoint: MakeCheckpoint) -> None:
+    checkpoint = open_checkpoint(make_checkpoint(**config))
+    run(checkpoint, length=checkpoint.config.n_positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_data_type_of_the_file(
+    dtype: torch.dtype, state: dict[str, Tensor], write: Write
+) -> None:
+    run(open_checkpoint(write({name: tensor.to(dtype) for name, tensor in state.items()})))
+
+
+def test_errors_at_every_position(checkpoint: Checkpoint) -> None:
+    ids = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        logits = hf.in_float64(hf.load_reference(checkpoint, torch.float32))(ids).logits
+    wrong = logits.clone()
+    wrong[1, 7] += 0.01 * logits.square().mean().sqrt()
+    ((near, far),) = logit_errors(checkpoint, torch.float32, [(ids, [logits, wrong])])
+    assert near.shape == (2, 30) and near.max() < 1e-13
+    assert 0.003 < far[1, 7] < 0.03
+    far[1, 7] = 0
+    assert far.max() < 1e-13
+
+
+def test_one_wrong_logit_of_all_is_seen(checkpoint: Checkpoint) -> None:
+    ids = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        logits = hf.in_float64(hf.load_reference(checkpoint, torch.float32))(ids).logits
+    logits[0, 29, 96] += 1e-5
+    with pytest.raises(ParityError, match=r"at input_ids\[0, 29\]"):
+        check_reference(checkpoint, torch.float32, [(ids, {torch.float64: logits})])
+
+
+def test_the_erf_of_numpy_is_that_of_math() -> None:
+    x = np.linspace(-6, 6, 101)
+    expected = [0.5 * value * math.erfc(-value / 2**0.5) for value in x]
+    np.testing.assert_allclose(ACTIVATIONS["gelu"](x), expected, rtol=0, atol=1e-15)
