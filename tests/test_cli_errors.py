@@ -152,7 +152,7 @@ def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[st
 
 
 def failing_with(error: BaseException) -> Callable[..., NoReturn]:
-    def fail(*args: object) -> NoReturn:
+    def fail(*args: object, **kwargs: object) -> NoReturn:
         raise error
 
     return fail

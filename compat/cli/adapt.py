@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.adapt import Adaptation, Finding, adapt
 from compat.adapt.emit import to_python
-from compat.bring import construct, load_class
+from compat.bring import construct, load_class, user_code
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     JsonOption,
@@ -76,8 +76,8 @@ def adapt_command(
     the checkpoint is run.
 
     Exit code 0: it computes what transformers computes. 1: it does not.
-    2: wrong usage. 3: it cannot be imported, built or read as a GPT-2, or the
-    checkpoint is bad. 4: no network.
+    2: wrong usage. 3: it cannot be imported, built, run or read as a GPT-2, or
+    the checkpoint is bad. 4: no network. 70: a bug in compat.
     """
     given = _arguments(kwargs)
     _at_most_one({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
@@ -85,7 +85,8 @@ def adapt_command(
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
         cls = load_class(target)
         checkpoint = open_checkpoint(model, revision, n_head=n_head)
-        with Console(stderr=True).status("tracing and comparing …"):  # on a terminal only
+        status = Console(stderr=True).status("tracing and comparing …")  # on a terminal only
+        with status, user_code.explained(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
             adaptation = adapt(built, checkpoint)
     for line in checkpoint.notes:

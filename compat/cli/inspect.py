@@ -37,7 +37,7 @@ def inspect_command(
     infinity.
 
     Exit code 0: it would load. 3: it would not; the report says why. 4: no
-    network.
+    network. 70: a bug in compat.
     """
     found = inspect_checkpoint(source, n_head=n_head, revision=revision)
     if as_json:
