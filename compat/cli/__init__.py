@@ -9,6 +9,7 @@ import typer
 
 from compat.cli.adapt import adapt_command
 from compat.cli.common import internal_error
+from compat.cli.encoding import never_fail_to_encode
 from compat.cli.export import export_command
 from compat.cli.generate import generate_command
 from compat.cli.inspect import inspect_command
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 ok, 1 no parity, 2 usage, 3 bad input, 4 network, 70 internal error, 130 Ctrl-C.
     """
+    never_fail_to_encode()
     try:
         app(args=list(sys.argv[1:] if argv is None else argv), prog_name="gpt2-compat")
     except Exception as error:  # outside the commands, as where an option is read

@@ -29,6 +29,7 @@ from compat.cli.common import (
     print_json,
 )
 from compat.cli.parity import HtmlOption, write_page
+from compat.cli.tables import wrapped
 from compat.errors import folded
 from compat.page import adapt_page
 
@@ -85,7 +86,8 @@ def adapt_command(
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
         cls = load_class(target)
         checkpoint = open_checkpoint(model, revision, n_head=n_head)
-        status = Console(stderr=True).status("tracing and comparing …")  # on a terminal only
+        # It turns on a terminal only, and is of characters that every terminal has.
+        status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, user_code.explained(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
             adaptation = adapt(built, checkpoint)
@@ -215,9 +217,8 @@ def _place(finding: Finding) -> str:
 
 def _wrapped(out: Console, text: Text, indent: int) -> None:
     """The text, which begins with a mark, in lines of the terminal's width below each other."""
-    first, *others = text.wrap(out, max(out.width - indent - 2, 20))
+    first, *others = wrapped(text, out, out.width - indent - 2)
     for line in (first, *(Text("  ").append_text(other) for other in others)):
-        line.rstrip()
         out.print(Text(" " * indent).append_text(line), soft_wrap=True)
 
 
@@ -225,7 +226,7 @@ def _in_a_line(out: Console, parts: Sequence[Text]) -> None:
     """Side by side where they fit, else one below the other."""
     joined = Text("   ").join(parts)
     if joined.cell_len <= out.width:
-        out.print(joined)
+        out.print(joined, soft_wrap=True)
     else:
         for part in parts:
             _wrapped(out, part, 0)

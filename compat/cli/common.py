@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 
 import compat
+from compat.cli.encoding import to_json
 from compat.errors import CompatError, GenerationError, HubError
 
 P = ParamSpec("P")
@@ -124,13 +124,15 @@ def exit_code(error: CompatError) -> int:
 
 
 def console() -> Console:
-    """Stdout, wide enough for every table where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    """Stdout, as wide as the terminal or COLUMNS says; else wide enough for most tables."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    out = Console(width=None if known else 140, highlight=False)
+    return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
 
 
 def print_json(value: Any) -> None:
     """Data for programs, on stdout."""
-    print(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+    print(to_json(value, sys.stdout.encoding, indent=2))
 
 
 def note(text: str) -> None:

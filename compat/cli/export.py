@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
@@ -19,6 +19,7 @@ from compat.cli.common import (
     note,
     print_json,
 )
+from compat.cli.tables import print_table
 from compat.errors import ConfigError
 from compat.loading import load_pretrained
 from compat.saving import has_tokenizer, save_pretrained
@@ -70,14 +71,15 @@ def export_command(
         }
         print_json(found)
         return
-    console().print(_table(sizes))
+    lines = [[name, f"{size:,} bytes"] for name, size in sizes.items()]
+    print_table(console(), [_table(sizes)], lines)
     print(f"{source} → {folder}: {count:,} values in {stored_as}, through {dialect.value} blocks")
     for line in notes:
         note(f"note: {line}")
 
 
 def _table(files: dict[str, int]) -> Table:
-    table = Table(Column("file", overflow="fold"))
+    table = Table("file")
     table.add_column("bytes", justify="right")
     for name, size in files.items():
         table.add_row(name, f"{size:,}")
