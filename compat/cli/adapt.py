@@ -217,7 +217,7 @@ def _place(finding: Finding) -> str:
 
 def _wrapped(out: Console, text: Text, indent: int) -> None:
     """The text, which begins with a mark, in lines of the terminal's width below each other."""
-    first, *others = wrapped(text, out, out.width - indent - 2)
+    first, *others = wrapped(text, out.width - indent - 2)
     for line in (first, *(Text("  ").append_text(other) for other in others)):
         out.print(Text(" " * indent).append_text(line), soft_wrap=True)
 

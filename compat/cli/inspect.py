@@ -61,7 +61,7 @@ def show(found: Inspection, out: Console) -> None:
 def _in_lines(text: str, out: Console) -> Iterator[str]:
     """In lines that fit beside the label; whole where no person reads it."""
     for line in text.split("\n"):
-        fitting = wrapped(Text(line), out, out.width - 14) if out.is_terminal else [Text(line)]
+        fitting = wrapped(Text(line), out.width - 14) if out.is_terminal else [Text(line)]
         yield from (part.plain for part in fitting)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
@@ -47,9 +48,19 @@ def flowed(cells: Sequence[str], width: int) -> Iterator[str]:
     yield line
 
 
-def wrapped(text: Text, out: Console, width: int) -> list[Text]:
+def wrapped(text: Text, width: int) -> list[Text]:
     """The text in lines of this width, broken between words only: a long name stays whole."""
-    lines = list(text.wrap(out, max(width, 20), overflow="ignore"))
-    for line in lines:
+    width = max(width, 20)
+    found: list[Text] = []
+    for line in text.split("\n", allow_blank=True):
+        breaks: list[int] = []
+        start = 0
+        for word in re.finditer(r"\S+", line.plain):
+            before = line.plain[start : word.start()]
+            if before.strip() and cell_len(line.plain[start : word.end()]) > width:
+                start = word.start()
+                breaks.append(start)
+        found += line.divide(breaks)
+    for line in found:
         line.rstrip()
-    return lines
+    return found
