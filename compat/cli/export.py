@@ -14,6 +14,9 @@ from compat.cli.common import (
     DialectOption,
     DtypeOption,
     JsonOption,
+    NHeadOption,
+    RevisionOption,
+    VerifyOption,
     console,
     explained,
     note,
@@ -46,10 +49,13 @@ def export_command(
     max_shard_size: Annotated[
         str, typer.Option(help="Of one weights file: 5GB, 200MB.", callback=_is_size)
     ] = "5GB",
+    revision: RevisionOption = None,
+    verify: VerifyOption = False,
+    n_head: NHeadOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint into the blocks and write it as a folder that transformers opens."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, revision, verify=verify, n_head=n_head)
     model = load_pretrained(checkpoint, dialect.value, dtype=dtype.torch if dtype else None)
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
     notes = list(checkpoint.notes)

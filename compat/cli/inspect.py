@@ -125,7 +125,11 @@ def _tokenizer(found: Inspection) -> str:
     if not found.loads:
         return ", ".join(files) or "no files"
     if not files:
-        return "no files; GPT-2's own, from tiktoken" if tokens else "no files; give ids, not text"
+        return (
+            "no files; GPT-2's own, from tiktoken"
+            if tokens
+            else "no files; text needs them, ids do not"
+        )
     free = found.config["vocab_size"] - tokens
     return f"{', '.join(files)}; {tokens:,} tokens" + (f", {free:,} ids without text" * bool(free))
 
