@@ -21,7 +21,7 @@ def check_model(model: object) -> None:
     name, parameters = type(model).__name__, dict(model.named_parameters())
     if any(isinstance(p, nn.UninitializedParameter) for p in parameters.values()):
         raise AdaptError(
-            f"{name} has lazy modules, whose parameters have no shape yet; call it once on ids first"
+            f"{name} has lazy modules, whose parameters have no shape yet; call it on ids first"
         )
     if not parameters:
         raise AdaptError(
