@@ -126,7 +126,7 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         return _tiktokens_gpt2()
     raise TokenizerError(
         f"no tokenizer.json, nor vocab.json and merges.txt; a vocabulary of {vocab_size} is not "
-        "GPT-2's 50257; give ids instead of text"
+        "GPT-2's 50257; put these files beside the weights, or in Python give ids instead of text"
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from compat.errors import AdaptError, CompatError
 
 # Packages whose name on PyPI is not the name they are imported by.
 PACKAGES = {
@@ -17,13 +21,14 @@ PACKAGES = {
     "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
 }
+COMPAT = f"{Path(__file__).parent}/"
 FOREIGN = tuple(
     f"{Path(folder)}/"
     for folder in (
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
         Path(torch.__file__).parent,
-        Path(__file__).parent,
+        COMPAT,
     )
 )
 
@@ -41,6 +46,29 @@ def described(error: BaseException) -> str:
 def _where(error: BaseException) -> list[str]:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:]]
+
+
+@contextlib.contextmanager
+def explained(cls: type) -> Iterator[None]:
+    """Turn what the user's own code raises, `exit()` included, into an AdaptError with its line.
+
+    What compat raises itself is passed on as it is.
+    """
+    try:
+        yield
+    except CompatError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not _from_users(error):
+            raise
+        raise AdaptError(f"{cls.__name__} raises when it is run: {described(error)}") from error
+
+
+def _from_users(error: BaseException) -> bool:
+    """Whether the innermost frame that is not a library's is the user's, and not compat's."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [file for file in files if is_users(file) or file.startswith(COMPAT)]
+    return bool(own) and not own[-1].startswith(COMPAT)
 
 
 @cache

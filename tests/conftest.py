@@ -108,7 +108,8 @@ def shared() -> Path:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run a command in this process: `cli("load", "--model", folder)`."""
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for variable in ("FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
     return partial(run, capsys)
 
 

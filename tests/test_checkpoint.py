@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compat import CheckpointError
 from compat.checkpoint import open_checkpoint
 from tests.checkpoint_files import holds, sharded
 from tests.conftest import MakeCheckpoint, State, Write
@@ -174,3 +175,53 @@ def test_mixed_data_types_are_noted_and_the_widest_holds_all(
     holds(checkpoint, state)
     assert checkpoint.dtype is widest
     assert [("several data types" in note) for note in checkpoint.notes] == [True]
+
+
+# What a user names
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["./nofolder", "../nofolder", "nofolder/", "/no/such/folder", "~/nofolder", "~nobody/x", ".",
+     "a/b/c", "out/ckpt.pt", "model.safetensors", "gpt2/model.safetensors", "pytorch_model.bin",
+     "a\\b", "no--folder", "..", "folder.git", "größe", "with space", "", "-x", "x" * 300, "a\0b"],
+)  # fmt: skip
+def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+
+    def fail(*args: object) -> None:
+        raise AssertionError(f"{args} asked of the hub")
+
+    monkeypatch.setattr("compat.checkpoint.find.fetch", fail)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(source)
+    text = str(caught.value)
+    assert any(
+        words in text for words in ("does not exist", "holds no weights", "cannot be opened")
+    )
+
+
+@pytest.mark.parametrize("source", ["gpt2", "openai-community/gpt2", "a.b/c_d-e.f", "org/2", "x"])
+def test_a_hub_id_is(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fetched").mkdir()
+    monkeypatch.setattr("compat.checkpoint.find.fetch", lambda *args: tmp_path / "fetched")
+    with pytest.raises(CheckpointError, match="fetched"):
+        open_checkpoint(source)
+
+
+def test_a_tilde_is_the_home_folder(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    assert open_checkpoint(f"~/{tiny.name}").folder == tiny
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        open_checkpoint(tmp_path / "closed")

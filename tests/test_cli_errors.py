@@ -64,7 +64,9 @@ def test_one_dialect_without_parity_is_enough_for_exit_code_1(cli: Cli, tiny: Pa
         (["load", "--dialect", "torch"], "torch"),
         (["parity", "--dtype", "int8"], "int8"),
         (["parity", "--batch", "0"], "--batch"),
+        (["parity", "--batch", "-1"], "--batch"),
         (["parity", "--length", "0"], "--length"),
+        (["parity", "--length", "-5"], "--length"),
         (["generate"], "prompt"),
         (["generate", "The", "--prompt-file", "-"], "exclude"),
         (["generate", "The", "--interactive"], "exclude"),
@@ -129,6 +131,16 @@ def test_a_prompt_that_fills_the_context_is_2(cli: Cli) -> None:
     assert f"{n} positions" in done.err
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+def test_a_parity_check_longer_than_the_context_is_2(
+    cli: Cli, tiny: Path, as_json: list[str]
+) -> None:
+    done = cli("parity", "--model", tiny, "--length", 33, *as_json)
+    assert (done.code, done.out) == (2, "")
+    assert all(word in done.err for word in ("--length", "33", "32"))
+    assert cli("parity", "--model", tiny, "--length", 32, *as_json).code == 0
+
+
 @each_command
 def test_a_bad_checkpoint_is_3(cli: Cli, tiny: Path, tmp_path: Path, command: str) -> None:
     empty = tmp_path / "empty"
@@ -151,8 +163,24 @@ def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[st
     assert "tokenizer.json" in done.err
 
 
+def test_a_folder_that_does_not_exist_is_3(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not sought on the hub."""
+    monkeypatch.chdir(tmp_path)
+    for argv in (
+        ["load", "--model"],
+        ["parity", "--model"],
+        ["inspect"],
+        ["generate", "The", "--model"],
+    ):
+        done = cli(*argv, "./nofolder")
+        assert done.code == 3
+        assert "./nofolder does not exist" in done.out + done.err
+
+
 def failing_with(error: BaseException) -> Callable[..., NoReturn]:
-    def fail(*args: object) -> NoReturn:
+    def fail(*args: object, **kwargs: object) -> NoReturn:
         raise error
 
     return fail

@@ -35,6 +35,7 @@ from compat.adapt.mapping.homes import BatchFirst, Homes
 from compat.adapt.mapping.rows import to_name_map
 from compat.adapt.mapping.taps import find_taps
 from compat.adapt.tracing.calling import Forward, Way, default_forward, eval_mode
+from compat.adapt.tracing.checks import check_model
 from compat.adapt.tracing.ends import before_softmax, every_position
 from compat.adapt.tracing.export import Untraceable, to_graph
 from compat.adapt.tracing.graph import Graph, size
@@ -85,8 +86,9 @@ def adapt(
         AdaptError: the model is no GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
+    check_model(model)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    dtype = _check_dtype(model)
+    dtype = next(model.parameters()).dtype
     if dtype not in HALF:
         return _adapted(model, checkpoint, forward, example_length)
     with in_float32(model):
@@ -144,7 +146,8 @@ def _adapted(
                 raise
             call = _time_first(call)
             read = _read(to_graph(model, call, ids), checkpoint)
-            if "wpe.weight" in read[3].homes and not learned_positions(read[1], read[3]):
+            both = {"wte.weight", "wpe.weight"} <= read[3].homes.keys()
+            if both and not learned_positions(read[1], read[3]):
                 raise error from None
     return _judged(model, call, ids, checkpoint, read, clock)
 
@@ -322,14 +325,3 @@ def _length(config: GPT2Config) -> int:
         if length not in sizes and length <= config.n_positions:
             return length
     return min(9, config.n_positions)
-
-
-def _check_dtype(model: nn.Module) -> torch.dtype:
-    """The one data type of the model's parameters; asked before anything is written into it."""
-    found = {parameter.dtype for parameter in model.parameters()}
-    if len(found) != 1:
-        raise AdaptError(
-            f"the model's parameters are {', '.join(sorted(map(str, found)))}; expected one data "
-            "type; convert it first, as with model.float()"
-        )
-    return found.pop()

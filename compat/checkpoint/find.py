@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from compat.checkpoint.contents import PICKLES
 from compat.checkpoint.hub import fetch
 from compat.checkpoint.names import WEIGHT_FILES
-from compat.errors import CheckpointError, listed
+from compat.errors import CheckpointError, listed, shown
 
 DEMO = Path(__file__).parent.parent / "demo"
 
-HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+# As the hub has them: letters, digits, "_", and inside a name "-" and "."; at most one "/".
+HUB_ID = r"(?a:\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?)"
+
+# A name that ends so means a file, also where there is none.
+FILE_SUFFIXES = (".safetensors", *PICKLES, ".json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 # Where there is nothing of Hugging Face's: nanoGPT saves the one, minGPT and makemore the other.
 FOREIGN_FILES = ("ckpt.pt", "model.pt")
@@ -20,22 +25,48 @@ FOREIGN_FILES = ("ckpt.pt", "model.pt")
 
 def find_weights(source: str | Path, revision: str | None, verify: bool, notes: list[str]) -> Path:
     """The weights file, or index of shards, that a source means; others beside it are noted."""
-    path = DEMO if source == "demo" else Path(source)
-    if isinstance(source, str) and not path.exists() and re.fullmatch(HUB_ID, source):
+    path = DEMO if source == "demo" else Path(os.path.expanduser(source))
+    if isinstance(source, str) and is_hub_id(source) and not _exists(path):
         path = fetch(source, revision, verify)
     elif revision is not None or verify:
         asked = f"revision {revision!r}" if revision is not None else "verify"
         raise CheckpointError(
             f"{source} is on this machine, where {asked} says nothing; both are for hub ids"
         )
+    if not _exists(path):
+        raise CheckpointError(
+            f"{source} does not exist{_looked_at(path)}; it is neither a folder, a file nor a hub "
+            "id; expected something like 'gpt2', a folder with config.json and weights, or 'demo'"
+        )
     if path.is_file():
         return path
     if not path.is_dir():
-        raise CheckpointError(
-            f"{source} is neither a folder, a file nor a hub id; expected something like "
-            "'gpt2', a folder with config.json and weights, or 'demo'"
-        )
+        raise CheckpointError(f"{source} is neither a folder nor a file that can be read")
     return _in_folder(path, notes)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a name could be a repository's on the hub; `./gpt2` and `out/ckpt.pt` are paths."""
+    forbidden = "--" in source or ".." in source or source.endswith(".git")
+    is_path = forbidden or source.lower().endswith(FILE_SUFFIXES)
+    return not is_path and re.fullmatch(HUB_ID, source) is not None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is anything at a path.
+
+    Raises:
+        CheckpointError: the system refuses to look, as in a folder that may not be read.
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be opened: {error}") from None
+
+
+def _looked_at(path: Path) -> str:
+    """The path in full, where it was not given so."""
+    return "" if path.is_absolute() else f" ({path.absolute()})"
 
 
 def _in_folder(folder: Path, notes: list[str]) -> Path:

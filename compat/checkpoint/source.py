@@ -89,7 +89,7 @@ class Checkpoint:
     def not_finite(self, faults: list[str]) -> CheckpointError:
         """The error for what `take` found."""
         headline = f"{self.weights} has weights that are not finite:"
-        next_step = "\nFetch or export it again; check_finite=False loads it as it is."
+        next_step = "\nFetch or export it again; in Python, check_finite=False loads it as it is."
         return CheckpointError(lines(headline, faults) + next_step)
 
 
@@ -187,6 +187,6 @@ def _hugging_face_config(
     if n_head not in (None, config.n_head):
         raise ConfigError(
             f"n_head is given as {n_head}, but {weights.parent / CONFIG} has {config.n_head}; "
-            "leave the argument away"
+            "leave out n_head (--n-head)"
         )
     return config

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compat.adapt import Adaptation, Finding, adapt
 from compat.adapt.emit import to_python
-from compat.bring import construct, load_class
+from compat.bring import construct, load_class, user_code
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     JsonOption,
@@ -29,6 +29,7 @@ from compat.cli.common import (
     print_json,
 )
 from compat.cli.parity import HtmlOption, write_page
+from compat.cli.tables import wrapped
 from compat.errors import folded
 from compat.page import adapt_page
 
@@ -77,8 +78,8 @@ def adapt_command(
     the checkpoint is run.
 
     Exit code 0: it computes what transformers computes. 1: it does not.
-    2: wrong usage. 3: it cannot be imported, built or read as a GPT-2, or the
-    checkpoint is bad. 4: no network.
+    2: wrong usage. 3: it cannot be imported, built, run or read as a GPT-2, or
+    the checkpoint is bad. 4: no network. 70: a bug in compat.
     """
     given = _arguments(kwargs)
     _at_most_one({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
@@ -86,7 +87,9 @@ def adapt_command(
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
         cls = load_class(target)
         checkpoint = open_checkpoint(model, revision, n_head=n_head)
-        with Console(stderr=True).status("tracing and comparing …"):  # on a terminal only
+        # It turns on a terminal only, and is of characters that every terminal has.
+        status = Console(stderr=True).status("tracing and comparing …", spinner="line")
+        with status, user_code.explained(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
             adaptation = adapt(built, checkpoint)
     for line in checkpoint.notes:
@@ -215,9 +218,8 @@ def _place(finding: Finding) -> str:
 
 def _wrapped(out: Console, text: Text, indent: int) -> None:
     """The text, which begins with a mark, in lines of the terminal's width below each other."""
-    first, *others = text.wrap(out, max(out.width - indent - 2, 20))
+    first, *others = wrapped(text, out.width - indent - 2)
     for line in (first, *(Text("  ").append_text(other) for other in others)):
-        line.rstrip()
         out.print(Text(" " * indent).append_text(line), soft_wrap=True)
 
 
@@ -225,7 +227,7 @@ def _in_a_line(out: Console, parts: Sequence[Text]) -> None:
     """Side by side where they fit, else one below the other."""
     joined = Text("   ").join(parts)
     if joined.cell_len <= out.width:
-        out.print(joined)
+        out.print(joined, soft_wrap=True)
     else:
         for part in parts:
             _wrapped(out, part, 0)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 
+import compat
+from compat.cli.encoding import to_json
 from compat.errors import CompatError, GenerationError, HubError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SEED = 2**63 - 1
-BAD_REQUEST, BAD_INPUT, NETWORK, INTERRUPTED = 2, 3, 4, 130
+ROOT = f"{Path(compat.__file__).parents[1]}{os.sep}"  # frames below it are compat's own
+BAD_REQUEST, BAD_INPUT, NETWORK, INTERNAL, INTERRUPTED = 2, 3, 4, 70, 130
 
 
 class DialectName(str, Enum):
@@ -71,7 +75,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout."
 
 
 def explained(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn a CompatError into one message on stderr and the exit code of its kind."""
+    """Turn an exception into one message on stderr and the exit code of its kind."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -86,8 +90,30 @@ def explained(command: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except (SystemExit, typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except BaseException as error:  # a panic of an extension in Rust is not an Exception
+            raise typer.Exit(internal_error(error)) from None
 
     return run
+
+
+def internal_error(error: BaseException) -> int:
+    """Report an exception that no input should cause, in one line; the exit code for it.
+
+    With COMPAT_TRACEBACK set, its traceback is printed as well.
+    """
+    if os.environ.get("COMPAT_TRACEBACK"):
+        note("".join(traceback.format_exception(error)).rstrip())
+    said = next(iter(str(error).splitlines()), "")
+    what = CompatError(f"{type(error).__name__}: {said}".removesuffix(": "))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ROOT)]
+    where = f" at {frames[-1].filename.removeprefix(ROOT)}:{frames[-1].lineno}" if frames else ""
+    note(
+        f"error: this is a bug in compat: {what}{where}; please report it with the traceback, "
+        "which is printed when the environment variable COMPAT_TRACEBACK=1 is set"
+    )
+    return INTERNAL
 
 
 def exit_code(error: CompatError) -> int:
@@ -98,13 +124,15 @@ def exit_code(error: CompatError) -> int:
 
 
 def console() -> Console:
-    """Stdout, wide enough for every table where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    """Stdout, as wide as the terminal or COLUMNS says; else wide enough for most tables."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    out = Console(width=None if known else 140, highlight=False)
+    return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
 
 
 def print_json(value: Any) -> None:
     """Data for programs, on stdout."""
-    print(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+    print(to_json(value, sys.stdout.encoding, indent=2))
 
 
 def note(text: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
@@ -14,11 +14,15 @@ from compat.cli.common import (
     DialectOption,
     DtypeOption,
     JsonOption,
+    NHeadOption,
+    RevisionOption,
+    VerifyOption,
     console,
     explained,
     note,
     print_json,
 )
+from compat.cli.tables import print_table
 from compat.errors import ConfigError
 from compat.loading import load_pretrained
 from compat.saving import has_tokenizer, save_pretrained
@@ -45,10 +49,13 @@ def export_command(
     max_shard_size: Annotated[
         str, typer.Option(help="Of one weights file: 5GB, 200MB.", callback=_is_size)
     ] = "5GB",
+    revision: RevisionOption = None,
+    verify: VerifyOption = False,
+    n_head: NHeadOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint into the blocks and write it as a folder that transformers opens."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, revision, verify=verify, n_head=n_head)
     model = load_pretrained(checkpoint, dialect.value, dtype=dtype.torch if dtype else None)
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
     notes = list(checkpoint.notes)
@@ -70,14 +77,15 @@ def export_command(
         }
         print_json(found)
         return
-    console().print(_table(sizes))
+    lines = [[name, f"{size:,} bytes"] for name, size in sizes.items()]
+    print_table(console(), [_table(sizes)], lines)
     print(f"{source} → {folder}: {count:,} values in {stored_as}, through {dialect.value} blocks")
     for line in notes:
         note(f"note: {line}")
 
 
 def _table(files: dict[str, int]) -> Table:
-    table = Table(Column("file", overflow="fold"))
+    table = Table("file")
     table.add_column("bytes", justify="right")
     for name, size in files.items():
         table.add_row(name, f"{size:,}")

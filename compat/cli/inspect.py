@@ -18,6 +18,7 @@ from compat.cli.common import (
     explained,
     print_json,
 )
+from compat.cli.tables import wrapped
 from compat.inspection import Inspection, inspect_checkpoint
 
 
@@ -37,7 +38,7 @@ def inspect_command(
     infinity.
 
     Exit code 0: it would load. 3: it would not; the report says why. 4: no
-    network.
+    network. 70: a bug in compat.
     """
     found = inspect_checkpoint(source, n_head=n_head, revision=revision)
     if as_json:
@@ -52,16 +53,16 @@ def show(found: Inspection, out: Console) -> None:
     verdict = Text("✓ would load", "bold green") if found.loads else Text("✗ would not load", "red")
     out.print(Text.assemble((found.source, "bold"), "  ", verdict), soft_wrap=True)
     for label, text in _lines(found):
-        for line in _wrapped(text, out):
+        for line in _in_lines(text, out):
             out.print(Text.assemble((f"  {label:10}  ", "cyan"), line), soft_wrap=True)
             label = ""
 
 
-def _wrapped(text: str, out: Console) -> Iterator[str]:
+def _in_lines(text: str, out: Console) -> Iterator[str]:
     """In lines that fit beside the label; whole where no person reads it."""
     for line in text.split("\n"):
-        fitting = Text(line).wrap(out, max(out.width - 14, 20)) if out.is_terminal else [Text(line)]
-        yield from (part.plain.rstrip() for part in fitting)
+        fitting = wrapped(Text(line), out.width - 14) if out.is_terminal else [Text(line)]
+        yield from (part.plain for part in fitting)
 
 
 def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -124,7 +125,11 @@ def _tokenizer(found: Inspection) -> str:
     if not found.loads:
         return ", ".join(files) or "no files"
     if not files:
-        return "no files; GPT-2's own, from tiktoken" if tokens else "no files; give ids, not text"
+        return (
+            "no files; GPT-2's own, from tiktoken"
+            if tokens
+            else "no files; text needs them, ids do not"
+        )
     free = found.config["vocab_size"] - tokens
     return f"{', '.join(files)}; {tokens:,} tokens" + (f", {free:,} ids without text" * bool(free))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from compat.cli.common import (
     note,
     print_json,
 )
+from compat.cli.tables import print_table
 from compat.dialects import get_dialect
 from compat.loading import load_pretrained
-from compat.name_map import NameMap
+from compat.name_map import NameMap, Row
 
 
 @explained
@@ -55,7 +57,8 @@ def load_command(
         }
         print_json(found)
         return
-    console().print(_table(name_map, tensors, checkpoint.config.n_layer))
+    content = name_map, tensors, checkpoint.config.n_layer
+    print_table(console(), [_table(*content), _narrow_table(*content)], _stacked(*content))
     print(
         f"{len(tensors)} tensors of {checkpoint.weights} → {len(list(loaded.parameters()))} "
         f"{dialect.value} parameters with {count:,} values"
@@ -85,18 +88,55 @@ def _tensors(name_map: NameMap, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     return entries
 
 
-def _table(name_map: NameMap, tensors: list[dict[str, Any]], n_layer: int) -> Table:
-    """One line per row of the name map, which stands for all layers at once."""
+def _by_row(
+    name_map: NameMap, tensors: list[dict[str, Any]]
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Every row of the name map, which stands for all layers at once, with its first entry."""
     by_name = {entry["tensor"]: entry for entry in tensors}
-    table = Table("Hugging Face tensor", "shape", "operation", "parameter", "shape", "layers")
     for row in name_map.rows:
-        entry = by_name[row.at(0).hf]
+        yield row, by_name[row.at(0).hf]
+
+
+def _layers(n_layer: int) -> str:
+    return f"{{i}} = 0 … {n_layer - 1}"
+
+
+def _table(name_map: NameMap, tensors: list[dict[str, Any]], n_layer: int) -> Table:
+    """A column for everything."""
+    table = Table("Hugging Face tensor", "shape", "operation", "parameter", "shape", "layers")
+    for row, entry in _by_row(name_map, tensors):
         table.add_row(
             row.hf,
             str(entry["shape"]),
             entry["operation"],
             "\n".join(row.ours),
             "\n".join(str(made["shape"]) for made in entry["parameters"]),
-            f"{{i}} = 0 … {n_layer - 1}" if "{i}" in row.hf else "",
+            _layers(n_layer) if "{i}" in row.hf else "",
         )
     return table
+
+
+def _narrow_table(name_map: NameMap, tensors: list[dict[str, Any]], n_layer: int) -> Table:
+    """Shapes behind their names, and the layers in the heading."""
+    heading = f"Hugging Face tensor, {_layers(n_layer)}"
+    table = Table(heading, "operation", "parameter", show_edge=False, pad_edge=False)
+    for row, entry in _by_row(name_map, tensors):
+        tensor, parameters = _named_shapes(row, entry)
+        table.add_row(tensor, entry["operation"], "\n".join(parameters))
+    return table
+
+
+def _stacked(name_map: NameMap, tensors: list[dict[str, Any]], n_layer: int) -> Iterator[list[str]]:
+    """A tensor and its operation, then its parameters below."""
+    yield [_layers(n_layer)]
+    for row, entry in _by_row(name_map, tensors):
+        tensor, parameters = _named_shapes(row, entry)
+        yield [tensor, entry["operation"]]
+        yield from ([f"  → {parameter}"] for parameter in parameters)
+
+
+def _named_shapes(row: Row, entry: dict[str, Any]) -> tuple[str, list[str]]:
+    """`name [shape]` of the tensor and of what is made of it."""
+    shapes = [made["shape"] for made in entry["parameters"]]
+    made = [f"{name} {shape}" for name, shape in zip(row.ours, shapes, strict=True)]
+    return f"{row.hf} {entry['shape']}", made

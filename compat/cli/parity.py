@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +30,7 @@ from compat.cli.common import (
     note,
     print_json,
 )
+from compat.cli.tables import print_table
 from compat.page import parity_page
 from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
 from compat.parity.compare import count_identical
@@ -78,6 +82,12 @@ def parity_command(
     Exit code 0: they do. 1: they do not, and the table says from where on.
     """
     checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
+    if length is not None and length > (context := checkpoint.config.n_positions):
+        raise typer.BadParameter(
+            f"{length} ids are longer than the context of {context} positions that {model} has; "
+            f"give at most {context}",
+            param_hint="--length",
+        )
     input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
     names = [d.value for d in DialectName] if every else [dialect.value]
     reports = []
@@ -107,46 +117,103 @@ def write_page(path: Path, page: str) -> None:
 
 def show(report: ParityReport, quiet: bool = False) -> None:
     """The table by layer, then the verdict in one sentence."""
+    out = console()
     if not quiet:
-        console().print(_table(report))
+        _show_table(report, out)
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
-    console().print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+    out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
 
 
-def _table(report: ParityReport) -> Table:
+def _show_table(report: ParityReport, out: Console) -> None:
+    """What was compared, the numbers by layer, and what they mean."""
     B, T = report.input_shape
     title = f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids"
     calibrated = "× ref: our error over the reference's own, both against float64; up to 2 passes"
     caption = calibrated if report.calibrated else "no float64 run: local differences are judged"
-    table = Table(title=Text(title), caption=caption)
-    table.add_column("layer")
-    for heading in (
-        "accumulated\nmax|Δ|",
-        "\nΔ/RMS",
-        "\n× ref",
-        "local\nmax|Δ|",
-        "\nΔ/RMS",
-        "\n× ref",
-    ):
-        table.add_column(heading, justify="right")
+    rows = [_row(layer, list(group)) for layer, group in groupby(report.taps, key=_layer)]
+    out.print(Text(title, style="italic"), soft_wrap=True)
+    print_table(out, [_table(rows), _narrow_table(rows)], _stacked(rows))
+    out.print(Text(caption, style="dim italic"), soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the table says of a layer; numbers are the largest of its taps.
+
+    Args:
+        accumulated, local: max|Δ|, relative RMS, and error as a multiple of the reference's own.
+        identical: how many taps are bit-identical, accumulated and local.
+        taps: how many there are.
+    """
+
+    layer: str
+    accumulated: list[str]
+    local: list[str]
+    identical: tuple[int, int]
+    taps: int
+    verdict: Text
+
+
+def _row(layer: str, results: list[TapResult]) -> _Row:
+    failed = [result.tap.removeprefix(layer + ".") for result in results if not result.passed]
+    return _Row(
+        layer,
+        _worst([result.accumulated for result in results]),
+        _worst([result.local for result in results]),
+        count_identical(results),
+        len(results),
+        Text(f"✗ from {failed[0]}", style="red") if failed else Text("✓", style="green"),
+    )
+
+
+NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
+
+
+def _table(rows: list[_Row]) -> Table:
+    """A line for each layer."""
+    table = Table("layer")
+    for name in ("accumulated", "local"):
+        for number in NUMBERS:
+            heading = name if number == NUMBERS[0] else ""
+            table.add_column(f"{heading}\n{number}", justify="right")
     table.add_column("bit-identical")
     table.add_column("verdict")
-    for layer, group in groupby(report.taps, key=lambda result: _layer(result.tap)):
-        results = list(group)
-        failed = [result.tap.removeprefix(layer + ".") for result in results if not result.passed]
-        table.add_row(
-            layer,
-            *_worst([result.accumulated for result in results]),
-            *_worst([result.local for result in results]),
-            _identical(results),
-            Text(f"✗ from {failed[0]}", style="red") if failed else Text("✓", style="green"),
-        )
+    for row in rows:
+        far, near = row.identical
+        identical = f"{far}/{row.taps}"
+        if not far == near == row.taps:
+            identical += f", local {near}/{row.taps}"
+        table.add_row(row.layer, *row.accumulated, *row.local, identical, row.verdict)
     return table
 
 
-def _layer(tap: str) -> str:
+def _narrow_table(rows: list[_Row]) -> Table:
+    """Two lines for each layer, the accumulated error above the local one."""
+    table = Table("layer", "error", show_edge=False, pad_edge=False)
+    for number in (*NUMBERS, "identical"):
+        table.add_column(number, justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        numbers = map("\n".join, zip(row.accumulated, row.local, strict=True))
+        identical = "\n".join(f"{count}/{row.taps}" for count in row.identical)
+        table.add_row(row.layer, "accumulated\nlocal", *numbers, identical, row.verdict)
+    return table
+
+
+def _stacked(rows: list[_Row]) -> Iterator[list[str]]:
+    for row in rows:
+        yield [row.layer, row.verdict.plain]
+        for name, numbers, identical in (
+            ("accumulated", row.accumulated, row.identical[0]),
+            ("local", row.local, row.identical[1]),
+        ):
+            labelled = [f"{what} {x}" for what, x in zip(NUMBERS, numbers, strict=True)]
+            yield [f"  {name}", *labelled, f"identical {identical}/{row.taps}"]
+
+
+def _layer(result: TapResult) -> str:
     """The block of a tap, h.3 of h.3.act; a tap outside the blocks as it is."""
-    return tap.rpartition(".")[0] or tap
+    return result.tap.rpartition(".")[0] or result.tap
 
 
 def _worst(found: list[Difference]) -> list[str]:
@@ -157,12 +224,6 @@ def _worst(found: list[Difference]) -> list[str]:
         _number(max(d.rel_rms for d in found)),
         f"{max(ratios):.2f}" if ratios else "-",
     ]
-
-
-def _identical(results: list[TapResult]) -> str:
-    """The count of bit-identical taps, in one number where all agree."""
-    total, (far, near) = len(results), count_identical(results)
-    return f"{total}/{total}" if far == near == total else f"{far}/{total}, local {near}/{total}"
 
 
 def _number(value: float) -> str:

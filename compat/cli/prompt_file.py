@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from compat.cli.encoding import to_json
 from compat.cli.show_text import note_on
 from compat.errors import GenerationError, shown
 from compat.generation import Completion
@@ -86,6 +87,7 @@ def write_results(
         done, size = _finished(out, prompts, n)
     completions = generate(prompts[done:])  # refuses bad prompts before the file is touched
     start, found = time.perf_counter(), list[Completion]()
+    encoding = sys.stdout.encoding if out is None else "utf-8"
     with _opened(out, size) as file, _progress(len(prompts) * n, out) as advance:
         advance(done * n)
         for completion in completions:
@@ -93,7 +95,7 @@ def write_results(
                 raise KeyboardInterrupt  # a text after it would leave a gap
             index, sample = divmod(done * n + len(found), n)
             line = {"index": index, "sample": sample, **completion.to_json()}
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            file.write(to_json(line, encoding).encode() + b"\n")
             file.flush()
             found.append(completion)
             advance(1)

@@ -35,6 +35,9 @@ CODES: dict[str, Code] = {
         "the MLP is {found} wide; the checkpoint's is {expected}",
         "make the inner width {expected}",
     ),
+    "n_embd_mismatch": Code(
+        "breaks", "{name} is {found}; the checkpoint has {expected}", "{name}={expected}"
+    ),
     "no_mlp_bias": Code(
         "breaks", "the MLP has no bias; {tensors} have no place", "give its projections bias=True"
     ),
@@ -188,6 +191,12 @@ CODES: dict[str, Code] = {
         "breaks",
         "drops values in eval mode too, so that no two runs agree",
         "F.dropout(x, p, training=self.training), or nn.Dropout",
+    ),
+    "random_in_forward": Code(
+        "breaks",
+        "draws random numbers as it runs, as where a module is created inside forward; no two "
+        "runs agree",
+        "create the module in __init__",
     ),
     "train_mode": Code(
         "style",

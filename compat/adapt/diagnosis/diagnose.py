@@ -12,6 +12,7 @@ from compat.adapt.diagnosis.of_ends import (
     of_embedding,
     of_head,
     of_output,
+    of_random,
     of_tracing,
 )
 from compat.adapt.diagnosis.of_homes import of_lost, of_shared, of_sizes, of_sourceless
@@ -34,7 +35,7 @@ def deviations(case: Case, lost: Lost) -> list[Deviation]:
     """Everything unlike GPT-2, in the order in which a text meets it."""
     found: list[Deviation] = []
     blocks, ends = (of_norms, of_attention, of_mlp, of_wiring), (of_head, of_output)
-    for part in (of_embedding, *blocks, *ends, of_dropout, of_tracing):
+    for part in (of_embedding, *blocks, *ends, of_random, of_dropout, of_tracing):
         found += _examined(part, case)
     for missing in (of_sizes, of_lost, of_shared):
         found += missing(case, lost)

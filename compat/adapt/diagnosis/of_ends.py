@@ -11,9 +11,14 @@ from compat.adapt.diagnosis.of_attention import torch_built
 from compat.adapt.diagnosis.variant import Variant
 from compat.adapt.tracing.graph import MOVES, kind
 
+# Operations that draw random numbers, but for those of dropout.
+DRAWS = frozenset("uniform normal normal_functional randn rand randint".split())
+
 
 def of_embedding(case: Case) -> Iterator[Deviation]:
     graph, anatomy, homes = case.graph, case.anatomy, case.mapping.homes
+    if "wte.weight" not in homes:
+        return  # a table of another width, which is reported as such
     (table,), _ = homes["wte.weight"]
     positions = homes["wpe.weight"][0][0] if "wpe.weight" in homes else None
     found = embedding_of(graph, anatomy.embed, table, positions)
@@ -100,6 +105,19 @@ def of_tracing(case: Case) -> Iterator[Deviation]:
     """What torch.export could not follow, though make_fx could."""
     for stopped in case.graph.stopped:
         yield Deviation("export_stopped", None, source.named(stopped), {"found": stopped})
+
+
+def of_random(case: Case) -> Iterator[Deviation]:
+    """Weights that are drawn anew in every run."""
+    graph = case.graph
+    drawn = [n for n in graph.between([graph.output], [graph.input])
+             if n not in graph.live and n not in graph.dropouts and kind(n) in DRAWS]  # fmt: skip
+    if drawn:
+        users = [
+            n for n in graph.nodes if n in graph.live and graph.order[n] > graph.order[drawn[0]]
+        ]
+        tap = case.tap_after(users[0]) if users else "logits"
+        yield Deviation("random_in_forward", tap, source.running(graph, drawn))
 
 
 def of_dropout(case: Case) -> Iterator[Deviation]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -12,6 +14,8 @@ from compat.adapt.diagnosis.case import Case, Deviation
 from compat.adapt.diagnosis.variant import Variant
 from compat.adapt.mapping.fit import Lost
 from compat.adapt.tracing.graph import Place
+from compat.bring.synonyms import role_of
+from compat.bring.usage import reads
 from compat.errors import folded, listed
 from compat.rearrange import Rows
 
@@ -32,46 +36,97 @@ LOST = {
 
 
 def of_sizes(case: Case, lost: Lost) -> Iterator[Deviation]:
-    config, homes, names = case.config, case.mapping.homes, case.graph.names
-    for hf, code, expected in (
-        ("wte.weight", "vocab_mismatch", config.vocab_size),
-        ("wpe.weight", "context_too_short", config.n_positions),
-    ):
-        if hf in homes and isinstance(op := homes[hf][1], Rows):
-            if code == "context_too_short" and op.wanted > op.found:
-                continue  # room for more positions changes nothing
-            words = {"found": op.wanted, "expected": expected}
-            tap = None if hf == "wpe.weight" else "logits"
-            yield Deviation(code, tap, owner_of(case, hf), words)
-    found = len(case.anatomy.layers)
-    if found != config.n_layer:
-        place = source.building(case.model, names[homes["wte.weight"][0][0]].split(".")[0])
-        stack = next((names[n[0]] for hf, (n, _) in homes.items() if hf.startswith("h.0.")), "")
-        place = source.building(case.model, _stack(stack)) or place
-        words = {"found": found, "expected": config.n_layer}
-
-        def cut(variant: Variant) -> None:
-            variant.n_layer = found
-
-        apply = cut if found < config.n_layer else None
-        yield Deviation("n_layer_mismatch", f"h.{min(found, config.n_layer) - 1}.out", place, words,
-                        apply)  # fmt: skip
-    if inner := [hf for hf in lost.shapes if ".mlp." in hf]:
-        layer = case.anatomy.layers[0]
-        weight = next((h for h in inner if h.endswith("c_fc.weight")), inner[0])
-        words = {"found": max(lost.shapes[weight][0]), "expected": config.d_inner}
-        fc = case.graph.parameters_between([layer.fc_end], [layer.x2])
-        module = case.graph.names[fc[0]].rpartition(".")[0] if fc else ""
-        found_shape, made = lost.shapes[weight]
-        evidence = f"{weight} makes {made}, the parameter has shape {found_shape}"
-        texts = {**words, "evidence": evidence}
-        yield Deviation("inner_dim", "h.0.fc", source.building(case.model, module), texts)
-    others = [hf for hf in lost.shapes if ".mlp." not in hf]
-    if others:
+    """Sizes that are not the checkpoint's; where the width differs, what follows from it is not
+    reported again."""
+    same_width = case.anatomy.width == case.config.n_embd
+    if not same_width:
+        yield _width(case)
+    yield from _of_tables(case, lost)
+    if len(case.anatomy.layers) != case.config.n_layer:
+        yield _depth(case)
+    inner = _of_inner(case, lost)
+    if inner is not None:
+        yield inner
+    others = [hf for hf in lost.shapes if inner is None or ".mlp." not in hf]
+    if others and same_width:
         found_shape, expected_shape = lost.shapes[others[0]]
         texts = {"found": f"{listed(others)}: the parameter has shape {found_shape}, the "
                  f"checkpoint's tensor makes {expected_shape}"}  # fmt: skip
         yield Deviation("unexplained", None, None, texts)
+
+
+def _width(case: Case) -> Deviation:
+    """The embedding width, by the name of the constructor's argument, or of its config's key."""
+    cls = type(case.model)
+    arguments = list(inspect.signature(cls).parameters)
+    arguments += [key for name in arguments for key in reads(cls, name).names]  # of a config
+    named = [name for name in arguments if role_of(name) == "n_embd"]
+    words = {
+        "name": named[0] if len(named) == 1 else "the embedding width",
+        "found": case.anatomy.width,
+        "expected": case.config.n_embd,
+    }
+    tables = case.graph.parameters_between([case.anatomy.token_embedding], [])
+    place = source.built(case.model, case.graph.names[tables[0]]) if tables else None
+    return Deviation("n_embd_mismatch", "embed", place, words)
+
+
+def _of_tables(case: Case, lost: Lost) -> Iterator[Deviation]:
+    """The vocabulary and the context, also of tables that differ in their width as well."""
+    config, C = case.config, case.anatomy.width
+    for hf, code, expected in (
+        ("wte.weight", "vocab_mismatch", config.vocab_size),
+        ("wpe.weight", "context_too_short", config.n_positions),
+    ):
+        if hf in lost.shapes:
+            found = prod(lost.shapes[hf][0]) // C
+        elif hf in case.mapping.homes and isinstance(op := case.mapping.homes[hf][1], Rows):
+            found = op.wanted
+        else:
+            continue
+        if found == expected or (code == "context_too_short" and found > expected):
+            continue  # room for more positions changes nothing
+        words = {"found": found, "expected": expected}
+        tap = None if hf == "wpe.weight" else "logits"
+        yield Deviation(code, tap, owner_of(case, hf), words)
+
+
+def _depth(case: Case) -> Deviation:
+    homes, names, config = case.mapping.homes, case.graph.names, case.config
+    found = len(case.anatomy.layers)
+    stack = next((names[n[0]] for hf, (n, _) in homes.items() if hf.startswith("h.0.")), "")
+    place = source.building(case.model, _stack(stack))
+    if place is None and "wte.weight" in homes:
+        place = source.building(case.model, names[homes["wte.weight"][0][0]].split(".")[0])
+    words = {"found": found, "expected": config.n_layer}
+
+    def cut(variant: Variant) -> None:
+        variant.n_layer = found
+
+    apply = cut if found < config.n_layer else None
+    return Deviation("n_layer_mismatch", f"h.{min(found, config.n_layer) - 1}.out", place, words,
+                     apply)  # fmt: skip
+
+
+def _of_inner(case: Case, lost: Lost) -> Deviation | None:
+    """The inner width of the MLP; None where it is the checkpoint's, or the same multiple of C."""
+    config, C = case.config, case.anatomy.width
+    weight = next((hf for hf in lost.shapes if hf.endswith(".mlp.c_fc.weight")), None)
+    if weight is None:
+        return None
+    found = prod(lost.shapes[weight][0]) // C
+    if found == config.d_inner or (
+        C != config.n_embd and found * config.n_embd == config.d_inner * C
+    ):
+        return None
+    layer = case.anatomy.layers[0]
+    words = {"found": found, "expected": config.d_inner}
+    fc = case.graph.parameters_between([layer.fc_end], [layer.x2])
+    module = case.graph.names[fc[0]].rpartition(".")[0] if fc else ""
+    found_shape, made = lost.shapes[weight]
+    evidence = f"{weight} makes {made}, the parameter has shape {found_shape}"
+    place = source.building(case.model, module)
+    return Deviation("inner_dim", "h.0.fc", place, {**words, "evidence": evidence})
 
 
 def _stack(name: str) -> str:

@@ -97,7 +97,7 @@ def _traced(
         deviation.apply(variant)
     try:
         return variant.trace(ids)
-    except (RuntimeError, KeyError, IndexError):
+    except (RuntimeError, LookupError, ValueError, TypeError):
         return None
 
 

@@ -251,7 +251,10 @@ def call(node: Node, env: Values, double: bool) -> Any:
     if kind(node) == "scaled_dot_product_attention":
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    made = node.target(*args, **kwargs)
+    if double and isinstance(made, Tensor) and made.dtype is torch.float32:
+        return made.double()  # as of a module created in `forward`, in the default data type
+    return made
 
 
 def _exact_sdpa(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -1,0 +1,366 @@
+"""Odd hand-written models: a finding that names the difference, or one error; never a raw one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compat import AdaptError, adapt
+
+Build = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(emb_dim), nn.LayerNorm(emb_dim)
+        self.qkv, self.proj = nn.Linear(emb_dim, 3 * emb_dim), nn.Linear(emb_dim, emb_dim)
+        self.up, self.down = nn.Linear(emb_dim, inner), nn.Linear(inner, emb_dim)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.mix(*self.qkv(x).chunk(3, dim=-1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Right in all its parts, if built in the checkpoint's sizes."""
+
+    def __init__(
+        self,
+        vocab: int = 97,
+        context: int = 32,
+        emb_dim: int = 24,
+        heads: int = 4,
+        layers: int = 3,
+        inner: int = 0,
+    ) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, emb_dim), nn.Embedding(context, emb_dim)
+        inner = inner or 4 * emb_dim
+        self.blocks: Any = nn.ModuleList(Block(emb_dim, heads, inner) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(emb_dim)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.ln_f(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        return x @ self.wte.weight.T
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            x = self.block(i, block, x)
+        return self.head(self.final(x))
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids)
+
+
+class Configured(GPT):
+    def __init__(self, cfg: dict[str, int]) -> None:
+        super().__init__(emb_dim=cfg["d_model"], vocab=cfg["vocab_size"])
+
+
+class PlainList(GPT):
+    """Blocks that `parameters()` does not find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = list(self.blocks)
+        del self.blocks
+        self.blocks = blocks
+
+
+class StackedNorms(GPT):
+    """All norms in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(7, 24)), nn.Parameter(torch.zeros(7, 24))
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        one, two = (
+            lambda x, n=n: F.layer_norm(x, (24,), self.scale[n], self.shift[n])
+            for n in (2 * i, 2 * i + 1)
+        )
+        x = x + block.attend(one(x))
+        return x + block.mlp(two(x))
+
+
+class StackedMlp(GPT):
+    """The weights of all layers' MLPs in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(3, 96, 24))
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = x + block.attend(block.ln_1(x))
+        return x + F.gelu(block.up(block.ln_2(x)), approximate="tanh") @ self.down[i]
+
+
+class StackedList(GPT):
+    """Weights in a list, stacked when they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ParameterList(nn.Parameter(torch.randn(24, 96)) for _ in range(3))
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = x + block.attend(block.ln_1(x))
+        up = torch.stack(list(self.ups))[i]
+        return x + block.down(F.gelu(block.ln_2(x) @ up, approximate="tanh"))
+
+
+class NormInForward(GPT):
+    def final(self, x: Tensor) -> Tensor:
+        return nn.LayerNorm(24)(x)
+
+
+class LinearInForward(GPT):
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        return nn.Linear(24, 24)(block(x))
+
+
+class HeadInForward(GPT):
+    def head(self, x: Tensor) -> Tensor:
+        return nn.Linear(24, 97)(x)
+
+
+class MixedTypes(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_f.bfloat16()
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.ln_f(x.bfloat16()).float()
+
+
+class DoubleBuffer(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(24, dtype=torch.float64))
+
+    def head(self, x: Tensor) -> Tensor:
+        return (x * self.one).float() @ self.wte.weight.T
+
+
+class NoParameters(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids, 97).float()
+
+
+class ATuple(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids), None, [1]
+
+
+class ADict(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        return {"hidden": self.embed(ids), "logits": self.logits(ids), 1: 2}
+
+
+class ANone(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        self.logits(ids)
+
+
+class AnArray(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids).detach().numpy()
+
+
+class ALoss(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids).logsumexp(-1).mean()
+
+
+class HiddenOnly(GPT):
+    def head(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ExtraArguments(GPT):
+    def forward(self, ids: Tensor, temperature: float, cache: Any) -> Any:
+        return self.logits(ids) / temperature
+
+
+class NoArguments(GPT):
+    def forward(self) -> Any:
+        return self.logits(torch.zeros(1, 4, dtype=torch.long))
+
+
+class NarrowTable(GPT):
+    """A token table narrower than the model, projected to its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.widen = nn.Embedding(97, 8), nn.Linear(8, 24, bias=False)
+        self.lm_head = nn.Linear(24, 97, bias=False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.widen(self.wte(ids)) + self.wpe(torch.arange(ids.shape[1]))
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.lm_head(x)
+
+
+class TwoTables(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Embedding(97, 24)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) + self.second(ids)
+
+
+class Factors(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((), 0.5))
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = x + self.alpha * block.attend(block.ln_1(x))
+        return x + block.mlp(block.ln_2(x))
+
+
+def another_block(**sizes: int) -> nn.Module:
+    model = GPT()
+    model.blocks[1] = Block(**{"emb_dim": 24, "heads": 4, "inner": 96, **sizes})
+    return model
+
+
+def of(**sizes: int) -> Build:
+    return lambda: GPT(**sizes)
+
+
+# The model, and for every finding that it must have a part of its message.
+FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
+    "width": (of(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48; the checkpoint has 24"}),
+    "narrower": (of(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12; the checkpoint has 24"}),
+    "width in a config": (
+        lambda: Configured({"d_model": 48, "vocab_size": 50}),
+        {"n_embd_mismatch": "d_model is 48; the checkpoint has 24", "vocab_mismatch": "of 50"},
+    ),
+    "width and vocabulary": (
+        of(emb_dim=48, vocab=128),
+        {"n_embd_mismatch": "emb_dim is 48", "vocab_mismatch": "128; the checkpoint's is 97"},
+    ),
+    "width and layers": (
+        of(emb_dim=48, layers=2),
+        {"n_embd_mismatch": "emb_dim is 48", "n_layer_mismatch": "2 layers; the checkpoint has 3"},
+    ),
+    "width and context": (
+        of(emb_dim=48, context=16),
+        {"n_embd_mismatch": "emb_dim is 48", "context_too_short": "16 positions"},
+    ),
+    "width and heads": (
+        of(emb_dim=48, heads=2), {"n_embd_mismatch": "emb_dim is 48", "n_head_mismatch": "2 heads"}
+    ),
+    "width and inner width": (
+        of(emb_dim=48, inner=100), {"n_embd_mismatch": "48", "inner_dim": "100 wide"}
+    ),
+    "everything": (
+        of(emb_dim=48, vocab=128, layers=5, inner=100, context=16, heads=3),
+        {"n_embd_mismatch": "48", "vocab_mismatch": "128", "n_layer_mismatch": "5 layers",
+         "inner_dim": "100", "context_too_short": "16", "n_head_mismatch": "3 heads"},
+    ),
+    "layers": (of(layers=1), {"n_layer_mismatch": "1 layers"}),
+    "heads": (of(heads=12), {"n_head_mismatch": "12 heads"}),
+    "inner width": (of(inner=200), {"inner_dim": "200 wide; the checkpoint's is 96"}),
+    "vocabulary": (of(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
+    "vocabulary and layers": (
+        of(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}
+    ),
+    "one block's inner width": (lambda: another_block(inner=48), {"inner_dim": "48 wide"}),
+    "one block's heads": (lambda: another_block(heads=2), {"unexplained": "h.1.heads"}),
+    "stacked norms": (StackedNorms, {"no_ln_weight": "h.{0…2}.ln_1.weight"}),
+    "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
+    "a norm made in forward": (NormInForward, {"no_ln_weight": "ln_f.weight"}),
+    "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
+    "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8; the checkpoint has 24"}),
+    "two tables": (TwoTables, {"random_parameters": "second.weight"}),
+    "a factor": (Factors, {"random_parameters": "alpha"}),
+}  # fmt: skip
+ERRORS: dict[str, tuple[Build, str]] = {
+    "a plain list": (PlainList, "which is no projection"),
+    "a stacked parameter": (StackedMlp, "made of down"),
+    "a head made in forward": (HeadInForward, "no language-model head"),
+    "mixed data types": (MixedTypes, "expected one data type"),
+    "no parameters": (NoParameters, "parameters"),
+    "returns None": (ANone, "returned no tensor"),
+    "returns an array": (AnArray, "returned no tensor"),
+    "returns a loss": (ALoss, r"returned \[\]"),
+    "returns hidden states": (HiddenOnly, "no language-model head"),
+    "extra arguments": (ExtraArguments, "temperature"),
+    "no arguments": (NoArguments, "positional argument"),
+    "no layers": (of(layers=0), "no attention"),
+}
+EQUAL: dict[str, Build] = {
+    "as it should be": GPT,
+    "returns a tuple": ATuple,
+    "returns a dict": ADict,
+    "a float64 buffer": DoubleBuffer,
+    "float64": lambda: GPT().double(),
+    "a longer context": of(context=64),
+}
+
+
+def noisy_model(build: Build) -> nn.Module:
+    torch.manual_seed(0)
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_the_findings_name_the_difference(tiny: Path, name: str) -> None:
+    build, expected = FINDINGS[name]
+    adaptation = adapt(noisy_model(build), tiny)
+    assert not adaptation.compatible
+    messages = {finding.code: finding.message for finding in adaptation.findings}
+    for code, words in expected.items():
+        assert words in messages.get(code, f"no {code} among {messages}")
+    breaking = {f.code for f in adaptation.findings if f.severity == "breaks"}
+    if "n_embd_mismatch" in expected and name != "a narrow table":
+        assert breaking <= expected.keys()  # what follows from the width is not reported again
+    assert "unexamined" not in messages
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_one_error(tiny: Path, name: str) -> None:
+    build, words = ERRORS[name]
+    with pytest.raises(AdaptError, match=words):
+        adapt(noisy_model(build), tiny)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_equal_stays_compatible(tiny: Path, name: str) -> None:
+    assert adapt(noisy_model(EQUAL[name]), tiny).compatible

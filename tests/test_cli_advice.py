@@ -1,0 +1,107 @@
+"""No message names an option that the command which shows it does not have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import compat
+from compat.cli import app
+from tests.command_line import Cli
+from tests.conftest import State
+from tests.foreign_files import linear, masks
+
+ROOT = Path(compat.__file__).parent
+GROUP = typer.main.get_command(app)
+OPTIONS = {
+    name: {option for parameter in command.params for option in parameter.opts}
+    for name, command in GROUP.commands.items()  # type: ignore[attr-defined]
+}
+# Which commands show what a part of the library says; all of them, where nothing else is stated.
+REACHED_BY = {
+    "bring": {"adapt"},
+    "adapt": {"adapt"},
+    "generation": {"generate"},
+    "engine.py": {"generate"},
+    "decoding": {"generate"},
+    "parity": {"parity", "adapt"},
+    "saving": {"export"},
+    "tokenizer.py": {"generate", "parity", "export", "inspect"},
+    "cli/adapt.py": {"adapt"},
+    "cli/export.py": {"export"},
+    "cli/generate.py": {"generate"},
+    "cli/generate_options.py": {"generate"},
+    "cli/inspect.py": {"inspect"},
+    "cli/load.py": {"load"},
+    "cli/parity.py": {"parity"},
+    "cli/prompt_file.py": {"generate"},
+    "cli/show_text.py": {"generate"},
+}
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "common.py")
+
+
+def mentioned(path: Path) -> set[str]:
+    """The options named in the strings of a file, docstrings left out."""
+    tree = ast.parse(path.read_text())
+    docs = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }  # fmt: skip
+    strings = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
+    ]
+    return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_option_in_a_message_is_one_of_the_commands_that_show_it(path: Path) -> None:
+    if "page" in path.parts:
+        return  # style sheets
+    place = path.relative_to(ROOT).as_posix()
+    commands = REACHED_BY.get(place, REACHED_BY.get(place.partition("/")[0], set(OPTIONS)))
+    for command in commands:
+        assert mentioned(path) <= OPTIONS[command], f"{place}, under {command}"
+
+
+SOURCES = {
+    "load": ["load", "--model"],
+    "parity": ["parity", "--model"],
+    "generate": ["generate", "The", "--model"],
+    "inspect": ["inspect"],
+    "adapt": ["adapt", "gpt.py:GPT", "--model"],
+    "export": ["export"],
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_advice_on_heads_can_be_followed(
+    cli: Cli, tmp_path: Path, state: State, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command has --n-head, and it is what the file without a config lacked."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.py").write_text("from torch import nn\n\n\nclass GPT(nn.Module):\n    pass\n")
+    head = {"lm_head.weight": state["wte.weight"] + 1}
+    torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
+    rest = [tmp_path / "exported"] if command == "export" else []
+    without = cli(*SOURCES[command], tmp_path, *rest)
+    assert without.code == 3
+    assert "(--n-head)" in without.out + without.err
+    given = cli(*SOURCES[command], tmp_path, *rest, "--n-head", 4)
+    assert given.code in (0, 3)
+    assert "--n-head" not in given.out + given.err
+
+
+def test_export_takes_a_revision_and_verifies(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    for option in (["--revision", "main"], ["--verify"]):
+        done = cli("export", tiny, tmp_path / "exported", *option)
+        assert done.code == 3
+        assert "on this machine" in done.err

@@ -1,0 +1,106 @@
+"""A fault of compat itself has an exit code of its own, and one line that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compat import ConfigError
+from tests.adapt_project import GPT, line_of, write_project
+from tests.command_line import Cli
+from tests.test_cli_errors import failing_with
+
+COMMANDS = {
+    "load": ["--model", "demo"],
+    "parity": ["--model", "demo"],
+    "generate": ["The"],
+    "inspect": ["demo"],
+    "adapt": ["right.py:MyGPT"],
+    "export": ["demo", "exported"],
+}
+OPENERS = {
+    "inspect": "compat.cli.inspect.inspect_checkpoint",
+    "adapt": "compat.cli.adapt.open_checkpoint",
+}
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COMPAT_TRACEBACK", raising=False)
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "error", [KeyError("wte.weight"), RuntimeError("one\ntwo"), EOFError(), OSError(5, "I/O"),
+              AssertionError(), Panic("unwrap")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_internal_error_is_70_in_one_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, error: BaseException
+) -> None:
+    opener = OPENERS.get(command, f"compat.cli.{command}.open_checkpoint")
+    monkeypatch.setattr(opener, failing_with(error))
+    done = cli(command, *COMMANDS[command])
+    assert (done.code, done.out) == (70, "")
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"error: this is a bug in compat: {type(error).__name__}")
+    assert "COMPAT_TRACEBACK=1" in line
+
+
+def test_the_traceback_is_printed_on_request(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPAT_TRACEBACK", "1")
+    monkeypatch.setattr("compat.cli.load.load_pretrained", failing_with(KeyError("wte.weight")))
+    done = cli("load")
+    assert (done.code, done.out) == (70, "")
+    assert "Traceback (most recent call last)" in done.err
+    assert "KeyError: 'wte.weight'" in done.err
+
+
+def test_an_error_while_options_are_read_is_70(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compat.cli.export.parse_size", failing_with(ZeroDivisionError("1 / 0")))
+    done = cli("export", "demo", "exported")
+    assert (done.code, done.out) == (70, "")
+    assert "bug in compat: ZeroDivisionError" in done.err
+
+
+def test_bad_input_stays_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compat.cli.load.open_checkpoint", failing_with(ConfigError("n_head is 0")))
+    done = cli("load")
+    assert (done.code, done.err) == (3, "error: n_head is 0\n")
+
+
+RAISING = {
+    "a key": 'raise KeyError("mine")',
+    "exit": "raise SystemExit(0)",
+    "no input": "raise EOFError",
+    "name": "return nowhere",
+}
+
+
+@pytest.mark.parametrize("statement", RAISING.values(), ids=RAISING)
+@pytest.mark.parametrize("calls", range(5))
+def test_what_the_users_model_raises_is_3_with_its_line(
+    cli: Cli, tiny: Path, tmp_path: Path, statement: str, calls: int
+) -> None:
+    """At whichever of its runs; one that adapt can do without makes it not compatible."""
+    counting = f"""
+        global CALLS
+        CALLS += 1
+        if CALLS > {calls}:
+            {statement}"""
+    text = "CALLS = 0\n" + GPT.replace('\n        print("called")', counting)
+    (tmp_path / "raising.py").write_text(text)
+    done = cli("adapt", "raising.py:MyGPT", "--model", tiny)
+    assert "bug in compat" not in done.err
+    assert (done.code, "raising.py" in done.err) == (3, True) or (
+        done.code == 1 and "✗" in done.out
+    )
+    if done.code == 3:
+        assert f"raising.py:{line_of(text, statement)}" in done.err
