@@ -17,7 +17,7 @@ from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, NameMapError, folded, lines, listed
 from compat.hf_tensors import hf_tensors
 from compat.name_map import NameMap, Row
-from compat.strict import check_dropped, check_names, check_shapes, is_dropped
+from compat.strict import check_buffers, check_dropped, check_names, check_shapes, is_dropped
 
 Source = str | Path | Checkpoint
 
@@ -185,6 +185,7 @@ def _assign(
     check_names(model, rows, parameters, zeros)
     check_shapes(model, rows, parameters, checkpoint)
     check_dropped(model, rows, parameters, checkpoint)
+    check_buffers(model)
     fill(model, rows, checkpoint, dtype, device, zeros)
 
 

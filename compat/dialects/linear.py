@@ -63,12 +63,10 @@ class MultiHeadAttention(nn.Module):
     Source: Vaswani et al. 2017, §3.2.
     """
 
-    mask: Tensor
-
     def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
         super().__init__()
         config = as_config(config)
-        C, n = config.n_embd, config.n_positions
+        C = config.n_embd
         self.n_head, self.d_head = config.n_head, config.d_head
         self.scale = config.attention_scale(layer_idx)
         self.upcast = config.reorder_and_upcast_attn
@@ -77,10 +75,6 @@ class MultiHeadAttention(nn.Module):
         self.W_value = nn.Linear(C, C, bias=config.qkv_bias)
         self.out_proj = nn.Linear(C, C)
         self.dropout = nn.Dropout(config.attn_pdrop)
-        # True where a key lies in the future. No weight, hence not persistent; made on the CPU even
-        # when the model is built on the meta device, because no checkpoint would fill it.
-        future = torch.ones(n, n, dtype=torch.bool, device="cpu").triu(1)
-        self.register_buffer("mask", future, persistent=False)
 
     def forward(
         self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
@@ -96,7 +90,8 @@ class MultiHeadAttention(nn.Module):
 
         scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, S)
         S = scores.shape[-1]
-        hidden = self.mask[S - T : S, :S]
+        # True where a key lies in the future.
+        hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
         if attention_mask is not None:
             hidden = hidden | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
         # The lowest finite number: −∞ would turn the rows of padding tokens into NaN.
