@@ -94,7 +94,8 @@ def read_small(path: Path, most: int = MOST_JSON) -> bytes:
     """
     try:
         # Opened without waiting: a pipe would wait for its other end.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is a pipe or a device; expected a file")

@@ -26,10 +26,20 @@ from compat.saving.shards import parse_size, write_shards
 from compat.tokenizer import Tokenizer
 from compat.vocabulary import vocabulary_tables
 
-# What stands for the weights of a model in a folder, which `transformers` or we would read.
+# The names under which `transformers` (of any version) and compat write the weights of a model, as
+# one file or in shards with an index, and those of its variants in another data type.
+_VARIANT, _SHARD = r"(\.(fp16|bf16|fp32))?", r"(-\d{5}-of-\d{5})?"
 WEIGHTS = re.compile(
-    r"model.*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?"
-    r"|tf_model.*\.h5(\.index\.json)?|flax_model.*\.msgpack(\.index\.json)?"
+    "|".join(
+        rf"{stem}{_VARIANT}{_SHARD}{_VARIANT}\.{ending}"
+        rf"|{stem}{_VARIANT}\.{ending}\.index{_VARIANT}\.json"
+        for stem, ending in (
+            ("model", "safetensors"),
+            ("pytorch_model", "bin"),
+            ("tf_model", "h5"),
+            ("flax_model", "msgpack"),
+        )
+    )
 )
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,10 +64,12 @@ def save_pretrained(
     """Write a model as `transformers` saves a GPT-2, and return the paths of the files written.
 
     Everything is checked before anything is written, and the folder is replaced as a whole: see
-    `compat.saving.atomic.replacing_folder`. Of its old files the weights go, under the names that
-    `transformers` reads (`model*.safetensors`, `pytorch_model*.bin`, `tf_model*.h5`,
-    `flax_model*.msgpack` and their indexes), and, where a tokenizer is given, those of the old
-    one. All others stay: a README, an optimizer's state, subfolders.
+    `compat.saving.atomic.replacing_folder`, also for what is not promised on Windows. Of its old
+    files those are removed that hold a model's weights under exactly the names that `transformers`
+    writes (`model.safetensors`, `model-00001-of-00002.safetensors`, `model.fp16.safetensors`,
+    `model.safetensors.index.json` and the same for `pytorch_model.bin`, `tf_model.h5` and
+    `flax_model.msgpack`) and, where a tokenizer is given, those of the old one. All others stay:
+    a README, an optimizer's state, `model_ema.safetensors`, subfolders.
 
     Args:
         model: a dialect's model, or any module with a name map.
