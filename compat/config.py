@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from compat.errors import ConfigError, listed, shown
 
 # Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
@@ -48,6 +50,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "str": (str,),
+}
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
 }
 
 # Beyond this PyTorch has no tensor, and no position or id for one.
@@ -206,3 +215,18 @@ def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
     """Let every block take a GPT2Config or a plain dictionary."""
     return config if isinstance(config, GPT2Config) else GPT2Config.from_dict(config)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Let every loader take a data type or its name, such as "float16"; None stays None.
+
+    Raises:
+        ConfigError: anything but one of the four types that weights may have.
+    """
+    if dtype is None:
+        return None
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
+        names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
+        raise ConfigError(f"dtype is {shown(dtype)}; expected {names}")
+    return found

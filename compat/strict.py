@@ -8,13 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
-from compat.errors import CheckpointError, NameMapError, folded, lines, listed
+from compat.errors import (
+    CheckpointError,
+    ConfigError,
+    NameMapError,
+    described,
+    folded,
+    lines,
+    listed,
+)
 from compat.name_map import Row
 
 
 def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
     """A bias none of whose targets exist in the model."""
     return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
+
+
+def check_module(model: object) -> None:
+    """What is to be loaded into, or saved, is a module.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {described(model)}; expected a torch.nn.Module")
 
 
 def check_names(
@@ -144,6 +162,9 @@ def check_shapes(
             made = row.op.load(torch.empty(shape, device="meta"))
         except NameMapError as error:
             faults.append(f"{row.hf}: {error}")
+            continue
+        except Exception as error:  # the op may be of the user's own
+            faults.append(f"{row.hf}: {row.op} fails with {type(error).__name__}: {error}")
             continue
         if len(made) != len(row.ours):
             faults.append(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from torch import nn
 
 from compat.checkpoint.contents import PICKLES
 from compat.checkpoint.hub import fetch
 from compat.checkpoint.names import WEIGHT_FILES
-from compat.errors import CheckpointError, listed
+from compat.errors import CheckpointError, described, listed
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -20,6 +23,8 @@ FOREIGN_FILES = ("ckpt.pt", "model.pt")
 
 def find_weights(source: str | Path, revision: str | None, verify: bool, notes: list[str]) -> Path:
     """The weights file, or index of shards, that a source means; others beside it are noted."""
+    if not isinstance(source, str | os.PathLike):
+        raise _not_a_source(source)
     path = DEMO if source == "demo" else Path(source)
     if isinstance(source, str) and not path.exists() and re.fullmatch(HUB_ID, source):
         path = fetch(source, revision, verify)
@@ -36,6 +41,18 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
             "'gpt2', a folder with config.json and weights, or 'demo'"
         )
     return _in_folder(path, notes)
+
+
+def _not_a_source(source: object) -> CheckpointError:
+    hint = ""
+    if isinstance(source, nn.Module):
+        hint = "; load_into(module, name_map, source) loads into a module that is there already"
+    # A module as Python writes it takes many lines.
+    found = f"a {type(source).__name__}" if hint else described(source)
+    return CheckpointError(
+        f"source is {found}; expected a hub id such as 'gpt2', 'demo', or the path of a folder "
+        f"or weights file{hint}"
+    )
 
 
 def _in_folder(folder: Path, notes: list[str]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,11 +19,20 @@ from compat.checkpoint.checks import not_finite
 from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
 from compat.config import GPT2Config
 from compat.dialects import get_dialect
-from compat.errors import CheckpointError, ConfigError, TokenizerError, folded_faults, lines, listed
+from compat.errors import (
+    CheckpointError,
+    ConfigError,
+    TokenizerError,
+    described,
+    folded_faults,
+    lines,
+    listed,
+)
 from compat.hf_tensors import HFTensor, config_of, hf_tensors, with_head_of
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
+from compat.strict import check_module
 from compat.tokenizer import Tokenizer
 from compat.vocabulary import vocabulary_tables
 
@@ -85,12 +95,15 @@ def save_pretrained(
 
     Raises:
         NameMapError: parameters that the map does not name.
-        ConfigError: no config, or one that contradicts the tensors.
+        ConfigError: the model is not a module; no config, or one that contradicts the tensors.
         CheckpointError: weights that are not finite or not floating-point, or a folder that cannot
             be written.
         TokenizerError: no tokenizer files, or a vocabulary that does not fit.
     """
     limit = parse_size(max_shard_size)
+    check_module(model)
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(f"folder is {described(folder)}; expected a path")
     _check_parameters(model)
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
@@ -171,6 +184,11 @@ def _tokenizer_files(
         return _vocabulary_files(tokenizer, config)
     if isinstance(tokenizer, Checkpoint):
         folder = tokenizer.folder
+    elif not isinstance(tokenizer, str | os.PathLike):
+        raise TokenizerError(
+            f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one: a "
+            "hub id, a folder or 'demo'"
+        )
     elif tokenizer != "demo" and Path(tokenizer).is_dir():
         folder = Path(tokenizer)
     else:
