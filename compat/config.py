@@ -156,6 +156,10 @@ class GPT2Config:
         """The ids that end a text."""
         return _as_ids(self.eos_token_id)
 
+    def ids_of(self, name: str) -> tuple[int, ...]:
+        """The ids in the field `bos_token_id`, `eos_token_id` or `pad_token_id`."""
+        return _as_ids(getattr(self, name))
+
     def to_hf_dict(self) -> dict[str, Any]:
         """The fields of Hugging Face's `config.json`; `n_ctx` is there for older readers."""
         own = {k: v for k, v in asdict(self).items() if k not in ("qkv_bias", "layer_norm_bias")}
