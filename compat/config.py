@@ -63,15 +63,20 @@ DTYPES = {
 _MOST = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, unsafe_hash=True)  # safe: no field ever changes
 class GPT2Config:
     """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
 
     The defaults are those of `transformers.GPT2Config`, the 124M model. `qkv_bias` and
     `layer_norm_bias` are ours: False leaves these biases out, as some hand-written blocks do.
 
+    Fields cannot be changed, since models that were built from a config would contradict it;
+    `dataclasses.replace(config, n_layer=2)` makes another config. Frameworks may set any other
+    attribute, such as `use_cache`. Such attributes are kept, copied and pickled, and do not take
+    part in comparison, hashing, `asdict`, `replace` or `to_hf_dict`.
+
     Raises:
-        ConfigError: a field has the wrong type or lies out of range.
+        ConfigError: a field has the wrong type or lies out of range, or is assigned another value.
     """
 
     vocab_size: int = 50257
@@ -135,6 +140,24 @@ class GPT2Config:
                 f"config field 'layer_norm_epsilon' is {shown(self.layer_norm_epsilon)}; "
                 "expected ≥ 0"
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and self._is_ours(name):
+            current = getattr(self, name)
+            if type(value) is not type(current) or value != current:
+                raise _read_only(name)
+        elif self._is_ours(name) and name not in self.__dataclass_fields__:
+            raise _read_only(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_ours(name):
+            raise _read_only(name)
+        super().__delattr__(name)
+
+    def _is_ours(self, name: str) -> bool:
+        """Fields, their other names and what is computed from them."""
+        return hasattr(type(self), name) or name in ALIASES or name == "drop_rate"
 
     @property
     def d_inner(self) -> int:
@@ -207,6 +230,13 @@ class GPT2Config:
                 "arithmetic; if it does not, remove it from the config"
             )
         return cls(**{name: value for name, value in known.items() if name in names})
+
+
+def _read_only(name: str) -> ConfigError:
+    return ConfigError(
+        f"config field {name!r} cannot be changed, since models may have been built from it; make "
+        "another config with dataclasses.replace(config, …)"
+    )
 
 
 def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
