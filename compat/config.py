@@ -232,8 +232,12 @@ class GPT2Config:
         return cls(**{name: value for name, value in known.items() if name in names})
 
 
-def _read_only(name: str) -> ConfigError:
-    return ConfigError(
+class _ReadOnlyError(ConfigError, AttributeError):
+    """What Python raises where an attribute cannot be set, too."""
+
+
+def _read_only(name: str) -> _ReadOnlyError:
+    return _ReadOnlyError(
         f"config field {name!r} cannot be changed, since models may have been built from it; make "
         "another config with dataclasses.replace(config, …)"
     )
