@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from compat.errors import ConfigError, listed, shown
 
 # Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
@@ -50,19 +52,31 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
 }
 
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
 # Beyond this PyTorch has no tensor, and no position or id for one.
 _MOST = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, unsafe_hash=True)  # safe: no field ever changes
 class GPT2Config:
     """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
 
     The defaults are those of `transformers.GPT2Config`, the 124M model. `qkv_bias` and
     `layer_norm_bias` are ours: False leaves these biases out, as some hand-written blocks do.
 
+    Fields cannot be changed, since models that were built from a config would contradict it;
+    `dataclasses.replace(config, n_layer=2)` makes another config. Frameworks may set any other
+    attribute, such as `use_cache`. Such attributes are kept, copied and pickled, and do not take
+    part in comparison, hashing, `asdict`, `replace` or `to_hf_dict`.
+
     Raises:
-        ConfigError: a field has the wrong type or lies out of range.
+        ConfigError: a field has the wrong type or lies out of range, or is assigned another value.
     """
 
     vocab_size: int = 50257
@@ -127,6 +141,24 @@ class GPT2Config:
                 "expected ≥ 0"
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and self._is_ours(name):
+            current = getattr(self, name)
+            if type(value) is not type(current) or value != current:
+                raise _read_only(name)
+        elif self._is_ours(name) and name not in self.__dataclass_fields__:
+            raise _read_only(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_ours(name):
+            raise _read_only(name)
+        super().__delattr__(name)
+
+    def _is_ours(self, name: str) -> bool:
+        """Fields, their other names and what is computed from them."""
+        return hasattr(type(self), name) or name in ALIASES or name == "drop_rate"
+
     @property
     def d_inner(self) -> int:
         """Width of the feed-forward layer: `n_inner`, or 4 × `n_embd` where it is None."""
@@ -146,6 +178,10 @@ class GPT2Config:
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end a text."""
         return _as_ids(self.eos_token_id)
+
+    def ids_of(self, name: str) -> tuple[int, ...]:
+        """The ids in the field `bos_token_id`, `eos_token_id` or `pad_token_id`."""
+        return _as_ids(getattr(self, name))
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The fields of Hugging Face's `config.json`; `n_ctx` is there for older readers."""
@@ -196,6 +232,17 @@ class GPT2Config:
         return cls(**{name: value for name, value in known.items() if name in names})
 
 
+class _ReadOnlyError(ConfigError, AttributeError):
+    """What Python raises where an attribute cannot be set, too."""
+
+
+def _read_only(name: str) -> _ReadOnlyError:
+    return _ReadOnlyError(
+        f"config field {name!r} cannot be changed, since models may have been built from it; make "
+        "another config with dataclasses.replace(config, …)"
+    )
+
+
 def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """One id, several or none."""
     if value is None:
@@ -206,3 +253,18 @@ def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
     """Let every block take a GPT2Config or a plain dictionary."""
     return config if isinstance(config, GPT2Config) else GPT2Config.from_dict(config)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Let every loader take a data type or its name, such as "float16"; None stays None.
+
+    Raises:
+        ConfigError: anything but one of the four types that weights may have.
+    """
+    if dtype is None:
+        return None
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
+        names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
+        raise ConfigError(f"dtype is {shown(dtype)}; expected {names}")
+    return found

@@ -71,6 +71,16 @@ def shown(value: object) -> str:
     return _REPR.repr(value)
 
 
+def described(value: object) -> str:
+    """An argument of a wrong kind: its type and its value, in a line."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = shown(value)
+    return f"{text} ({type(value).__name__})" if "\n" not in text else f"a {type(value).__name__}"
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first names and how many more there are, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

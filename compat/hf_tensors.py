@@ -14,8 +14,8 @@ from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config, as_config
 from compat.dialects import dialect_of
 from compat.errors import ConfigError, NameMapError, listed
-from compat.name_map import NameMap
-from compat.strict import check_names, is_dropped
+from compat.name_map import NameMap, as_name_map
+from compat.strict import check_module, check_names, is_dropped
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
         name_map: needed for a module that is not a dialect's.
 
     Raises:
+        ConfigError: the model is not a module.
         NameMapError: no map, or parameters that the map does not name.
     """
-    name_map = name_map or _own_map(model)
+    check_module(model)
+    name_map = _own_map(model) if name_map is None else as_name_map(name_map)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)

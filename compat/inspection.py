@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from compat.checkpoint.contents import by_name, model_args_of, open_files
 from compat.checkpoint.files import TensorFile, TensorInfo
 from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import IN_OUT, OUT_IN, kind_of, layouts
+from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import HEAD, plain_name
 from compat.checkpoint.source import checked, config_beside, most_unpacked
 from compat.config import ALIASES
@@ -139,12 +139,11 @@ def _noting(found: Inspection) -> Iterator[None]:
 
 
 def _container(weights: Path) -> str:
-    """How a file is written, by its name and its first bytes."""
-    if ".safetensors" in weights.suffixes:
-        return "safetensors"
-    if weights.suffix == ".json":
-        return "pickle"
-    return "pickle" if zipfile.is_zipfile(weights) else "pickle of the old form, no zip file"
+    """How a file is written, by its first bytes; of an index, how its shards are named."""
+    if weights.name.endswith(".index.json"):
+        return "safetensors" if ".safetensors" in weights.suffixes else "pickle"
+    found = recognized(weights)
+    return found.name if found else "unknown format"
 
 
 def _tell_files(found: Inspection, weights: Path, files: Mapping[Path, TensorFile]) -> None:

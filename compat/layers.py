@@ -1,9 +1,10 @@
-"""Pure bricks that both dialects share: the activations and the key/value cache."""
+"""What both dialects share: the activations, the initial weights and the key/value cache."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,26 @@ def activation(name: str) -> nn.Module:
         )
     entry = ACTIVATIONS[name]
     return entry[0](**entry[1]) if isinstance(entry, tuple) else entry()
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def initialized(layer: Layer, n_layer: int | None = None) -> Layer:
+    """The layer, with the initial weights of GPT-2: normal with a std of 0.02, and biases of 0.
+
+    Source: Radford et al. 2019, §2.3; `transformers`' `GPT2PreTrainedModel._init_weights`.
+
+    Args:
+        layer: a module with a `weight` and perhaps a `bias`.
+        n_layer: of a projection onto the residual stream, how many layers the model has. The std is
+            divided by √(2·n_layer), as each layer adds two such projections.
+    """
+    std = 0.02 if n_layer is None else 0.02 / math.sqrt(2 * n_layer)
+    nn.init.normal_(layer.get_parameter("weight"), std=std)
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.get_parameter("bias"))
+    return layer
 
 
 class KVCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +14,28 @@ from torch.overrides import TorchFunctionMode
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
+from compat.config import as_dtype
 from compat.dialects import Block, Model, get_dialect
-from compat.errors import CheckpointError, ConfigError, NameMapError, folded, lines, listed
+from compat.errors import (
+    CheckpointError,
+    ConfigError,
+    NameMapError,
+    described,
+    folded,
+    lines,
+    listed,
+    shown,
+)
 from compat.hf_tensors import hf_tensors
-from compat.name_map import NameMap, Row
-from compat.strict import check_dropped, check_names, check_shapes, is_dropped
+from compat.name_map import NameMap, Row, as_name_map
+from compat.strict import (
+    check_buffers,
+    check_dropped,
+    check_module,
+    check_names,
+    check_shapes,
+    is_dropped,
+)
 
 Source = str | Path | Checkpoint
 
@@ -30,7 +48,7 @@ def load_pretrained(
     verify: bool = False,
     mmap: bool = False,
     n_head: int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
 ) -> Model:
     """A GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
@@ -42,14 +60,16 @@ def load_pretrained(
         verify: compare what came from the hub with its checksums.
         mmap: share the file's pages where nothing is rearranged; see `open_checkpoint`.
         n_head: the number of heads, for a minGPT or makemore file that has no config beside it.
-        dtype: of the parameters; None keeps the checkpoint's.
+        dtype: of the parameters, such as torch.float16 or "float16"; None keeps the checkpoint's.
         device: where the parameters go.
 
     Raises:
         CompatError: the checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
+        ConfigError: an unknown dialect or data type, or a device that cannot be used.
     """
+    dtype, kind = as_dtype(dtype), get_dialect(dialect)
+    _check_device(device)
     checkpoint = _opened(source, revision, verify=verify, mmap=mmap, n_head=n_head)
-    kind = get_dialect(dialect)
     with torch.device("meta"), _Unfilled():
         model = kind.model_class(checkpoint.config)
     _assign(model, _rows(kind.name_map, checkpoint), checkpoint, dtype or checkpoint.dtype, device)
@@ -62,7 +82,7 @@ def load_block(
     dialect: str = "linear",
     *,
     revision: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
 ) -> Block:
     """One TransformerBlock of a dialect, in eval mode, with the weights of layer `layer`, from 0.
@@ -70,8 +90,11 @@ def load_block(
     Takes the arguments of `load_pretrained` and raises the same errors, and a ConfigError where the
     checkpoint has no such layer.
     """
-    checkpoint, kind = _opened(source, revision), get_dialect(dialect)
+    dtype, kind = as_dtype(dtype), get_dialect(dialect)
+    _check_device(device)
+    checkpoint = _opened(source, revision)
     n_layer = checkpoint.config.n_layer
+    layer = _layer_number(layer, n_layer)
     if not 0 <= layer < n_layer:
         raise ConfigError(
             f"layer {layer} is not in the checkpoint, which has layers 0 to {n_layer - 1}"
@@ -97,9 +120,12 @@ def load_into(
     everything fits. Parameters keep their device and data type.
 
     Raises:
-        NameMapError: names or shapes that do not fit, all of them listed.
+        ConfigError: the model is not a module.
+        NameMapError: names or shapes that do not fit, all of them listed; buffers without values.
         CheckpointError: biases that the model has no place for; see also `open_checkpoint`.
     """
+    check_module(model)
+    name_map = as_name_map(name_map)
     checkpoint = _opened(source, revision)
     rows = _rows(name_map, checkpoint)
     zeros = name_map.expand_zeros(checkpoint.config.n_layer)
@@ -137,6 +163,29 @@ class _Unfilled(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"]
         return func(*args, **kwargs)
+
+
+def _layer_number(layer: object, n_layer: int) -> int:
+    """A whole number of Python, NumPy or PyTorch as an int; True is not one."""
+    try:
+        return operator.index(None if isinstance(layer, bool) else layer)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(
+            f"layer is {described(layer)}; expected a whole number, 0 to {n_layer - 1}"
+        ) from None
+
+
+def _check_device(device: str | torch.device) -> None:
+    """Before anything is read: torch knows the device and can use it.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each kind of device fails in its own way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"device is {shown(device)}, which torch cannot use: {reason}") from error
 
 
 def _opened(source: Source, revision: str | None, **how: Any) -> Checkpoint:
@@ -179,12 +228,11 @@ def _assign(
 
     `dtype` and `device` None mean those that each parameter has now.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype is {dtype}; weights need a floating-point type")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check_names(model, rows, parameters, zeros)
     check_shapes(model, rows, parameters, checkpoint)
     check_dropped(model, rows, parameters, checkpoint)
+    check_buffers(model)
     fill(model, rows, checkpoint, dtype, device, zeros)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compat.errors import NameMapError, listed
+from compat.errors import NameMapError, described, listed, shown
 
 
 class Op(Protocol):
@@ -82,17 +82,36 @@ class Row:
     """One Hugging Face tensor (without `transformer.`), the parameters made of it, and how.
 
     `{i}` in the names stands for the layer.
+
+    Raises:
+        NameMapError: a field of another type.
     """
 
     hf: str
     ours: tuple[str, ...]
     op: Op
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.hf, str):
+            raise NameMapError(
+                f"a Row's hf is {shown(self.hf)}; expected a name such as 'wte.weight'"
+            )
+        if not _are_names(self.ours) or not self.ours:
+            example = (self.ours if isinstance(self.ours, str) else "tok_emb.weight",)
+            raise NameMapError(
+                f"the Row of {shown(self.hf)}: ours is {shown(self.ours)}; expected a tuple of "
+                f"parameter names such as {shown(example)}"
+            )
+        if isinstance(self.op, type) or not (hasattr(self.op, "load") and hasattr(self.op, "save")):
+            raise NameMapError(
+                f"the Row of {shown(self.hf)}: op is {shown(self.op)}; expected an op such as "
+                "Same() or Transpose()"
+            )
+        object.__setattr__(self, "ours", tuple(self.ours))
+
     def at(self, layer: int) -> Row:
         """The row with its names written out for one layer."""
-        return Row(
-            self.hf.format(i=layer), tuple(name.format(i=layer) for name in self.ours), self.op
-        )
+        return Row(_at(layer, self.hf), tuple(_at(layer, name) for name in self.ours), self.op)
 
 
 @dataclass(frozen=True)
@@ -100,10 +119,26 @@ class NameMap:
     """The table. Names are expanded for every layer and compared as sets, never parsed.
 
     `zeros` names parameters that GPT-2 does not have and that must be zero, such as a head's bias.
+
+    Raises:
+        NameMapError: rows that are not Rows, or zeros that are not names.
     """
 
     rows: tuple[Row, ...]
     zeros: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple | list):
+            raise NameMapError(f"a NameMap's rows is {shown(self.rows)}; expected a tuple of Rows")
+        for number, row in enumerate(self.rows):
+            if not isinstance(row, Row):
+                raise NameMapError(f"a NameMap's row {number} is {shown(row)}; expected a Row")
+        if not _are_names(self.zeros):
+            raise NameMapError(
+                f"a NameMap's zeros is {shown(self.zeros)}; expected a tuple of names"
+            )
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "zeros", tuple(self.zeros))
 
     def expand(self, n_layer: int) -> list[Row]:
         """All rows, the per-layer ones written out for layers 0 … n_layer − 1.
@@ -126,16 +161,40 @@ class NameMap:
         """The names of `zeros`, those with `{i}` written out for layers 0 … n_layer − 1."""
         once = [name for name in self.zeros if "{i}" not in name]
         per_layer = [name for name in self.zeros if "{i}" in name]
-        return once + [name.format(i=i) for i in range(n_layer) for name in per_layer]
+        return once + [_at(i, name) for i in range(n_layer) for name in per_layer]
 
     def count_layers(self, parameters: Collection[str]) -> int:
         """How many layers, from 0 on, the map finds among these parameter names."""
         n_layer = 0
         while any(
-            name in parameters
+            _at(n_layer, name) in parameters
             for row in self.rows
             if "{i}" in row.hf
-            for name in row.at(n_layer).ours
+            for name in row.ours
+            if "{i}" in name  # any other would be found in every layer
         ):
             n_layer += 1
         return n_layer
+
+
+def as_name_map(name_map: object) -> NameMap:
+    """The argument, if it is a name map.
+
+    Raises:
+        NameMapError: it is anything else.
+    """
+    if isinstance(name_map, NameMap):
+        return name_map
+    raise NameMapError(
+        f"name_map is {described(name_map)}; expected a NameMap, such as NameMap((Row(…), …)) or "
+        "the one that `adapt` returns"
+    )
+
+
+def _are_names(names: object) -> bool:
+    return isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+
+
+def _at(layer: int, name: str) -> str:
+    """The name with the layer's number written out; other braces stay."""
+    return name.replace("{i}", str(layer))

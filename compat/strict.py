@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
-from compat.errors import CheckpointError, NameMapError, folded, lines, listed
+from compat.errors import (
+    CheckpointError,
+    ConfigError,
+    NameMapError,
+    described,
+    folded,
+    lines,
+    listed,
+)
 from compat.name_map import Row
 
 
 def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
     """A bias none of whose targets exist in the model."""
     return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
+
+
+def check_module(model: object) -> None:
+    """What is to be loaded into, or saved, is a module.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {described(model)}; expected a torch.nn.Module")
 
 
 def check_names(
@@ -37,12 +55,100 @@ def check_names(
         faults.append(
             f"{len(unmapped)} parameters of the model have no row: {listed(folded(unmapped))}"
         )
-    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        faults.append(
-            f"{len(empty)} buffers are on the meta device, without values: {listed(folded(empty))}"
-        )
     if faults:
         raise NameMapError(lines(f"the name map does not fit {type(model).__name__}:", faults))
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Every buffer has values, since loading by a name map fills parameters only.
+
+    Refused are buffers, and tensors that are plain attributes, on the meta device, and buffers
+    that `to_empty` has moved from there and that nobody has filled since. PyTorch does not mark
+    the latter. A buffer counts as one of them if nothing was ever written to it in place
+    (`Tensor._version` is 0), it is not a view, and in the smallest module around it that has
+    weight matrices nothing was ever written to these matrices either, and one of them does not
+    hold the values that an initialisation or a checkpoint gives. The constructors of `nn.Linear`
+    and `nn.Embedding` and the functions of `torch.nn.init` write in place, so models built on a
+    real device pass.
+
+    A buffer that was emptied is not recognised if the weights around it were written between
+    `to_empty` and this call, as an initialisation of the weights alone does, or if the model was
+    copied or pickled in between.
+
+    Raises:
+        NameMapError: buffers without values, by name.
+    """
+    faults = []
+    if on_meta := _tensors_on_meta(model):
+        faults.append(
+            f"{len(on_meta)} buffers are on the meta device, without values: "
+            f"{listed(folded(on_meta))}"
+        )
+    if unfilled := [name for name, scope in _unwritten_buffers(model) if _is_emptied(scope)]:
+        faults.append(
+            f"{len(unfilled)} buffers were moved from the meta device by to_empty and have had no "
+            f"values since: {listed(folded(unfilled))}"
+        )
+    if faults:
+        raise NameMapError(
+            lines(f"{type(model).__name__} has buffers that no checkpoint fills:", faults)
+            + "\nBuild the model on a real device, or write their values in place "
+            "(`buffer.copy_(…)`) before loading."
+        )
+
+
+def _tensors_on_meta(model: nn.Module) -> list[str]:
+    """Buffers and tensors that are plain attributes of a module; parameters are filled."""
+    named = [
+        (prefix, name, value)
+        for prefix, module in model.named_modules()
+        for name, value in (module._buffers | vars(module)).items()
+    ]
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, name, value in named
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+
+
+def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Buffers that were never written in place, with the smallest module with matrices around."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta or buffer._is_view() or _is_written(buffer):
+            continue
+        path = name.split(".")[:-1]
+        while path and not _matrices(model.get_submodule(".".join(path))):
+            path.pop()
+        yield name, model.get_submodule(".".join(path))
+
+
+def _is_emptied(module: nn.Module) -> bool:
+    """Whether the weight matrices of a module show that `to_empty` made them and nothing since."""
+    matrices = _matrices(module)
+    if not matrices or any(matrix.is_meta or _is_written(matrix) for matrix in matrices):
+        return False
+    return not all(_has_weights(matrix) for matrix in matrices)
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in module.parameters() if p.ndim > 1 and p.is_floating_point()]
+
+
+def _is_written(tensor: Tensor) -> bool:
+    """Whether an in-place operation ever wrote to it; inference tensors do not count versions."""
+    return not tensor.is_inference() and tensor._version > 0
+
+
+def _has_weights(matrix: Tensor) -> bool:
+    """Whether values are as weights are: of common size, and most of them other than zero.
+
+    Memory that was not written holds zeros, or addresses, which read as subnormal numbers, as
+    immense ones or as NaN.
+    """
+    size = matrix.abs()
+    least = 0.0 if matrix.dtype == torch.float16 else torch.finfo(matrix.dtype).tiny
+    proper = (size == 0) | ((size >= least) & (size < 1e4))
+    return bool(proper.all()) and 2 * int(size.count_nonzero()) > size.numel()
 
 
 def check_shapes(
@@ -56,6 +162,9 @@ def check_shapes(
             made = row.op.load(torch.empty(shape, device="meta"))
         except NameMapError as error:
             faults.append(f"{row.hf}: {error}")
+            continue
+        except Exception as error:  # the op may be of the user's own
+            faults.append(f"{row.hf}: {row.op} fails with {type(error).__name__}: {error}")
             continue
         if len(made) != len(row.ours):
             faults.append(

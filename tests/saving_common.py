@@ -16,10 +16,11 @@ from tests.conftest import State
 
 
 def stored(folder: Path) -> State:
-    """All tensors of a folder's safetensors files, under the names in the files."""
+    """All tensors of a folder's model.safetensors or its shards, under the names in the files."""
     state: State = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        state.update(load_file(path))
+    for pattern in ("model.safetensors", "model-?????-of-?????.safetensors"):
+        for path in sorted(folder.glob(pattern)):
+            state.update(load_file(path))
     return state
 
 

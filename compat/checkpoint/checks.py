@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,52 @@ from compat.checkpoint.layout import (
     POSITIONS,
     Shape,
     expected_shapes,
+    foreign_names,
     mask_buffers,
+    missing_templates,
 )
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, folded, folded_faults, lines, listed
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+# Parts of names that show which other kind of model it is.
+_KINDS = {
+    "a gated model such as LLaMA": ("gate_proj", "c_gate", "w_gate", "mlp.w3", "feed_forward.w3"),
+    "a recurrent network": ("rnn", "lstm", "gru", "cell.", "weight_hh"),
+    "an encoder such as BERT": ("attention.self.query",),
+}
+
+
+def check_family(weights: Path, names: Collection[str], facts_known: bool) -> None:
+    """Tensors with the names of a GPT-2's, before anything that they do not show is asked for.
+
+    Args:
+        weights: the file, for the message.
+        names: of its tensors.
+        facts_known: whether a config of Hugging Face's states the sizes; then it is left to
+            `check_tensors` to list single tensors that are missing or left over.
+
+    Raises:
+        CheckpointError: the file is not a GPT-2's.
+    """
+    foreign, missing = foreign_names(names), missing_templates(names)
+    if not (foreign and missing if facts_known else foreign or missing):
+        return
+    found = [kind for kind, parts in _KINDS.items() if any(p in n for p in parts for n in foreign)]
+    faults = []
+    if foreign:
+        faults.append(f"GPT-2 does not have {listed(folded(foreign))}")
+    if missing:
+        faults.append(f"the file does not have {listed(missing)}")
+    raise CheckpointError(
+        f"{weights} is not a GPT-2: "
+        + (f"by its names it is {found[0]}; " if found else "")
+        + "; ".join(faults)
+        + "\nGive another file. If it is a GPT-2 under other names, rename its tensors, or load it "
+        "into its own module, whose name map `adapt` finds."
+    )
 
 
 def check_depth(weights: Path, config: GPT2Config, count: int) -> None:
@@ -76,6 +117,21 @@ def settle_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str])
         "the stored head is used, untied, as transformers does"
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def note_ids(config: GPT2Config, notes: list[str]) -> None:
+    """Ids that begin, end or fill up texts and lie outside the vocabulary never occur in one."""
+    outside = [
+        f"{name} {token_id}"
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        for token_id in config.ids_of(name)
+        if not 0 <= token_id < config.vocab_size
+    ]
+    if outside:
+        notes.append(
+            f"{', '.join(outside)}: outside the vocabulary, which has ids 0 to "
+            f"{config.vocab_size - 1}; no text has such an id"
+        )
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from compat.checkpoint.files import Stored, TensorFile, read_index
+from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import plain_name
 from compat.checkpoint.pickle_file import PickleFile
 from compat.checkpoint.safetensors_file import SafetensorsFile
@@ -43,8 +44,10 @@ def open_file(path: Path, most: int) -> TensorFile:
         return SafetensorsFile(path)
     if path.suffix in PICKLES:
         return PickleFile(path, most)
+    what = f": {found.sentence}" if (found := recognized(path)) else ""
     raise CheckpointError(
-        f"{path} is no tensor file that compat knows; expected .safetensors or {', '.join(PICKLES)}"
+        f"{path} is no tensor file that compat knows{what}; "
+        f"expected .safetensors or {', '.join(PICKLES)}"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compat.checkpoint.formats import looks_like
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, listed
 from compat.layers import activation
@@ -67,25 +68,6 @@ class Stored:
         return tensor.t().contiguous() if self.transposed else tensor
 
 
-def looks_like(path: Path) -> str | None:
-    """What the first bytes say that a file is, where that is another thing than its name says."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError:
-        return None
-    text = start.lstrip().lower()
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "it is a web page, saved under this name"
-    if text.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, not the file itself"
-    # The length of a header may begin like a pickle, but it ends in zeros.
-    pickled = start.startswith((b"PK\x03\x04", b"\x80")) and start[4:8] != bytes(4)
-    if path.suffix == ".safetensors" and pickled:
-        return "it is a pickle of PyTorch's, under the name of safetensors"
-    return None
-
-
 def read_small(path: Path, most: int = MOST_JSON) -> bytes:
     """All of a file of at most `most` bytes.
 
@@ -94,7 +76,8 @@ def read_small(path: Path, most: int = MOST_JSON) -> bytes:
     """
     try:
         # Opened without waiting: a pipe would wait for its other end.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is a pipe or a device; expected a file")

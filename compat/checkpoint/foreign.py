@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compat.checkpoint.files import Stored, TensorInfo, config_of
 from compat.checkpoint.layout import EMBEDDING, POSITIONS, expected_shapes
-from compat.config import GPT2Config
+from compat.config import ALIASES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, folded, listed, shown
 
 HUGGING_FACE, NANOGPT, MINGPT = "Hugging Face", "nanoGPT", "minGPT"
@@ -65,7 +65,7 @@ class Zeros:
 def is_hugging_face(beside: Mapping[str, Any]) -> bool:
     """Whether a config.json has fields that only Hugging Face's has."""
     foreign = "block_size" in beside or isinstance(beside.get("model"), dict)
-    return not foreign and not beside.keys() <= COMMON
+    return not foreign and not {ALIASES.get(name, name) for name in beside} <= COMMON
 
 
 def kind_of(model_args: object, beside: Mapping[str, Any] | None, stored: dict[str, Stored]) -> str:
@@ -165,11 +165,11 @@ def _statements(
     """Hugging Face's fields, by who states them."""
     said: dict[str, dict[str, Any]] = {}
     if model_args is not None:
-        said["its model_args"] = _fields(_plain(weights, model_args))
+        said["its model_args"] = _fields(weights, _plain(weights, model_args))
     if beside is not None:
         inner = beside.get("model")
         own = inner if isinstance(inner, dict) else beside
-        said["config.json"] = _fields(own)
+        said["config.json"] = _fields(weights, own)
         name = own.get("model_type")
         if isinstance(name, str) and name in PRESETS and not is_hugging_face(beside):
             sizes = zip(("n_layer", "n_head", "n_embd"), PRESETS[name], strict=True)
@@ -193,15 +193,23 @@ def _plain(weights: Path, model_args: object) -> dict[str, Any]:
     return model_args
 
 
-def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """nanoGPT's and minGPT's arguments under Hugging Face's names; None means not given."""
-    renamed = {"block_size": "n_positions"}
+def _fields(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """nanoGPT's and minGPT's arguments under Hugging Face's names; None means not given.
+
+    Raises:
+        ConfigError: two names of one field that disagree.
+    """
     passed_over = {"model_type", "n_embd2"}  # makemore's n_embd2 is for its other models
-    return {
-        renamed.get(name, name): value
-        for name, value in raw.items()
-        if value is not None and name not in passed_over
-    }
+    fields: dict[str, Any] = {}
+    for given, value in raw.items():
+        name = {"block_size": "n_positions", "num_layers": "n_layer", **ALIASES}.get(given, given)
+        if value is None or name in passed_over:
+            continue
+        if fields.setdefault(name, value) != value:
+            raise ConfigError(
+                f"{weights}: {name} is {shown(fields[name])}, and {shown(value)} as {given!r}"
+            )
+    return fields
 
 
 def _sizes(stored: dict[str, Stored]) -> dict[str, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 
 from compat.config import GPT2Config
 
@@ -10,6 +12,7 @@ Shape = tuple[int, ...]
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "wte.weight", "wpe.weight"
 PREFIX = "transformer."  # of all names but the head's, in files that transformers saves
 WRAPPERS = ("module.", "_orig_mod.")  # of all names, where DDP or torch.compile was around
+MASKS = ("attn.bias", "attn.masked_bias")  # in blocks, of old files
 OTHER_HEADS = {
     "score.weight": "sequence classification",
     "classifier.weight": "token classification",
@@ -65,6 +68,22 @@ def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
     }
 
 
+def foreign_names(names: Collection[str]) -> list[str]:
+    """Those that no GPT-2 of Hugging Face's, nanoGPT or minGPT has, of whatever size."""
+    return [name for name in names if _template(name) not in _TEMPLATES]
+
+
+def missing_templates(names: Collection[str]) -> list[str]:
+    """Weights, such as `h.{i}.mlp.c_fc.weight`, that every GPT-2 has and that none of these is."""
+    there = {_template(name) for name in names}
+    return [name for name in _NEEDED if name not in there]
+
+
+def _template(name: str) -> str:
+    """The name with {i} for the layer."""
+    return re.sub(r"^h\.(0|[1-9][0-9]*)\.", "h.{i}.", name)
+
+
 def most_bytes(config: GPT2Config) -> int:
     """What a file of this configuration can need: all in float64, old masks and room for names."""
     C, block = config.n_embd, sum(math.prod(shape) for shape in block_shapes(config).values())
@@ -74,5 +93,12 @@ def most_bytes(config: GPT2Config) -> int:
 
 def mask_buffers(config: GPT2Config) -> set[str]:
     """The causal masks that old files carry beside the weights: known, and ignored."""
-    names = ("attn.bias", "attn.masked_bias")
-    return {f"h.{i}.{name}" for i in range(config.n_layer) for name in names}
+    return {f"h.{i}.{name}" for i in range(config.n_layer) for name in MASKS}
+
+
+_IN_BLOCKS = [f"h.{{i}}.{name}" for name in (*block_shapes(GPT2Config()), *MASKS)]
+_NEEDED = [
+    *(EMBEDDING, POSITIONS, "ln_f.weight"),
+    *(name for name in _IN_BLOCKS if name.endswith(".weight")),
+]
+_TEMPLATES = {*_NEEDED, *_IN_BLOCKS, "ln_f.bias", HEAD, *OTHER_HEADS}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compat.checkpoint.files import TensorInfo, looks_like
+from compat.checkpoint.files import TensorInfo
+from compat.checkpoint.formats import looks_like
 from compat.checkpoint.pickle_checks import OldStyle, check_pickled
 from compat.errors import CheckpointError, listed
 

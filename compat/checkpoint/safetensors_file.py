@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compat.checkpoint.files import MOST_JSON, TensorInfo, looks_like, parse_json
+from compat.checkpoint.files import MOST_JSON, TensorInfo, parse_json
+from compat.checkpoint.formats import looks_like
 from compat.errors import CheckpointError
 
 _DTYPES = {

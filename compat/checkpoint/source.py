@@ -13,10 +13,12 @@ from torch import Tensor
 
 from compat.checkpoint.checks import (
     check_depth,
+    check_family,
     check_tensors,
     drop_masks,
     drop_other_heads,
     not_finite,
+    note_ids,
     settle_head,
 )
 from compat.checkpoint.contents import by_name, model_args_of, open_files
@@ -163,6 +165,7 @@ def checked(
     """The checkpoint in files that are open, once it has proved to be one."""
     stored, model_args = by_name(files), model_args_of(files)
     kind = kind_of(model_args, beside, stored)
+    check_family(weights, stored, facts_known=kind == HUGGING_FACE and beside is not None)
     if kind == HUGGING_FACE:
         config = _hugging_face_config(weights, beside, n_head)
     else:
@@ -171,6 +174,7 @@ def checked(
     drop_masks(stored, config, notes)
     drop_other_heads(stored, notes)
     config = settle_head(config, stored, notes)
+    note_ids(config, notes)
     infos = check_tensors(weights, config, stored)
     if len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")

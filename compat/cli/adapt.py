@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from compat import user_code
 from compat.adapt import Adaptation, Finding, adapt
 from compat.adapt.emit import to_python
-from compat.bring import construct, load_class, user_code
+from compat.bring import construct, load_class
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     JsonOption,

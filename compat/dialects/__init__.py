@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compat.dialects import conv1d, linear
-from compat.errors import ConfigError
+from compat.errors import ConfigError, shown
 from compat.name_map import NameMap
 from compat.taps import Tap
 
@@ -50,11 +50,11 @@ def get_dialect(name: str) -> Dialect:
     Raises:
         ConfigError: there is none.
     """
-    if name not in DIALECTS:
-        raise ConfigError(f"unknown dialect {name!r}; there are {', '.join(DIALECTS)}")
+    if not isinstance(name, str) or name not in DIALECTS:
+        raise ConfigError(f"unknown dialect {shown(name)}; there are {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 
 def dialect_of(model: nn.Module) -> Dialect | None:
-    """The dialect whose GPTModel this is, or None for somebody else's module."""
+    """The dialect whose GPTModel this is, or None for any other module."""
     return next((d for d in DIALECTS.values() if isinstance(model, d.model_class)), None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, position_ids
+from compat.layers import KVCache, activation, initialized, position_ids
 from compat.name_map import NameMap, Row, Same
 from compat.taps import Tap
 
@@ -46,7 +46,7 @@ class Conv1D(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(nx, nf))
         self.bias = nn.Parameter(torch.zeros(nf)) if bias else None
-        nn.init.normal_(self.weight, std=0.02)
+        initialized(self)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.size(-1))
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         config = as_config(config)
         self.c_fc = Conv1D(config.d_inner, config.n_embd)
         self.act = activation(config.activation_function)
-        self.c_proj = Conv1D(config.n_embd, config.d_inner)
+        self.c_proj = initialized(Conv1D(config.n_embd, config.d_inner), config.n_layer)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class MultiHeadAttention(nn.Module):
         self.scale = config.attention_scale(layer_idx)
         self.upcast = config.reorder_and_upcast_attn
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd, bias=config.qkv_bias)
-        self.c_proj = Conv1D(config.n_embd, config.n_embd)
+        self.c_proj = initialized(Conv1D(config.n_embd, config.n_embd), config.n_layer)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
@@ -148,12 +148,12 @@ class GPTModel(nn.Module):
     def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
         super().__init__()
         self.config = config = as_config(config)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = initialized(nn.Embedding(config.vocab_size, config.n_embd))
+        self.wpe = initialized(nn.Embedding(config.n_positions, config.n_embd))
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(TransformerBlock(config, i) for i in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = initialized(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, position_ids
+from compat.layers import KVCache, activation, initialized, position_ids
 from compat.name_map import NameMap, Row, Same, Split, Transpose
 from compat.taps import Tap
 
@@ -48,9 +48,9 @@ class FeedForward(nn.Module):
         super().__init__()
         config = as_config(config)
         self.layers = nn.Sequential(
-            nn.Linear(config.n_embd, config.d_inner),
+            initialized(nn.Linear(config.n_embd, config.d_inner)),
             activation(config.activation_function),
-            nn.Linear(config.d_inner, config.n_embd),
+            initialized(nn.Linear(config.d_inner, config.n_embd), config.n_layer),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,24 +63,18 @@ class MultiHeadAttention(nn.Module):
     Source: Vaswani et al. 2017, §3.2.
     """
 
-    mask: Tensor
-
     def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
         super().__init__()
         config = as_config(config)
-        C, n = config.n_embd, config.n_positions
+        C = config.n_embd
         self.n_head, self.d_head = config.n_head, config.d_head
         self.scale = config.attention_scale(layer_idx)
         self.upcast = config.reorder_and_upcast_attn
-        self.W_query = nn.Linear(C, C, bias=config.qkv_bias)
-        self.W_key = nn.Linear(C, C, bias=config.qkv_bias)
-        self.W_value = nn.Linear(C, C, bias=config.qkv_bias)
-        self.out_proj = nn.Linear(C, C)
+        self.W_query = initialized(nn.Linear(C, C, bias=config.qkv_bias))
+        self.W_key = initialized(nn.Linear(C, C, bias=config.qkv_bias))
+        self.W_value = initialized(nn.Linear(C, C, bias=config.qkv_bias))
+        self.out_proj = initialized(nn.Linear(C, C), config.n_layer)
         self.dropout = nn.Dropout(config.attn_pdrop)
-        # True where a key lies in the future. No weight, hence not persistent; made on the CPU even
-        # when the model is built on the meta device, because no checkpoint would fill it.
-        future = torch.ones(n, n, dtype=torch.bool, device="cpu").triu(1)
-        self.register_buffer("mask", future, persistent=False)
 
     def forward(
         self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
@@ -96,7 +90,8 @@ class MultiHeadAttention(nn.Module):
 
         scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, S)
         S = scores.shape[-1]
-        hidden = self.mask[S - T : S, :S]
+        # True where a key lies in the future.
+        hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
         if attention_mask is not None:
             hidden = hidden | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
         # The lowest finite number: −∞ would turn the rows of padding tokens into NaN.
@@ -132,14 +127,14 @@ class GPTModel(nn.Module):
     def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
         super().__init__()
         self.config = config = as_config(config)
-        self.tok_emb = nn.Embedding(config.vocab_size, config.n_embd)
-        self.pos_emb = nn.Embedding(config.n_positions, config.n_embd)
+        self.tok_emb = initialized(nn.Embedding(config.vocab_size, config.n_embd))
+        self.pos_emb = initialized(nn.Embedding(config.n_positions, config.n_embd))
         self.drop_emb = nn.Dropout(config.embd_pdrop)
         self.trf_blocks = nn.ModuleList(TransformerBlock(config, i) for i in range(config.n_layer))
         self.final_norm = LayerNorm(
             config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias
         )
-        self.out_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.out_head = initialized(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         if config.tie_word_embeddings:
             self.out_head.weight = self.tok_emb.weight
 

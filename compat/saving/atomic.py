@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -16,7 +15,11 @@ from compat.errors import CheckpointError
 
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 # What a system or file system answers that cannot swap two folders, or lacks directory syncs.
-UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+# Containers answer EPERM to system calls that they do not know.
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+UNSUPPORTED_SYNC = UNSUPPORTED | {errno.EBADF, errno.EACCES}
+# Windows does not open folders, and syncs files only through descriptors that may write.
+OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 
 
 @contextmanager
@@ -36,6 +39,18 @@ def replacing_folder(
     - New files get the mode that the umask gives, whatever wrote them.
     - Folders that killed processes left beside the target are removed, where the file system has
       locks to tell them from those of living ones.
+
+    Linux and macOS, on their usual file systems, have all that this needs. Elsewhere less is
+    promised; the contents are never mixed, and an error still leaves the old folder.
+
+    - Without `fcntl`, as on Windows, there are no locks: two processes must not save into the same
+      folder at the same time, and what killed processes left stays until it is removed by hand.
+    - Without a call that swaps two folders (`renameat2` on Linux, `renamex_np` on macOS) the old
+      folder is moved away first, as described above. For that moment readers find neither folder.
+    - Without directory syncs, as on Windows, a loss of power right after the block may leave the
+      old folder, or none under the target's name.
+    - Windows does not rename a folder in which a file is open or mapped, as the weights of a model
+      that was loaded with `mmap=True` are. This is an error, and the old folder stays.
 
     Raises:
         CheckpointError: the target is a file, the current folder or one around it, or cannot be
@@ -57,9 +72,14 @@ def replacing_folder(
             _put_in_place(temporary, place)
             _flush(place.parent)
     except OSError as error:
+        next_step = (
+            "Check that it may be written and that no other program has a file in it open"
+            if isinstance(error, PermissionError)
+            else "Free space there"
+        )
         raise CheckpointError(
             f"{target} cannot be written: {error}\n"
-            "Nothing half-written is left. Free space there, or name another folder."
+            f"Nothing half-written is left. {next_step}, or name another folder."
         ) from error
     finally:
         try:
@@ -103,9 +123,14 @@ def _locked(folder: Path, create: bool = False) -> Iterator[None]:
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:
-    """A lock that ends with this process, however it ends; None where another holds one."""
-    import fcntl
+    """A lock that ends with this process, however it ends; None where another holds one.
 
+    It is None, too, on systems without such locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -148,14 +173,17 @@ def _carry_over(old: Path, new: Path, superseded: Callable[[str], bool]) -> None
 
     def replaced(name: str) -> bool:
         is_folder = (old / name).is_dir() and not (old / name).is_symlink()
-        if is_folder and name in written:
+        # Asked of the file system, which may not tell upper case from lower.
+        written = os.path.lexists(new / name)
+        if is_folder and written:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(old / name))
-        return name in written or (superseded(name) and not is_folder)
+        return written or (superseded(name) and not is_folder)
 
     if old.is_dir():
-        written, before = set(os.listdir(new)), old.stat()
-        with suppress(PermissionError):
-            os.chown(new, before.st_uid, before.st_gid)
+        before = old.stat()
+        if hasattr(os, "chown"):
+            with suppress(PermissionError):
+                os.chown(new, before.st_uid, before.st_gid)
         shutil.copytree(
             old, new, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True
         )
@@ -166,7 +194,7 @@ def _carry_over(old: Path, new: Path, superseded: Callable[[str], bool]) -> None
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # no hard links here, or not to a file of somebody else's
+    except (OSError, NotImplementedError):  # no hard links here, or not to another user's file
         shutil.copy2(source, target)
         _flush(Path(target))
 
@@ -187,7 +215,12 @@ def _put_in_place(temporary: Path, place: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap the names of two folders in one step; False where the system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+    except (ImportError, OSError, TypeError):  # TypeError: Windows has no such library
+        return False
     names = os.fsencode(one), os.fsencode(other)
     if hasattr(libc, "renameat2"):
         failed = libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE)
@@ -202,12 +235,15 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Have the system write a file or a folder's names to the disk now."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Have the system write a file, or a folder's names where it can, to the disk now."""
+    is_folder = path.is_dir()
+    if is_folder and not (OPENS_FOLDERS and os.access(path, os.R_OK)):
+        return
+    descriptor = os.open(path, os.O_RDONLY if OPENS_FOLDERS else os.O_RDWR)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in UNSUPPORTED):
+        if not (is_folder and error.errno in UNSUPPORTED_SYNC):
             raise
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,18 +19,37 @@ from compat.checkpoint.checks import not_finite
 from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
 from compat.config import GPT2Config
 from compat.dialects import get_dialect
-from compat.errors import CheckpointError, ConfigError, TokenizerError, folded_faults, lines, listed
+from compat.errors import (
+    CheckpointError,
+    ConfigError,
+    TokenizerError,
+    described,
+    folded_faults,
+    lines,
+    listed,
+)
 from compat.hf_tensors import HFTensor, config_of, hf_tensors, with_head_of
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
+from compat.strict import check_module
 from compat.tokenizer import Tokenizer
 from compat.vocabulary import vocabulary_tables
 
-# What stands for the weights of a model in a folder, which `transformers` or we would read.
+# The names under which `transformers` (of any version) and compat write the weights of a model, as
+# one file or in shards with an index, and those of its variants in another data type.
+_VARIANT, _SHARD = r"(\.(fp16|bf16|fp32))?", r"(-\d{5}-of-\d{5})?"
 WEIGHTS = re.compile(
-    r"model.*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?"
-    r"|tf_model.*\.h5(\.index\.json)?|flax_model.*\.msgpack(\.index\.json)?"
+    "|".join(
+        rf"{stem}{_VARIANT}{_SHARD}{_VARIANT}\.{ending}"
+        rf"|{stem}{_VARIANT}\.{ending}\.index{_VARIANT}\.json"
+        for stem, ending in (
+            ("model", "safetensors"),
+            ("pytorch_model", "bin"),
+            ("tf_model", "h5"),
+            ("flax_model", "msgpack"),
+        )
+    )
 )
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,10 +74,12 @@ def save_pretrained(
     """Write a model as `transformers` saves a GPT-2, and return the paths of the files written.
 
     Everything is checked before anything is written, and the folder is replaced as a whole: see
-    `compat.saving.atomic.replacing_folder`. Of its old files the weights go, under the names that
-    `transformers` reads (`model*.safetensors`, `pytorch_model*.bin`, `tf_model*.h5`,
-    `flax_model*.msgpack` and their indexes), and, where a tokenizer is given, those of the old
-    one. All others stay: a README, an optimizer's state, subfolders.
+    `compat.saving.atomic.replacing_folder`, also for what is not promised on Windows. Of its old
+    files those are removed that hold a model's weights under exactly the names that `transformers`
+    writes (`model.safetensors`, `model-00001-of-00002.safetensors`, `model.fp16.safetensors`,
+    `model.safetensors.index.json` and the same for `pytorch_model.bin`, `tf_model.h5` and
+    `flax_model.msgpack`) and, where a tokenizer is given, those of the old one. All others stay:
+    a README, an optimizer's state, `model_ema.safetensors`, subfolders.
 
     Args:
         model: a dialect's model, or any module with a name map.
@@ -73,12 +95,15 @@ def save_pretrained(
 
     Raises:
         NameMapError: parameters that the map does not name.
-        ConfigError: no config, or one that contradicts the tensors.
+        ConfigError: the model is not a module; no config, or one that contradicts the tensors.
         CheckpointError: weights that are not finite or not floating-point, or a folder that cannot
             be written.
         TokenizerError: no tokenizer files, or a vocabulary that does not fit.
     """
     limit = parse_size(max_shard_size)
+    check_module(model)
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(f"folder is {described(folder)}; expected a path")
     _check_parameters(model)
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
@@ -159,6 +184,11 @@ def _tokenizer_files(
         return _vocabulary_files(tokenizer, config)
     if isinstance(tokenizer, Checkpoint):
         folder = tokenizer.folder
+    elif not isinstance(tokenizer, str | os.PathLike):
+        raise TokenizerError(
+            f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one: a "
+            "hub id, a folder or 'demo'"
+        )
     elif tokenizer != "demo" and Path(tokenizer).is_dir():
         folder = Path(tokenizer)
     else:

@@ -37,7 +37,8 @@ def patch_attention(
     def forward(x: Tensor, cache: object = None, attention_mask: object = None) -> Tensor:
         T = x.shape[1]
         q, k, v = (split(W(x), H, D) for W in (a.W_query, a.W_key, a.W_value))
-        probs = a.dropout(weigh(scores(q, k), a.mask[:T, :T]))
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        probs = a.dropout(weigh(scores(q, k), hidden))
         return a.out_proj(merge(drop(probs) @ v).reshape(x.shape))
 
     a.forward = forward

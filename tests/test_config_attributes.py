@@ -1,0 +1,93 @@
+"""Frameworks set attributes on a config; what the model was built from stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compat import ConfigError, GPT2Config, load_pretrained
+
+FOREIGN: dict[str, Any] = {
+    "use_cache": False,
+    "_name_or_path": "gpt2",
+    "_attn_implementation": "eager",
+    "gradient_checkpointing": True,
+    "torch_dtype": "float16",
+    "quantization_config": {"bits": 8},
+}
+
+
+def with_foreign(config: GPT2Config) -> GPT2Config:
+    for name, value in FOREIGN.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_attributes_of_frameworks_are_kept(tiny: Path) -> None:
+    config: Any = with_foreign(load_pretrained(tiny).config)
+    assert {name: getattr(config, name) for name in FOREIGN} == FOREIGN
+    config.use_cache = True
+    assert config.use_cache is True
+    del config.use_cache
+    assert not hasattr(config, "use_cache")
+
+
+def test_attributes_of_frameworks_change_nothing_of_ours() -> None:
+    plain, changed = GPT2Config(), with_foreign(GPT2Config())
+    assert plain == changed and hash(plain) == hash(changed)
+    assert asdict(plain) == asdict(changed) and repr(plain) == repr(changed)
+    assert plain.to_hf_dict() == changed.to_hf_dict()
+    assert replace(changed, n_layer=3) == GPT2Config(n_layer=3)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(GPT2Config)])
+def test_our_own_fields_are_read_only(name: str) -> None:
+    config = GPT2Config()
+    before = getattr(config, name)
+    for value in (3, "relu", 0.5, None, not before):
+        if type(value) is not type(before) or value != before:
+            with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
+                setattr(config, name, value)
+    with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
+        delattr(config, name)
+    assert config == GPT2Config()
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "emb_dim", "n_heads", "drop_rate", "d_head", "d_inner", "stop_ids"]
+)
+def test_other_names_of_our_fields_are_read_only(name: str) -> None:
+    """Stored beside the field, the value would change nothing, and nobody would know."""
+    config = GPT2Config()
+    with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
+        setattr(config, name, 3)
+    assert config == GPT2Config()
+
+
+def test_a_field_may_be_set_to_the_value_that_it_has() -> None:
+    config = GPT2Config(pad_token_id=7, eos_token_id=(1, 2))
+    config.pad_token_id = 7
+    config.eos_token_id = (1, 2)
+    config.tie_word_embeddings = True
+    with pytest.raises(ConfigError):
+        config.tie_word_embeddings = 1  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))],
+)
+def test_copies_are_equal_and_as_strict(copied: Any) -> None:
+    config = with_foreign(GPT2Config(n_layer=3))
+    twin = copied(config)
+    assert twin == config and twin is not config and vars(twin) == vars(config)
+    twin.use_cache = True
+    assert config.use_cache is False  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError):
+        twin.n_layer = 4
+    assert twin.n_layer == 3

@@ -1,0 +1,303 @@
+"""Arguments of the wrong kind: one error of compat's, which says what was found and expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compat import (
+    CheckpointError,
+    CompatError,
+    ConfigError,
+    NameMap,
+    NameMapError,
+    Row,
+    Same,
+    TokenizerError,
+    Transpose,
+    inspect_checkpoint,
+    load_block,
+    load_into,
+    load_pretrained,
+    load_tokenizer,
+    save_pretrained,
+    to_hf_state_dict,
+)
+from compat.checkpoint import open_checkpoint
+from compat.config import as_dtype
+from compat.dialects import linear
+from tests.own_gpt2 import MyGPT2, my_map
+
+LAYER = Row("ln_f.weight", ("end.weight",), Same())
+
+
+# Data types.
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float64"])
+def test_a_dtype_may_be_a_string(tiny: Path, name: str) -> None:
+    wanted = getattr(torch, name)
+    for dtype in (name, f"torch.{name}", wanted):
+        assert as_dtype(dtype) is wanted
+    assert {p.dtype for p in load_pretrained(tiny, dtype=name).parameters()} == {wanted}
+    assert {p.dtype for p in load_block(tiny, 0, dtype=name).parameters()} == {wanted}
+
+
+def test_no_dtype_stays_none() -> None:
+    assert as_dtype(None) is None
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("fp8", "", "int8", "float", "cpu", 16, 0, True, 32.0, float, np.float32, b"float32"),
+        *(["float32"], {}, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn),
+    ],
+)
+def test_any_other_dtype_is_refused_with_those_that_there_are(tiny: Path, dtype: Any) -> None:
+    names = "float32, float16, bfloat16 or float64"
+    calls: list[Callable[[], object]] = [
+        lambda: as_dtype(dtype),
+        lambda: load_pretrained(tiny, dtype=dtype),
+        lambda: load_block(tiny, 0, dtype=dtype),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=f"^dtype is .*{names}"):
+            call()
+
+
+# Name maps.
+
+
+@pytest.mark.parametrize(
+    ("name_map", "found"),
+    [
+        ({"wte.weight": "tokens.weight"}, "dict"),
+        (my_map().rows, "tuple"),
+        (list(my_map().rows), "list"),
+        (LAYER, "Row"),
+        ("linear", "str"),
+        (..., "ellipsis"),
+        (NameMap, "class NameMap"),
+        (7, "int"),
+    ],
+)
+def test_what_is_not_a_name_map_is_named(
+    tiny: Path, tmp_path: Path, name_map: Any, found: str
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: load_into(MyGPT2(), name_map, tiny),
+        lambda: to_hf_state_dict(MyGPT2(), name_map),
+        lambda: to_hf_state_dict(load_pretrained(tiny), name_map),
+    ]
+    if not isinstance(name_map, str):  # where a dialect's name is as good
+        calls.append(lambda: save_pretrained(MyGPT2(), tmp_path, dialect_or_name_map=name_map))
+    for call in calls:
+        with pytest.raises(NameMapError, match=f"name_map is .*{found}.*expected a NameMap"):
+            call()
+
+
+def test_load_into_needs_a_name_map(tiny: Path) -> None:
+    with pytest.raises(NameMapError, match="name_map is None; expected a NameMap"):
+        load_into(MyGPT2(), None, tiny)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((...,), r"row 0 is Ellipsis; expected a Row"),
+        ((LAYER, ...), r"row 1 is Ellipsis; expected a Row"),
+        ((LAYER, ("a", ("b",), Same())), r"row 1 is \('a', .*; expected a Row"),
+        ((LAYER, None), r"row 1 is None; expected a Row"),
+        ((Row,), r"row 0 is <class .*Row'>; expected a Row"),
+        (LAYER, r"rows is Row\(.*; expected a tuple of Rows"),
+        ("rows", r"rows is 'rows'; expected a tuple of Rows"),
+        (None, r"rows is None; expected a tuple of Rows"),
+        ({"a": "b"}, r"rows is \{'a': 'b'\}; expected a tuple of Rows"),
+        (7, r"rows is 7; expected a tuple of Rows"),
+    ],
+)
+def test_rows_that_are_none_are_named(rows: Any, message: str) -> None:
+    with pytest.raises(NameMapError, match=message):
+        NameMap(rows)
+
+
+def test_a_list_of_rows_is_as_good_as_a_tuple() -> None:
+    assert NameMap([LAYER]) == NameMap((LAYER,))  # type: ignore[arg-type]
+    assert Row("a", ["b"], Same()) == Row("a", ("b",), Same())  # type: ignore[arg-type]
+    assert hash(NameMap([LAYER])) == hash(NameMap((LAYER,)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("a", "end.weight", Same()), r"ours is 'end.weight'; expected a tuple.*\('end.weight',\)"),
+        (("a", (), Same()), r"ours is \(\)"),
+        (("a", None, Same()), r"ours is None"),
+        (("a", (1,), Same()), r"ours is \(1,\)"),
+        (("a", (...,), Same()), r"ours is \(Ellipsis,\)"),
+        ((("a",), ("b",), Same()), r"hf is \('a',\); expected a name"),
+        ((..., ("b",), Same()), r"hf is Ellipsis; expected a name"),
+        (("a", ("b",), Same), r"op is <class .*Same'>.*Same\(\)"),
+        (("a", ("b",), "transpose"), r"op is 'transpose'; expected an op such as Same\(\)"),
+        (("a", ("b",), None), r"op is None"),
+        (("a", ("b",), ...), r"op is Ellipsis"),
+    ],
+)
+def test_a_row_of_the_wrong_things_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(NameMapError, match=message):
+        Row(*fields)
+
+
+@pytest.mark.parametrize("zeros", ["head.bias", (1,), None, (...,)])
+def test_zeros_that_are_no_names_are_refused(zeros: Any) -> None:
+    with pytest.raises(NameMapError, match=r"zeros is .*expected a tuple of names"):
+        NameMap((LAYER,), zeros=zeros)
+
+
+@pytest.mark.parametrize("name", ["h.{i}.{j}", "h.{i}.{}", "h.{i}.{", "h.{i}.{0}"])
+def test_names_with_other_braces_are_taken_as_they_are(name: str) -> None:
+    expanded = NameMap((Row(name, (name,), Same()),), zeros=(f"{name}.zero",))
+    assert expanded.expand(1)[0].ours == (name.replace("{i}", "0"),)
+    assert expanded.expand_zeros(1) == [f"{name}.zero".replace("{i}", "0")]
+
+
+def test_a_row_per_layer_of_one_parameter_ends() -> None:
+    """Counting the layers of such a map went on for ever."""
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4)})
+    name_map = NameMap(
+        tuple(Row(f"h.{{i}}.ln_1.{n}", (f"norm.{n}",), Same()) for n in ("weight", "bias"))
+    )
+    with pytest.raises(NameMapError, match=r"norm\.\{?weight"):
+        to_hf_state_dict(model, name_map)
+
+
+class Failing:
+    """An op of the user's own, with a fault in it."""
+
+    def load(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise ZeroDivisionError("by zero")
+
+    def save(self, tensors: Any) -> torch.Tensor:
+        raise ZeroDivisionError("by zero")
+
+
+def test_an_op_that_fails_is_named_with_its_row(tiny: Path) -> None:
+    name_map = my_map(Row("ln_f.weight", ("end.weight",), Failing()))
+    with pytest.raises(NameMapError, match=r"ln_f\.weight: .*Failing.* ZeroDivisionError: by zero"):
+        load_into(MyGPT2(), name_map, tiny)
+
+
+# Models and sources.
+
+NOT_SOURCES = [None, 7, 1.5, b"demo", ["demo"], {"a": 1}, ..., torch.zeros(2), nn.Linear]
+
+
+@pytest.mark.parametrize("source", NOT_SOURCES, ids=repr)
+def test_what_is_not_a_source_is_named(source: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: load_pretrained(source),
+        lambda: load_block(source, 0),
+        lambda: load_into(MyGPT2(), my_map(), source),
+        lambda: open_checkpoint(source),
+        lambda: load_tokenizer(source),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"source is .*expected .*a folder"):
+            call()
+    assert "expected" in (inspect_checkpoint(source).error or "")
+
+
+def test_a_module_as_the_source_leads_to_load_into() -> None:
+    model = MyGPT2()
+    calls: list[Callable[[], object]] = [
+        lambda: load_pretrained(model),  # type: ignore[arg-type]
+        lambda: load_block(model.stack[0], 0),  # type: ignore[arg-type]
+        lambda: open_checkpoint(model),  # type: ignore[arg-type]
+        lambda: load_into(model, my_map(), model),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"My.*; expected .*load_into\(module, name_map"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda tiny: (tiny, my_map(), MyGPT2()),
+        lambda tiny: (tiny, MyGPT2(), my_map()),
+        lambda tiny: (my_map(), MyGPT2(), tiny),
+        lambda tiny: (MyGPT2(), tiny, my_map()),
+        lambda tiny: (my_map(), tiny, MyGPT2()),
+        lambda tiny: (MyGPT2, my_map(), tiny),
+        lambda tiny: (MyGPT2().state_dict(), my_map(), tiny),
+        lambda tiny: (None, my_map(), tiny),
+    ],
+)
+def test_arguments_of_load_into_that_changed_places(tiny: Path, arguments: Any) -> None:
+    with pytest.raises(CompatError, match=r"(model|name_map) is .*; expected"):
+        load_into(*arguments(tiny))
+
+
+@pytest.mark.parametrize("model", [None, "demo", 7, {}, MyGPT2, lambda x: x, linear.GPTModel, ...])
+def test_what_is_not_a_module_is_named(tmp_path: Path, model: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: load_into(model, my_map(), "demo"),
+        lambda: to_hf_state_dict(model),
+        lambda: to_hf_state_dict(model, my_map()),
+        lambda: save_pretrained(model, tmp_path / "out"),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"model is .*; expected a torch\.nn\.Module"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layer", [0.0, 1.5, True, False, "0", None, [0], torch.tensor(1.5)])
+def test_a_layer_that_is_not_a_whole_number_is_refused(tiny: Path, layer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"layer is .*; expected a whole number.* 0 to 2"):
+        load_block(tiny, layer)
+
+
+def test_a_layer_may_be_any_whole_number(tiny: Path) -> None:
+    for layer in (1, np.int64(1), torch.tensor(1)):
+        block = load_block(tiny, layer)  # type: ignore[arg-type]
+        expected = load_pretrained(tiny).trf_blocks[1]
+        assert torch.equal(block.norm1.scale, expected.norm1.scale)
+
+
+@pytest.mark.parametrize("dialect", [None, 7, ["linear"], linear, ...])
+def test_a_dialect_that_is_not_a_name_is_refused(tiny: Path, dialect: Any) -> None:
+    with pytest.raises(ConfigError, match="there are linear, conv1d"):
+        load_pretrained(tiny, dialect)
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:99", 7.5, ["cpu"], "meta:x"])
+def test_a_device_that_cannot_be_used_is_refused(tiny: Path, device: Any) -> None:
+    for call in (
+        lambda: load_pretrained(tiny, device=device),
+        lambda: load_block(tiny, 0, device=device),
+    ):
+        with pytest.raises(ConfigError, match=f"device is {re.escape(repr(device))}"):
+            call()
+
+
+@pytest.mark.parametrize("folder", [None, 7, b"out", ["out"], ...])
+def test_a_folder_to_save_into_is_a_path(tiny: Path, folder: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"folder is .*; expected a path"):
+        save_pretrained(load_pretrained(tiny), folder)
+
+
+@pytest.mark.parametrize("tokenizer", [7, b"gpt2", ["gpt2"], ..., Transpose()])
+def test_a_tokenizer_to_save_is_a_source_or_a_tokenizer(
+    tiny: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer is .*; expected"):
+        save_pretrained(load_pretrained(tiny), tmp_path / "out", tokenizer=tokenizer)
