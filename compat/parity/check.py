@@ -30,6 +30,7 @@ from compat.parity.logits import (
     prove_logits,
 )
 from compat.parity.outputs import find_logits
+from compat.parity.pristine import check_reference, reference_errors, replaced
 from compat.parity.report import ParityReport
 from compat.parity.trace import Trace, trace, trace_one
 from compat.taps import Tap, expand_taps
@@ -37,6 +38,7 @@ from compat.tokenizer import load_tokenizer
 
 LARGE = 500_000_000  # parameters; from there on float64 weights exist one matrix at a time
 LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids; traces stay small beside the weights
+CONFIRMED_ROWS, CONFIRMED_LENGTH = 2, 8  # on which the reference is compared with NumPy
 EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
 EVERY_ID = "the embedding of every id"
 HALF = (torch.bfloat16, torch.float16)
@@ -225,23 +227,25 @@ class Reference:
         from compat.parity import reference as hf  # imports transformers, which takes seconds
 
         self.checkpoint, self.dtype, self._hf = checkpoint, dtype, hf
-        self.calibrate = calibrate
+        self.weights_dtype = dtype  # to which the checkpoint's weights are rounded
+        self.calibrate, self._confirmed = calibrate, False
         self.taps = hf.taps(checkpoint.config.n_layer, attention)
-        self.model = hf.load_reference(checkpoint, dtype, attention)
-        large = sum(p.numel() for p in self.model.parameters()) >= LARGE
-        self.exact = hf.in_float64(self.model, by_module=large)
+        with reference_errors():
+            self.model = hf.load_reference(checkpoint, dtype, attention)
+            large = sum(p.numel() for p in self.model.parameters()) >= LARGE
+            self.exact = hf.in_float64(self.model, by_module=large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
 
     def to_float32(self) -> None:
         """Go on in float32, with the weights as they were rounded to the data type before."""
         self.model.float()
-        self.dtype, self._last = torch.float32, None
+        self.dtype, self._last, self._confirmed = torch.float32, None, False
 
     def trace(self, ids: Tensor) -> tuple[Trace, Trace | None]:
         """Every tap, in the model's data type and in float64; asked again, the same."""
         if self._last is not None and torch.equal(self._last[0], ids):
             return self._last[1]
-        with self._hf.quiet():
+        with self._hf.quiet(), reference_errors():
             exact = trace(self.exact, self.taps, ids) if self.calibrate else None
             self._last = ids, (trace(self.model, self.taps, ids), exact)
         return self._last[1]
@@ -249,10 +253,39 @@ class Reference:
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         """The logits alone, in the model's data type and, if `exact`, in float64."""
         last = [tap for tap in self.taps if tap.name == "logits"]
-        with self._hf.quiet():
+        with self._hf.quiet(), reference_errors():
             truth = trace(self.exact, last, ids)["logits"] if exact else None
             with nullcontext() if exact else self._hf.fused_attention(self.model):
-                return trace(self.model, last, ids)["logits"], truth
+                found = trace(self.model, last, ids)["logits"]
+        if truth is not None and not self._confirmed:
+            self._confirmed = True
+            self._confirm(ids[:CONFIRMED_ROWS, :CONFIRMED_LENGTH], found, truth)
+        return found, truth
+
+    def _confirm(self, ids: Tensor, logits: Tensor, exact: Tensor) -> None:
+        """Compare the reference with a computation that shares nothing with torch.
+
+        Raises:
+            ParityError: they differ; names what was replaced in this process.
+        """
+        B, T = ids.shape
+        found = {self.dtype: logits[:B, :T], torch.float64: exact[:B, :T]}
+        check_reference(self.checkpoint, self.weights_dtype, [(ids, found)])
+
+    def confirm_again(self, ids: Tensor) -> None:
+        """After the user's code ran: compare anew on these ids if anything is replaced by then.
+
+        Raises:
+            ParityError: as in `check_reference`.
+        """
+        if replaced():
+            self._confirmed = True
+            self._confirm(ids, *self._both(ids))
+
+    def _both(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits, exact = self.logits(ids)
+        assert exact is not None
+        return logits, exact
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, C) that enter the first block."""
@@ -291,6 +324,9 @@ class Reference:
             proof: the comparison of that model's logits.
             training: whether that model is in training mode.
         """
+        self.confirm_again(
+            sequences(self.checkpoint.config, self.checkpoint.config.n_positions)[0][None]
+        )
         results: list[TapResult] = []
         if taps:
             expected, exact = self.trace(ids)
