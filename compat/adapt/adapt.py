@@ -115,7 +115,7 @@ def _confirmed_in_half(
     findings = list(adaptation.findings)
     if not proof.passed:
         words = f"the model agrees with the reference in float32, but not in {name}"
-        failed = next(result for result in proof.inputs if not result.passed)
+        failed = proof.failed[0]
         evidence = f"on {failed.name}: {failed.error or note}"
         findings.insert(0, unexplained("logits", None, words, evidence))
     return replace(adaptation, parity=report, findings=findings)

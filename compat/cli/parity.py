@@ -30,7 +30,9 @@ from compat.cli.common import (
     note,
     print_json,
 )
+from compat.cli.generate_options import PrecisionName
 from compat.cli.tables import print_table
+from compat.engine import Engine
 from compat.page import parity_page
 from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
 from compat.parity.compare import count_identical
@@ -61,6 +63,10 @@ def parity_command(
     model: ModelOption = "demo",
     dialect: DialectOption = DialectName.linear,
     every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
+    engine: Annotated[
+        PrecisionName | None,
+        typer.Option(help="Check an Engine of this precision instead: prefill and decode steps."),
+    ] = None,
     dtype: DtypeOption = None,
     text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random ids.", min=0, max=MAX_SEED)] = 0,
@@ -89,11 +95,13 @@ def parity_command(
             param_hint="--length",
         )
     input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
-    names = [d.value for d in DialectName] if every else [dialect.value]
+    models: list[str | Engine] = [d.value for d in DialectName] if every else [dialect.value]
+    if engine is not None:
+        models = [Engine(checkpoint, dtype=engine.value)]
     reports = []
-    for name in names:
+    for one in models:
         report = check_parity(
-            name, checkpoint, input_ids=input_ids, text=text, dtype=dtype.torch if dtype else None
+            one, checkpoint, input_ids=input_ids, text=text, dtype=dtype.torch if dtype else None
         )
         reports.append(report)
         if not as_json:
@@ -116,12 +124,53 @@ def write_page(path: Path, page: str) -> None:
 
 
 def show(report: ParityReport, quiet: bool = False) -> None:
-    """The table by layer, then the verdict in one sentence."""
+    """The tables, the verdict in one sentence, and how far it reaches."""
     out = console()
     if not quiet:
-        _show_table(report, out)
+        if report.taps:
+            _show_table(report, out)
+        if not report.taps or not report.logits.passed:
+            _show_inputs(report, out)
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
     out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+    if quiet:
+        return
+    if report.passed:
+        smallest = f"A relative error of {report.smallest_detectable:.1g} at the logits of one "
+        out.print(Text(f"  {smallest}position would have failed."), soft_wrap=True)
+    for limit in report.limits:
+        place = f"{limit.file}:{limit.line}: " if limit.file else ""
+        out.print(Text(f"? {place}{limit.message}", style="magenta"), soft_wrap=True)
+    for line in report.notes:
+        out.print(Text(f"· {line}", style="cyan"), soft_wrap=True)
+
+
+def _show_inputs(report: ParityReport, out: Console) -> None:
+    """The logits on every input: the error of the worst position and its bound."""
+    title = f"logits of {report.dialect} and transformers on {report.model}"
+    rows = []
+    for result in report.logits.inputs:
+        B, T = result.input_shape
+        found = result.logits
+        numbers = ["-"] * 3
+        if found is not None:
+            bound = "-" if found.bound is None else _number(found.bound)
+            numbers = [_number(found.max_abs), _number(found.error), bound]
+        rows.append([result.name, f"{B} × {T}", *numbers, "✓" if result.passed else "✗"])
+    table = Table("input", "ids")
+    for number in INPUT_NUMBERS:
+        table.add_column(number, justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        table.add_row(*row)
+    labelled = (
+        [row[0], row[1], *map(" ".join, zip(INPUT_NUMBERS, row[2:5], strict=True)), row[5]]
+        for row in rows
+    )
+    out.print(Text(title, style="italic"), soft_wrap=True)
+    print_table(out, [table], labelled)
+    caption = "error and bound: at the worst position, over the norm of its logits"
+    out.print(Text(caption, style="dim italic"), soft_wrap=True)
 
 
 def _show_table(report: ParityReport, out: Console) -> None:
@@ -167,6 +216,7 @@ def _row(layer: str, results: list[TapResult]) -> _Row:
 
 
 NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
+INPUT_NUMBERS = ("max|Δ|", "error", "bound")
 
 
 def _table(rows: list[_Row]) -> Table:

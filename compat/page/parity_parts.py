@@ -43,8 +43,52 @@ def parity_facts(report: ParityReport) -> Markup:
 
 
 def parity_drawings(report: ParityReport) -> Markup:
-    """Charts, heat maps, and the same numbers as a table."""
-    return join([_charts(report), _maps(report), _numbers(report)])
+    """Charts, heat maps, the same numbers as a table, and the logits on every input."""
+    of_taps = [_charts(report), _maps(report), _numbers(report)] if report.taps else []
+    return join([*of_taps, _inputs(report), _reach(report)])
+
+
+def _inputs(report: ParityReport) -> Markup:
+    """The logits on every input, as a table."""
+    rows = []
+    for result in report.logits.inputs:
+        B, T = result.input_shape
+        found = result.logits
+        numbers = ["–", "–", "–"]
+        if found is not None:
+            bound = "–" if found.bound is None else number(found.bound)
+            numbers = [number(found.max_abs), number(found.error), bound]
+        verdict = "✓" if result.passed else f"✗ {result.error}".rstrip()
+        rows.append([result.name, f"{B} × {T}", *numbers, verdict])
+    label = "The logits on every input"
+    note = "Error and bound are those of the worst position, over the norm of its logits."
+    headings = ["Input", "Ids", "max|Δlogits|", "Error", "Bound", "In bounds"]
+    return el(
+        "details",
+        el("summary", f"{label}, as a table"),
+        el("p", note, class_="note"),
+        table(headings, rows, label),
+        class_="card",
+    )
+
+
+def _reach(report: ParityReport) -> Markup:
+    """How far the comparison reaches: what it would have caught, and what it did not try."""
+    lines = [
+        f"{limit.file}:{limit.line}: {limit.message}" if limit.file else limit.message
+        for limit in report.limits
+    ]
+    smallest = report.smallest_detectable
+    if report.passed and math.isfinite(smallest):
+        words = (
+            f"A relative error of {smallest:.1g} at the logits of one position would have failed."
+        )
+        lines.insert(0, words)
+    lines += report.notes
+    if not lines:
+        return join([])
+    items = [el("li", line) for line in lines]
+    return el("div", el("h3", "How far the comparison reaches"), el("ul", *items), class_="card")
 
 
 def _charts(report: ParityReport) -> Markup:

@@ -156,7 +156,7 @@ def _report(
     half = reference.dtype in HALF
     proof = prove_logits(call, model, reference, config, reference.dtype, short_only=half)
     if ours and ours[0].name == "embed" and not half:
-        proof.inputs.append(_embedding_of_every_id(model, ours[0], reference))
+        proof.embedding = _embedding_of_every_id(model, ours[0], reference)
         proof.ids_tried = config.vocab_size
     return reference.report(
         dialect.name if dialect else type(model).__name__,

@@ -38,8 +38,8 @@ class _DecoderProof:
         S, every = min(LENGTH, self.room), tuple(range(1, ROWS + 1))
         batch = every[: self.most_rows or ROWS]
         results = [
-            self._result("decode steps from the first id", (1, S), lambda: self._decode((1,), 1)),
-            self._result("a prompt, then decode steps", (1, S), lambda: self._decode((4,), S // 2)),
+            self._result("decode steps alone", (1, S), lambda: self._decode((1,), 1)),
+            self._result("prefill, then decode steps", (1, S), lambda: self._decode((4,), S // 2)),
             self._result("prompts of every length", (S, S), self._prompts),
             self._result("a batch", (len(batch), S), lambda: self._decode(batch, max(1, S // 3))),
             self._result("the full context", (1, self.room), self._long),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from compat.config import GPT2Config
 ROWS, LENGTH = 4, 32  # of the short sequences
 LONG = 0  # the number of the sequence that fills the context
 MOST_EXTRA = 4096  # positions in the inputs made from one set of constants
+MOST_SEQUENCES = 32  # made for the constants of the code
 MOST_ROWS = 65  # in a batch made to reach a condition
 
 
@@ -29,13 +31,16 @@ class ProofInput:
         name: what is special about it, in words.
         rows: numbers of the sequences.
         length: of every prefix.
-        gradients: whether the model runs with gradients enabled.
+        mode: in which the model runs: without gradients, with them, or in inference mode.
+        as_given: "int32" or "strided" for ids of that data type or layout, which a model need not
+            take: what it raises then does not count.
     """
 
     name: str
     rows: tuple[int, ...]
     length: int
-    gradients: bool = False
+    mode: Literal["no_grad", "gradients", "inference"] = "no_grad"
+    as_given: Literal["", "int32", "strided"] = ""
 
 
 def special_ids(config: GPT2Config) -> list[int]:
@@ -78,18 +83,22 @@ def sequences(config: GPT2Config, room: int) -> list[Tensor]:
 
 
 def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[Tensor]:
-    """Short sequences in which each of these ids comes early, late and twice in a row."""
+    """For each of these ids a short sequence in which it comes first, last and twice in a row.
+
+    Its neighbours are in the sequence as well. Of more than MOST_SEQUENCES ids the lowest and the
+    highest are taken.
+    """
     generator = torch.Generator().manual_seed(1)
-    S, wanted = min(LENGTH, room), sorted(ids)
+    S, wanted = min(LENGTH // 2, room), sorted(ids)
+    if len(wanted) > MOST_SEQUENCES:
+        wanted = wanted[: MOST_SEQUENCES // 2] + wanted[-MOST_SEQUENCES // 2 :]
     found = []
-    per_row = max(1, S // 4)
-    for start in range(0, len(wanted), per_row):
-        part = wanted[start : start + per_row]
+    for token_id in wanted:
         row = torch.randint(config.vocab_size, (S,), generator=generator)
-        values = [x for i in part for x in (i, i)][:S]
-        row[: len(values)] = torch.tensor(values)
-        values = part[: S - len(values)]
-        row[S - len(values) :] = torch.tensor(values, dtype=torch.long)
+        near = [i for i in (token_id - 1, token_id + 1) if 0 <= i < config.vocab_size]
+        row[S // 2 : S // 2 + len(near)] = torch.tensor(near)[: S - S // 2]
+        row[: min(2, S)] = token_id
+        row[-1] = token_id
         found.append(row)
     return found
 
@@ -108,10 +117,13 @@ def designed_inputs(room: int) -> list[ProofInput]:
             "rows permuted and cut, with gradients",
             (alternating, last, first),
             max(1, S - 3),
-            gradients=True,
+            "gradients",
         ),
         ProofInput("one row alone", (last,), S),
         ProofInput("two rows", (last, repeated), max(1, S // 2)),
+        ProofInput("inference mode", (first, alternating), max(1, S - 1), "inference"),
+        ProofInput("ids as int32", (repeated, last), max(1, S - 2), as_given="int32"),
+        ProofInput("ids with gaps in memory", (first, last), max(1, S - 2), as_given="strided"),
     ]
     return list(dict.fromkeys(inputs))
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -77,6 +77,7 @@ class LogitsProof:
 
     Args:
         inputs: one result per input.
+        embedding: the comparison of the embedding of every id, of a model that has a tap for it.
         limits: conditions that no input reached, and other bounds on the proof.
         ids_tried: how many of the vocabulary's ids stood in an input.
     """
@@ -84,10 +85,17 @@ class LogitsProof:
     inputs: list[InputResult] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     ids_tried: int = 0
+    embedding: InputResult | None = None
+
+    @property
+    def failed(self) -> list[InputResult]:
+        """The comparisons that did not pass."""
+        embedding = [] if self.embedding is None else [self.embedding]
+        return [result for result in (*self.inputs, *embedding) if not result.passed]
 
     @property
     def passed(self) -> bool:
-        return bool(self.inputs) and all(result.passed for result in self.inputs)
+        return bool(self.inputs) and not self.failed
 
     @property
     def max_abs(self) -> float:
@@ -187,15 +195,19 @@ class _Proof:
         for item in inputs:
             ids = self.known.ids(item)
             self.seen_ids |= set(ids.flatten().tolist())
-            self.proof.inputs.append(self._result(item, ids))
+            result = self._result(item, ids)
             self.tried.append(item)
+            if result is not None:
+                self.proof.inputs.append(result)
 
-    def _result(self, item: ProofInput, ids: Tensor) -> InputResult:
+    def _result(self, item: ProofInput, ids: Tensor) -> InputResult | None:
         shape = (ids.shape[0], ids.shape[1])
         try:
-            with torch.set_grad_enabled(item.gradients), self.branches.watch(ids.shape[1]):
-                logits = _plain(self.call(ids.clone()))
+            with _mode(item, self.model), self.branches.watch(ids.shape[1]):
+                logits = _plain(self.call(_as_given(ids, item)))
         except Exception as error:
+            if item.as_given:
+                return None
             return InputResult(item.name, shape, None, raised(error))
         B, T, V = *shape, self.config.vocab_size
         if logits.shape not in ((B, T, V), (B, 1, V)):
@@ -229,11 +241,10 @@ class _Proof:
     def _try(self, constants: set[int]) -> None:
         """Inputs in which the constants are ids, lengths and batch sizes."""
         V = self.config.vocab_size
-        ids = {n + step for n in constants for step in (-1, 0, 1) if 0 <= n + step < V}
-        new = sorted(ids - set(special_ids(self.config)))
+        ids = {n for n in constants if 0 <= n < V} - set(special_ids(self.config))
         inputs: list[ProofInput] = []
-        if new:
-            rows = self.known.add(sequences_with(new, self.config, self.room))
+        if ids:
+            rows = self.known.add(sequences_with(ids, self.config, self.room))
             length = len(self.known.rows[rows[0]])
             inputs.append(ProofInput("ids that the code compares with", tuple(rows), length))
         if not self.fixed_length:
@@ -252,7 +263,7 @@ class _Proof:
             lines.add((seen.file, seen.line))
             proof.limits.append(Limit(seen.message, seen.file, seen.line))
         now = _state(self.model)
-        changed = [name for name in now if now[name] != state.get(name, now[name])]
+        changed = [name for name in now if now[name] != state.get(name)]
         for name in changed:
             proof.limits.append(
                 Limit(f"the forward pass changes {name}, which later calls may read")
@@ -350,6 +361,33 @@ def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
         ])  # fmt: skip
         worst = torch.maximum(worst, found)  # NaN stays NaN
     return worst
+
+
+def _as_given(ids: Tensor, item: ProofInput) -> Tensor:
+    """The ids in the data type and layout of an input; never at the start of their memory."""
+    if item.as_given == "strided":
+        return ids.repeat_interleave(2, dim=1)[:, ::2]
+    below = torch.cat([ids[:1], ids])[1:]
+    return below.int() if item.as_given == "int32" else below
+
+
+@contextmanager
+def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
+    """Run in the mode of an input; tensors made in inference mode do not stay in the model."""
+    if item.mode != "inference":
+        with torch.set_grad_enabled(item.mode == "gradients"):
+            yield
+        return
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _plain(logits: Tensor) -> Tensor:

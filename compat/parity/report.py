@@ -88,8 +88,8 @@ class ParityReport:
         """The verdict in one sentence."""
         if self._first is not None:
             return self._divergence(self._first)
-        if failed := [result for result in self.logits.inputs if not result.passed]:
-            return self._divergence_of_logits(failed[0])
+        if self.logits.failed:
+            return self._divergence_of_logits(self.logits.failed[0])
         if not self.logits.passed:
             return f"{self.dialect} was not compared: no input gave logits."
         if self.float32 is not None and not self.float32.passed:
@@ -121,7 +121,7 @@ class ParityReport:
             text += failed.error
         else:
             bound = "" if found.bound is None else f", the bound is {found.bound:.2g}"
-            text += f"at the worst position the logits' relative error is {found.error:.2g}{bound}"
+            text += f"the relative error at the worst position is {found.error:.2g}{bound}"
         passed = sum(result.passed for result in self.logits.inputs)
         text += f"; {passed} of {len(self.logits.inputs)} inputs pass."
         return text + self._training_hint()
@@ -162,16 +162,8 @@ class ParityReport:
                 }
                 for result in self.taps
             ],
-            "inputs": [
-                {
-                    "name": result.name,
-                    "input_shape": list(result.input_shape),
-                    "passed": result.passed,
-                    "error": result.error,
-                    "logits": None if result.logits is None else _plain(result.logits),
-                }
-                for result in self.logits.inputs
-            ],
+            "inputs": [_input(result) for result in self.logits.inputs],
+            "embedding": None if self.logits.embedding is None else _input(self.logits.embedding),
             "ids_tried": self.logits.ids_tried,
             "smallest_detectable": _finite(self.smallest_detectable),
             "limits": [asdict(limit) for limit in self.limits],
@@ -179,6 +171,16 @@ class ParityReport:
             "float32": None if self.float32 is None else self.float32.to_json(),
             "versions": self.versions,
         }
+
+
+def _input(result: InputResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "input_shape": list(result.input_shape),
+        "passed": result.passed,
+        "error": result.error,
+        "logits": None if result.logits is None else _plain(result.logits),
+    }
 
 
 def _plain(found: Difference) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def leftovers(
         left.append(unexplained(tap, None, "parity fails though nothing unusual was found",
                                 "" if report is None else report.headline))  # fmt: skip
     elif not report.passed:
-        failed = next(result for result in logits.inputs if not result.passed)
+        failed = logits.failed[0]
         B, T = failed.input_shape
         left.append(unexplained(
             "logits", None,
