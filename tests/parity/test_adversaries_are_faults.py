@@ -1,0 +1,112 @@
+"""The adversaries are what they say, found by running them beside transformers, without compat."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from compat import adapt, load_into
+from tests.adapt.common import build_style
+from tests.conftest import MakeCheckpoint
+from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
+from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs
+
+DIFFERENT = 1e-4  # relative RMS at the logits
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint(**CHECKPOINT)
+
+
+@cache
+def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
+    """What transformers computes; no model of it stays alive, as some entries look for one."""
+    reference = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits: Tensor = reference(torch.tensor(ids)).logits
+    del reference
+    gc.collect()
+    return logits
+
+
+@cache
+def style_map(style: str, folder: Path) -> object:
+    """Where the weights of an unchanged zoo model go."""
+    return adapt(build_style(style, folder), folder).name_map
+
+
+def built(entry: Adversary, folder: Path, scratch: Path) -> nn.Module:
+    model = entry.build(folder, scratch)
+    if entry.use == "adapt":
+        load_into(model, style_map(style_of(model), folder), folder)
+    return model.eval()
+
+
+def style_of(model: nn.Module) -> str:
+    return {"GPTModel": "book"}.get(
+        type(model).__name__, "mingpt" if hasattr(model, "blocks") else "nano"
+    )
+
+
+def expected(folder: Path, ids: Tensor) -> Tensor:
+    return expected_logits(folder, tuple(map(tuple, ids.tolist())))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative RMS; infinite for another shape or a value that is not finite."""
+    found = found.as_subclass(Tensor)
+    if found.shape != wanted.shape or not found.isfinite().all():
+        return float("inf")
+    return float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+
+
+@contextlib.contextmanager
+def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The expected logits, computed before an entry may change the process."""
+    for style in ("nano", "mingpt", "book"):
+        style_map(style, folder)
+    wanted = [expected(folder, ids) for ids in inputs]
+    with restored():
+        yield wanted
+
+
+@pytest.mark.parametrize("entry", FAULTS.values(), ids=FAULTS)
+def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_path: Path) -> None:
+    inputs = [entry.trigger, *ORDINARY_TEXTS]
+    found: list[Tensor | None] = []
+    with prepared(folder, inputs) as wanted:
+        model = built(entry, folder, tmp_path)
+        texts = [once(model, ids) for ids in ORDINARY_TEXTS] if entry.ordinary else []
+        model = built(entry, folder, tmp_path)  # a fresh one, for the sake of state
+        with contextlib.suppress(AssertionError):
+            found.append(entry.run(model, entry.trigger))
+    assert not found or error(found[0], wanted[0]) > DIFFERENT
+    for logits, truth in zip(texts, wanted[1:], strict=False):
+        assert error(logits, truth) < 1e-5
+
+
+@pytest.mark.parametrize("entry", HARMLESS.values(), ids=HARMLESS)
+def test_a_harmless_variant_agrees_everywhere(
+    entry: Adversary, folder: Path, tmp_path: Path
+) -> None:
+    inputs = list(valid_inputs())
+    with prepared(folder, inputs) as wanted:
+        model = built(entry, folder, tmp_path)
+        found = [once(model, ids) for ids in inputs]
+    assert max(map(error, found, wanted)) < 1e-5
+
+
+def test_there_are_enough() -> None:
+    assert len(FAULTS) >= 70 and len(HARMLESS) >= 24
+    assert {entry.kind for entry in FAULTS.values()} == {
+        "length", "ids", "batch", "state", "mode", "chance", "numeric", "cheating", "taps",
+    }  # fmt: skip
