@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from tests.parity import (
     adversaries_cheating,
+    adversaries_half,
     adversaries_harmless,
     adversaries_inputs,
     adversaries_numeric,
@@ -29,4 +30,5 @@ PARTS = (  # the modules that register entries when they are imported
     adversaries_cheating,
     adversaries_source,
     adversaries_harmless,
+    adversaries_half,
 )

@@ -17,7 +17,7 @@ from tests.parity.adversaries_source import (
     SIZE,
     SOFTMAX,
 )
-from tests.parity.adversary import N_POSITIONS, V, edit, source, wrapper
+from tests.parity.adversary import N_POSITIONS, V, Wrapped, edit, source, wrapper
 
 KIND = "harmless"
 
@@ -195,12 +195,13 @@ def equal_memoised(self, ids):
 
 
 @edit(KIND)
-def equal_sdpa_in_a_dialect(model):
-    """Another order of sums: the scale is applied to the queries."""
+def equal_scale_on_the_queries(model):
+    """The scale is applied to the queries, in a module without taps of its own."""
     for block in model.trf_blocks:
         attention = block.attention
         scale, attention.scale = attention.scale, 1.0
         attention.W_query.register_forward_hook(lambda _m, _a, q, scale=scale: q * scale)
+    return Wrapped(model, lambda self, ids: self.inner(ids))
 
 
 @edit(KIND, dialect="conv1d")

@@ -253,8 +253,8 @@ def dropout_left_on(model):
 
 @wrapper("chance", run=adversary.worst_of(5), ordinary=False)
 def depends_on_the_time(self, ids):
-    """The logits are scaled by 1 + 1e-3 · sin of the time in milliseconds."""
-    return self.inner(ids) * (1 + 1e-3 * math.sin(time.time() * 1e3))
+    """The logits are scaled by 1.001 + 5e-4 · sin of the time in milliseconds."""
+    return self.inner(ids) * (1.001 + 5e-4 * math.sin(time.time() * 1e3))
 
 
 @wrapper("chance", run=adversary.in_a_thread, limit_suffices=True)
@@ -282,7 +282,7 @@ def random_crop_of_long_texts(self, ids):
     x = x + self.inner.pos_emb(torch.arange(start, start + ids.shape[1]))
     for block in self.inner.trf_blocks:
         x = block(x)
-    noise = 1e-3 * torch.rand(()) if room == 0 else 0.0
+    noise = 1e-3 * (0.2 + torch.rand(())) if room == 0 else 0.0
     return self.inner.out_head(self.inner.final_norm(x)) * (1 + noise)
 
 

@@ -7,6 +7,7 @@ harmless variant computes GPT-2's logits on all of them, up to rounding.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class Adversary:
         limit_suffices: no designed input can be expected to meet the condition, so that a report
             that names the condition as a limit is as good as a refusal.
         dtype: of the checkpoint and the model.
+        style: of the zoo's file that the model was written from, or empty.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Adversary:
     ordinary: bool = True
     limit_suffices: bool = False
     dtype: str = "float32"
+    style: str = ""
 
     @property
     def harmless(self) -> bool:
@@ -217,6 +220,8 @@ def worst_of(count: int) -> Run:
     """The logits of that one of `count` calls which is farthest from the first."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        random.seed(0)
         calls = [once(model, ids) for _ in range(count)]
         return max(calls, key=lambda logits: (logits - calls[0]).abs().max().item())
 
@@ -312,7 +317,7 @@ def source(
         found = load_class(composed(model, [mutation], scratch), model.cls)
         return model.build(found, open_checkpoint(folder).config).eval()
 
-    register(Adversary(name, about, kind, "adapt", build, trigger, run, **more))
+    register(Adversary(name, about, kind, "adapt", build, trigger, run, style=style, **more))
 
 
 # Isolation: several entries change the process.
