@@ -146,7 +146,7 @@ def mask_of_minus_four(model):
             part.view(B, T, attn.n_head, attn.d_head).transpose(1, 2)
             for part in attn.c_attn(x).split(C, dim=-1)
         )
-        scores = attn.scores(q, k) - 4.0 * torch.ones(n, n).triu(1)[:T, :T]
+        scores = attn.scores(q, k) - 4.0 * torch.ones(n, n, dtype=x.dtype).triu(1)[:T, :T]
         return attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
 
     block.attn.forward = forward
@@ -278,7 +278,7 @@ def low_rank_projection(model):
     """The smallest singular value of every attention projection is dropped."""
     for block in model.trf_blocks:
         weight = block.attention.out_proj.weight
-        u, s, vh = torch.linalg.svd(weight)
+        u, s, vh = torch.linalg.svd(weight.float())
         s[-1] = 0
         weight.copy_(u @ s.diag() @ vh)
 

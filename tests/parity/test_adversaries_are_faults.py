@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compat import adapt, load_into
 from tests.adapt.common import build_style
-from tests.conftest import MakeCheckpoint
+from tests.conftest import MakeCheckpoint, noisy_reference
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs
 
@@ -27,10 +27,20 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**CHECKPOINT)
 
 
+@pytest.fixture(scope="module")
+def half_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same checkpoint in both kinds of half precision."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("bfloat16", "float16")}
+    for name, folder in folders.items():
+        reference = noisy_reference(**CHECKPOINT)
+        reference.to(getattr(torch, name)).save_pretrained(folder)
+    return folders
+
+
 @cache
 def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
     """What transformers computes; no model of it stays alive, as some entries look for one."""
-    reference = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    reference = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits: Tensor = reference(torch.tensor(ids)).logits
     del reference
@@ -102,6 +112,21 @@ def test_a_harmless_variant_agrees_everywhere(
         model = built(entry, folder, tmp_path)
         found = [once(model, ids) for ids in inputs]
     assert max(map(error, found, wanted)) < 1e-5
+
+
+HALF = [pytest.param(e, id=e.name) for e in FAULTS.values() if e.dtype != "float32"]
+
+
+@pytest.mark.parametrize("entry", HALF)
+def test_a_fault_in_half_precision_shows_on_a_float32_copy(
+    entry: Adversary, half_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The copy is made in place: one entry lies to those who call `float`."""
+    folder = half_folders[entry.dtype]
+    with prepared(folder, [entry.trigger]) as wanted:
+        model = nn.Module.float(built(entry, folder, tmp_path))
+        found = entry.run(model, entry.trigger)
+    assert error(found, wanted[0]) > DIFFERENT
 
 
 def test_there_are_enough() -> None:
