@@ -1,0 +1,34 @@
+"""All adversaries of the proof: `FAULTS`, which it must refuse, and `HARMLESS`, which it must not.
+
+Each is an `Adversary`. Build one for a checkpoint made with `CHECKPOINT` and run the proof on it
+under `restored()`, because some change the process:
+
+    with restored():
+        model = entry.build(folder, scratch)
+        report = check_parity(model, folder) if entry.use == "check_parity" else adapt(...)
+"""
+
+from __future__ import annotations
+
+from tests.parity import (
+    adversaries_cheating,
+    adversaries_half,
+    adversaries_harmless,
+    adversaries_inputs,
+    adversaries_numeric,
+    adversaries_runs,
+    adversaries_source,
+)
+from tests.parity.adversary import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
+
+__all__ = ["CHECKPOINT", "FAULTS", "HARMLESS", "PARTS", "Adversary", "restored"]
+
+PARTS = (  # the modules that register entries when they are imported
+    adversaries_inputs,
+    adversaries_runs,
+    adversaries_numeric,
+    adversaries_cheating,
+    adversaries_source,
+    adversaries_harmless,
+    adversaries_half,
+)

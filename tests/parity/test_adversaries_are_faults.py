@@ -1,0 +1,136 @@
+"""The adversaries are what they say, found by running them beside transformers, without compat."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from compat import adapt, load_into
+from tests.adapt.common import build_style
+from tests.conftest import MakeCheckpoint, noisy_reference
+from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
+from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs
+
+DIFFERENT = 1e-4  # relative RMS at the logits
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint(**CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def half_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same checkpoint in both kinds of half precision."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("bfloat16", "float16")}
+    for name, folder in folders.items():
+        reference = noisy_reference(**CHECKPOINT)
+        reference.to(getattr(torch, name)).save_pretrained(folder)
+    return folders
+
+
+@cache
+def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
+    """What transformers computes; no model of it stays alive, as some entries look for one."""
+    reference = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits: Tensor = reference(torch.tensor(ids)).logits
+    del reference
+    gc.collect()
+    return logits
+
+
+@cache
+def style_map(style: str, folder: Path) -> object:
+    """Where the weights of an unchanged zoo model go."""
+    return adapt(build_style(style, folder), folder).name_map
+
+
+def built(entry: Adversary, folder: Path, scratch: Path) -> nn.Module:
+    model = entry.build(folder, scratch)
+    if entry.style:
+        load_into(model, style_map(entry.style, folder), folder)
+    return model.eval()
+
+
+def expected(folder: Path, ids: Tensor) -> Tensor:
+    return expected_logits(folder, tuple(map(tuple, ids.tolist())))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative RMS; infinite for another shape or a value that is not finite."""
+    found = found.as_subclass(Tensor)
+    if found.shape != wanted.shape or not found.isfinite().all():
+        return float("inf")
+    return float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+
+
+@contextlib.contextmanager
+def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The expected logits, computed before an entry may change the process."""
+    for style in ("nano", "mingpt", "book"):
+        style_map(style, folder)
+    wanted = [expected(folder, ids) for ids in inputs]
+    with restored():
+        yield wanted
+
+
+def in_float32(entries: dict[str, Adversary]) -> list[object]:
+    """The entries in half precision are the same models again."""
+    return [pytest.param(e, id=e.name) for e in entries.values() if e.dtype == "float32"]
+
+
+@pytest.mark.parametrize("entry", in_float32(FAULTS))
+def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_path: Path) -> None:
+    inputs = [entry.trigger, *ORDINARY_TEXTS]
+    found: list[Tensor | None] = []
+    with prepared(folder, inputs) as wanted:
+        model = built(entry, folder, tmp_path)
+        texts = [once(model, ids) for ids in ORDINARY_TEXTS] if entry.ordinary else []
+        model = built(entry, folder, tmp_path)  # a fresh one, for the sake of state
+        with contextlib.suppress(AssertionError):
+            found.append(entry.run(model, entry.trigger))
+    assert not found or error(found[0], wanted[0]) > DIFFERENT
+    for logits, truth in zip(texts, wanted[1:], strict=False):
+        assert error(logits, truth) < 1e-5
+
+
+@pytest.mark.parametrize("entry", in_float32(HARMLESS))
+def test_a_harmless_variant_agrees_everywhere(
+    entry: Adversary, folder: Path, tmp_path: Path
+) -> None:
+    inputs = list(valid_inputs())
+    with prepared(folder, inputs) as wanted:
+        model = built(entry, folder, tmp_path)
+        found = [once(model, ids) for ids in inputs]
+    assert max(map(error, found, wanted)) < 1e-5
+
+
+HALF = [pytest.param(e, id=e.name) for e in FAULTS.values() if e.dtype != "float32"]
+
+
+@pytest.mark.parametrize("entry", HALF)
+def test_a_fault_in_half_precision_shows_on_a_float32_copy(
+    entry: Adversary, half_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The copy is made in place: one entry lies to those who call `float`."""
+    folder = half_folders[entry.dtype]
+    with prepared(folder, [entry.trigger]) as wanted:
+        model = nn.Module.float(built(entry, folder, tmp_path))
+        found = entry.run(model, entry.trigger)
+    assert error(found, wanted[0]) > DIFFERENT
+
+
+def test_there_are_enough() -> None:
+    assert len(in_float32(FAULTS)) >= 70 and len(in_float32(HARMLESS)) >= 24
+    assert {entry.kind for entry in FAULTS.values()} == {
+        "length", "ids", "batch", "state", "mode", "chance", "numeric", "cheating", "taps",
+    }  # fmt: skip
