@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,13 @@ class Blas:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+def side_by_side(matrices: Sequence[Matrix]) -> Matrix:
+    """One that concatenates the products of several, whose weights need not be copied together."""
+    if len(matrices) == 1:
+        return matrices[0]
+    return lambda x: torch.cat([matrix(x) for matrix in matrices], dim=1)
 
 
 class Linear:
