@@ -5,7 +5,6 @@ B batch, T time, S seen so far, N positions there are, C channels, H heads, D he
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compat.checkpoint.checks import all_finite
 from compat.config import GPT2Config
 from compat.decoding.matrices import Matrix, Pack, side_by_side
+from compat.decoding.memory import private_memory
 from compat.layers import activation
 
 Read = Callable[[str], Tensor]  # Hugging Face's name of a tensor → the tensor, `[in, out]`
@@ -60,7 +60,7 @@ class Cache:
         L, N, H = config.n_layer, config.n_positions, config.n_head
         shape = (L, 2, batch, H, N, config.d_head)
         if like.is_cpu:  # zeros that take no memory until they are written to
-            self.memory = mmap.mmap(-1, prod(shape) * like.itemsize)
+            self.memory = private_memory(prod(shape) * like.itemsize)
             self.both = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
         else:
             self.both = like.new_zeros(shape)
