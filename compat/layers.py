@@ -77,10 +77,6 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add T new positions, (B, H, T, D) each; return all S so far, (B, H, S, D) each."""
         B, H, T, D = k.shape
-        if self.length + T > self.capacity:
-            raise GenerationError(
-                f"{T} ids after {self.length} cached ones; the cache has {self.capacity} positions"
-            )
         if self.length == 0:
             self.keys, self.values = (
                 k.new_empty(B, H, self.capacity, D),
@@ -186,7 +182,7 @@ def check_ids(
 
     Raises:
         GenerationError: ids that are not integers (B, T), or are not in the vocabulary; more than
-            there are positions.
+            there are positions, or than the cache has room for.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode_stack():
         return
@@ -200,6 +196,10 @@ def check_ids(
     if fault := fault_in_ids(input_ids, vocab_size):
         raise GenerationError(fault)
     past, T, n = cache[0].length if cache else 0, input_ids.shape[1], _rows(positions)
+    if cache and past + T > cache[0].capacity:
+        raise GenerationError(
+            f"{T} ids after {past} cached ones; the cache has {cache[0].capacity} positions"
+        )
     if n is not None and attention_mask is None and past + T > n:
         cached = f" after {past} cached ones" if past else ""
         raise GenerationError(

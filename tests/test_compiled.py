@@ -83,8 +83,8 @@ def test_without_a_compiler_it_says_so(
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="cannot be compiled here: "):
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})  # torch's way, which it undoes
+    with missing, pytest.raises(ConfigError, match="cannot be compiled here: "):
         Engine(source, compile=True)
 
 

@@ -36,8 +36,8 @@ class CompiledTransformer(Transformer):
 
         super().__init__(*arguments)
 
-        # Not options of `torch.compile`, which come too late for freezing: torch restores these, and
-        # they hold for this thread alone.
+        # Options of `torch.compile` come too late for freezing. torch restores what is patched, and
+        # it holds for this thread alone.
         self.patched = partial(config.patch, SETTINGS)
         self.step = torch.compile(_Step(self).eval(), fullgraph=True)
         with torch.inference_mode():

@@ -30,7 +30,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
         GenerationError: it is something else, or below `least`.
     """
     if not is_whole(value) or value < least:
-        raise GenerationError(f"{name} is {shown(value)}; expected an integer, {least} or more")
+        raise GenerationError(f"{name} is {shown(value)}; expected at least {least}, an integer")
     return int(value)
 
 
