@@ -147,7 +147,7 @@ def test_more_ids_than_there_are_positions_are_one_error_with_a_cache_too(
     model = ours(tiny, dialect)
     cache = [KVCache(32) for _ in range(3)]
     model(torch.zeros(1, 30, dtype=torch.long), cache)
-    with pytest.raises(CompatError, match="3 ids after 30 cached ones; the .* has 32"):
+    with pytest.raises(CompatError, match=r"3 ids after 30 cached ones; the .* has 32"):
         model(torch.zeros(1, 3, dtype=torch.long), cache)
     assert model(torch.zeros(1, 2, dtype=torch.long), cache).shape == (1, 2, 97)
     roomy = [KVCache(40) for _ in range(3)]
