@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
 from compat.generation import generate, stream
 from compat.hf_tensors import config_of, hf_tensors, with_head_of
-from compat.layers import fault_in_ids
+from compat.layers import as_ids
 from compat.name_map import NameMap
 
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -112,28 +112,44 @@ class Engine:
         """The ids (B,) of one new position after another; as in `compat.stream`."""
         return stream(self, input_ids, **settings)
 
+    @overload
+    def score(self, input_ids: Tensor, *, greedy: Literal[False] = False) -> Tensor: ...
+
+    @overload
+    def score(self, input_ids: Tensor, *, greedy: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
     @torch.no_grad()
-    def score(self, input_ids: Tensor) -> Tensor:
+    def score(self, input_ids: Tensor, *, greedy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of ids (B, T), each given those before it: (B, T − 1), in nats.
 
         Their negative mean is the loss, and exp of that the perplexity.
 
+        Args:
+            input_ids: (B, T), as a tensor, a NumPy array or lists; up to `n_positions` + 1 ids,
+                because the last one is only predicted.
+            greedy: return a pair: the log-probabilities, and bool (B, T − 1), whether each id is
+                the one that greedy decoding chooses there.
+
         Raises:
-            GenerationError: ids that the vocabulary lacks, or more than `n_positions`.
+            GenerationError: ids that the vocabulary lacks, or more than `n_positions` + 1.
         """
-        if fault := fault_in_ids(input_ids, self.config.vocab_size):
-            raise GenerationError(fault)
-        (B, T), ids = input_ids.shape, input_ids.to(self.device)
-        if T > self.config.n_positions:
-            raise GenerationError(f"{T} ids; the model has {self.config.n_positions} positions")
+        given = as_ids(input_ids, self.config.vocab_size)
+        (B, T), ids, n = given.shape, given.to(self.device), self.config.n_positions
+        if T > n + 1:
+            raise GenerationError(
+                f"{T} ids; the model has {n} positions, and scores up to {n + 1} ids"
+            )
         cache = self.transformer.new_cache(B)
-        scores = [input_ids.new_zeros((B, 0), dtype=torch.float32)]
+        scores = torch.zeros(B, T - 1, device=self.device)
+        is_greedy = torch.zeros(B, T - 1, dtype=torch.bool, device=self.device)
         for start in range(0, T - 1, CHUNK):
-            piece = ids[:, start : min(start + CHUNK, T - 1)]
-            logits = self.transformer.logits(self.transformer(piece, cache, start))
-            following = ids[:, start + 1 : start + 1 + piece.shape[1], None]
-            scores.append(logits.log_softmax(-1).gather(2, following)[..., 0].to(input_ids.device))
-        return torch.cat(scores, dim=1)
+            positions = slice(start, min(start + CHUNK, T - 1))
+            logits = self.transformer.logits(self.transformer(ids[:, positions], cache, start))
+            following = ids[:, 1:][:, positions]  # (B, T of this piece)
+            scores[:, positions] = logits.log_softmax(-1).gather(2, following[..., None])[..., 0]
+            is_greedy[:, positions] = logits.max(dim=-1).indices == following
+        scores, is_greedy = scores.to(given.device), is_greedy.to(given.device)
+        return (scores, is_greedy) if greedy else scores
 
 
 def _usable(device: str | torch.device) -> torch.device:

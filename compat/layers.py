@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from compat.errors import ConfigError
+from compat.errors import CompatError, ConfigError, GenerationError, shown
 
 
 class GELU(nn.Module):
@@ -121,21 +122,115 @@ class KVCache:
         return room
 
 
-def fault_in_ids(input_ids: Tensor, vocab_size: int) -> str | None:
-    """What is wrong with ids that should be (B, T) whole numbers below `vocab_size`, in words."""
-    whole = input_ids.dtype in (torch.int32, torch.int64)
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or not whole:
+def as_ids(
+    input_ids: object, vocab_size: int, error: type[CompatError] = GenerationError
+) -> Tensor:
+    """Token ids (B, T) as a tensor of int64, checked.
+
+    Args:
+        input_ids: integers (B, T), as a tensor, a NumPy array or a list of rows of one length.
+        vocab_size: ids are below it.
+        error: raised for anything else.
+    """
+    ids = id_tensor(input_ids, error)
+    if fault := fault_in_ids(ids, vocab_size):
+        raise error(fault)
+    return ids.long()
+
+
+def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> Tensor:
+    """What holds ids as a tensor, of which nothing is checked yet; errors as in `as_ids`."""
+    if isinstance(input_ids, Tensor):
+        return input_ids
+    if isinstance(input_ids, str | bytes):
+        raise error(
+            f"input_ids is the text {shown(input_ids)}; encode it first, as the tokenizer of "
+            "load_tokenizer does, or call generate_text"
+        )
+    try:
+        return torch.tensor(_as_lists(input_ids), device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as reason:
+        raise error(
+            f"input_ids is a {type(input_ids).__name__} that cannot be read as ids; expected "
+            f"integers (B, T), all rows of one length: {reason}"
+        ) from reason
+
+
+def _as_lists(value: Any) -> Any:
+    """Rows of arrays or tensors, and arrays of any integer type, as Python's own numbers."""
+    if isinstance(value, list | tuple):
+        return [_as_lists(row) for row in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def fault_in_ids(input_ids: Tensor, vocab_size: int | None) -> str | None:
+    """What is wrong with ids that should be (B, T) whole numbers below `vocab_size`, in words.
+
+    None for `vocab_size` leaves their values unread.
+    """
+    kind = input_ids.dtype
+    whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    known = input_ids.layout == torch.strided and not (input_ids.is_meta or input_ids.is_quantized)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not (whole and known):
+        where = "" if known else f" ({input_ids.layout}, on {input_ids.device})"
         return (
-            f"input_ids are {input_ids.dtype} of shape {list(input_ids.shape)}; expected whole "
+            f"input_ids are {kind} of shape {list(input_ids.shape)}{where}; expected whole "
             "numbers (B, T), at least one; an empty prompt may start from the end-of-text id"
         )
-    low, high = int(input_ids.min()), int(input_ids.max())
+    if vocab_size is None:
+        return None
+    low, high = int(input_ids.long().min()), int(input_ids.long().max())
     if low < 0 or high >= vocab_size:
         return (
             f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
             f"{vocab_size - 1}; is this prompt encoded by another tokenizer?"
         )
     return None
+
+
+def check_ids(
+    input_ids: Tensor,
+    cache: Sequence[KVCache] | None,
+    attention_mask: Tensor | None,
+    tokens: nn.Module,
+    positions: nn.Module,
+) -> None:
+    """Refuse ids that the embeddings have no row for.
+
+    Nothing is checked while the forward pass is traced or compiled, so that no length and no value
+    of the ids enters the graph. On an accelerator the values are not read, which would wait for it.
+
+    Raises:
+        GenerationError: ids that are not integers (B, T), or are not in the vocabulary; more than
+            there are positions, or than the cache has room for.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode_stack():
+        return
+    if not isinstance(input_ids, Tensor):
+        raise GenerationError(
+            f"input_ids is a {type(input_ids).__name__}; expected a tensor of integers (B, T)"
+        )
+    if input_ids.is_meta:  # shapes alone are computed
+        return
+    vocab_size = _rows(tokens) if input_ids.is_cpu else None
+    if fault := fault_in_ids(input_ids, vocab_size):
+        raise GenerationError(fault)
+    past, T, n = cache[0].length if cache else 0, input_ids.shape[1], _rows(positions)
+    if cache and past + T > cache[0].capacity:
+        raise GenerationError(
+            f"{T} ids after {past} cached ones; the cache has {cache[0].capacity} positions"
+        )
+    if n is not None and attention_mask is None and past + T > n:
+        cached = f" after {past} cached ones" if past else ""
+        raise GenerationError(
+            f"{T} ids{cached}; the model has {n} positions; shorten the text, or keep its last part"
+        )
+
+
+def _rows(embedding: nn.Module) -> int | None:
+    """How many an embedding has; None where it was replaced by something else."""
+    weight = getattr(embedding, "weight", None)
+    return len(weight) if isinstance(weight, Tensor) else None
 
 
 def position_ids(

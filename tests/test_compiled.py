@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from compat.decoding import NotFiniteError
 from tests.conftest import MakeCheckpoint
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+# torch's compiler warns of its own parts, and compat leaves the filters of the process alone.
+pytestmark = pytest.mark.filterwarnings("ignore:::torch")
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3)).tolist()
 # Of the logits' norm; in int8 a rounding of activations the other way.
 RELATIVE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
@@ -79,8 +83,8 @@ def test_without_a_compiler_it_says_so(
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="cannot be compiled here: "):
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})  # torch's way, which it undoes
+    with missing, pytest.raises(ConfigError, match="cannot be compiled here: "):
         Engine(source, compile=True)
 
 
@@ -88,3 +92,38 @@ def test_without_a_compiler_it_says_so(
 def test_what_cannot_be_compiled_is_refused(source: Path, others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="without speculate"):
         Engine(source, compile=True, **others)
+
+
+@needs_compiler
+def test_compiling_leaves_the_settings_of_the_process(source: Path) -> None:
+    """Seen by another thread too, while it compiles."""
+    from torch._inductor import config
+
+    def settings() -> tuple[Any, ...]:
+        return (
+            config.freezing,
+            config.cpp_wrapper,
+            config.cpp.threads,
+            list(warnings.filters),
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+        )
+
+    before, seen, done = settings(), list[tuple[Any, ...]](), Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            seen.append(settings()[:3] + settings()[4:7])
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        engine = Engine(source, compile=True)
+        engine.generate(torch.tensor([[1, 2]]), max_new_tokens=5)
+    finally:
+        done.set()
+        thread.join()
+    assert settings() == before
+    assert set(seen) == {before[:3] + before[4:7]}

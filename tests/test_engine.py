@@ -175,10 +175,47 @@ def test_scores_are_those_of_transformers(
     torch.testing.assert_close(Engine(source).score(ids), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
+    ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        logits = noisy_reference(n_positions=64)(ids[:, :64]).logits
+    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(Engine(source).score(ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 65])
+def test_greedy_choices_are_reported_beside_the_scores(
+    source: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("compat.engine"), "CHUNK", 10)
+    engine = Engine(source)
+    ids = engine.generate(torch.tensor([[5, 17], [9, 44]]), max_new_tokens=62, temperature=0,
+                          stop=())  # fmt: skip
+    ids = torch.cat([ids, torch.tensor([[1], [2]])], dim=1)
+    ids[0, 30] = (ids[0, 30] + 1) % 97
+    ids = ids[:, :length]
+    with torch.no_grad():
+        chosen = noisy_reference(n_positions=64)(ids[:, :64]).logits.argmax(-1)[:, : length - 1]
+    scores, is_greedy = engine.score(ids, greedy=True)
+    assert torch.equal(scores, engine.score(ids))
+    assert is_greedy.dtype == torch.bool
+    assert torch.equal(is_greedy, chosen == ids[:, 1:])
+    if length == 65:
+        assert is_greedy[1, 1:63].all() and not is_greedy[0, 29]
+
+
+def test_scores_of_ids_in_any_container(source: Path) -> None:
+    engine, ids = Engine(source), torch.tensor([[5, 17, 60]])
+    for same in (ids.tolist(), ids.numpy(), ids.to(torch.uint8)):
+        assert torch.equal(engine.score(same), engine.score(ids))
+    with pytest.raises(GenerationError, match="input_ids is the text 'Hello'"):
+        engine.score("Hello")  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(1, 65, dtype=torch.long), "65 ids; the model has 64"),
+        (torch.zeros(1, 66, dtype=torch.long), "66 ids; the model has 64 positions, .* 65"),
         (torch.tensor([[97]]), "97"),
     ],
 )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,7 @@ def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """What these tests measure is not remembered for the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    kernels.fastest.cache_clear()
+    kernels.forget()
 
 
 @pytest.mark.parametrize("precision", list(kernels.CANDIDATES))
@@ -49,7 +55,7 @@ def test_an_engine_does_without_any_kernel_but_the_last(
     broken = gone if fault == "gone" else wrong
     left = (*[broken] * count, *packs[count:])
     monkeypatch.setitem(kernels.CANDIDATES, precision, left)
-    kernels.fastest.cache_clear()
+    kernels.forget()
     assert kernels.fastest(precision, 1, 1) in packs[count:]
 
 
@@ -69,7 +75,7 @@ def test_on_an_accelerator_the_first_that_works_is_taken(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "works", works)
     monkeypatch.setattr(kernels, "seconds", None)  # nothing is measured, by a clock of the CPU
     for precision, candidates in kernels.CANDIDATES.items():
-        kernels.fastest.cache_clear()
+        kernels.forget()
         assert kernels.fastest(precision, 1, 1, torch.device("cuda")) is candidates[1]
 
 
@@ -86,12 +92,12 @@ def test_the_fastest_kernel_is_taken_and_remembered(
     monkeypatch.setattr(kernels, "seconds", seconds)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
-    kernels.fastest.cache_clear()
+    kernels.forget()
     timed.clear()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert timed == []
     (tmp_path / "cache/gpt2-compat/kernels.json").write_text("{")
-    kernels.fastest.cache_clear()
+    kernels.forget()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
 
@@ -102,3 +108,213 @@ def test_measuring_draws_nothing_from_the_random_numbers_of_the_user() -> None:
     assert len(times) == 2 and min(times) > 0
     assert kernels.works(Blas, "float32")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# What is remembered, where, and when.
+
+
+def fake_seconds(monkeypatch: pytest.MonkeyPatch, **known: float) -> list[int]:
+    """A measurement that gives these; the list grows with every one."""
+    calls: list[int] = []
+
+    def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
+        calls.append(len(packs))
+        return [known.get(pack.__name__, 9.0) for pack in packs]
+
+    monkeypatch.setattr(kernels, "seconds", seconds)
+    return calls
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "cache/gpt2-compat/kernels.json"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+DAMAGED: dict[str, bytes] = {
+    "cut": b'{"a": ',
+    "empty": b"",
+    "not text": b"\xff\xfe\x00",
+    "a list": b'["Blas"]',
+    "a number": b"3",
+    "deep": b"[" * 100_000,
+    "lists as names": b'{"PLACE": ["Blas"]}',
+    "dictionaries as names": b'{"PLACE": {"Blas": 1}}',
+    "null": b'{"PLACE": null}',
+    "another kernel": b'{"PLACE": "Magic"}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_or_foreign_file_is_ignored_and_replaced(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    calls = fake_seconds(monkeypatch, Blas=1.0)
+    kernels.fastest("float32", 1, 7)
+    (place,) = json.loads(memory.read_text())
+    memory.write_bytes(DAMAGED[damage].replace(b"PLACE", place.encode()))
+    kernels.forget()
+    calls.clear()
+    assert kernels.fastest("float32", 1, 7) is Blas
+    assert calls
+    assert json.loads(memory.read_text())[place] == "Blas"
+    assert list(memory.parent.iterdir()) == [memory]
+
+
+def test_entries_of_other_machines_are_kept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_seconds(monkeypatch, Blas=1.0)
+    memory.write_text(json.dumps({"another machine": "OneDnn", "damaged": [1]}))
+    kernels.fastest("float32", 1, 7)
+    known = json.loads(memory.read_text())
+    assert known.pop("another machine") == "OneDnn"
+    assert list(known.values()) == ["Blas"]
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "file above", "no space"])
+def test_memory_that_cannot_be_written_does_not_matter(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    fake_seconds(monkeypatch, Blas=1.0)
+    if obstacle == "folder":
+        memory.mkdir()
+    elif obstacle == "file above":
+        memory.parent.rmdir()
+        memory.parent.write_text("")
+    else:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+    assert kernels.fastest("float32", 1, 7) is Blas
+    if memory.parent.is_dir():
+        assert not list(memory.parent.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("unknown", [RuntimeError, KeyError])
+@pytest.mark.parametrize("cache_home", [None, "", "relative/cache"])
+def test_without_a_home_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: type[Exception], cache_home: Any
+) -> None:
+    def home() -> Path:
+        raise unknown("no home")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "home", home)
+    if cache_home is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+    fake_seconds(monkeypatch, Blas=1.0)
+    assert kernels.fastest("float32", 1, 7) is Blas
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs Unix")
+def test_an_engine_works_for_a_user_without_home_and_entry(tiny: Path) -> None:
+    code = f"""
+import os, pwd
+def getpwuid(uid):
+    raise KeyError(f"getpwuid(): uid not found: {{uid}}")
+pwd.getpwuid = getpwuid
+import torch
+from compat import Engine
+from compat.decoding import kernels
+kernels.seconds = lambda packs, *_: [1.0] * len(packs)
+print(Engine({str(tiny)!r}).generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1])
+"""
+    keep = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "USER")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=keep, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+
+
+@pytest.mark.parametrize(
+    ("wall", "running", "idle"),
+    [(1.0, 0.97, True), (1.0, 0.5, False), (0.001, 0.0, True), (20.0, 17.0, False)],
+)
+def test_a_measuring_thread_that_had_to_wait_shows_a_busy_machine(
+    wall: float, running: float, idle: bool
+) -> None:
+    assert kernels.was_idle(wall, running) == idle
+
+
+def test_a_thread_that_sleeps_is_not_running(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
+        time.sleep(0.1)
+        return [9.0 - (pack is Blas) for pack in packs]
+
+    monkeypatch.setattr(kernels, "seconds", slow)
+    assert kernels.fastest("float32", 1, 7) is Blas
+    assert not memory.exists()
+
+
+def test_a_busy_machine_is_measured_again_later(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, idle = 1000.0, False
+    monkeypatch.setattr(kernels.time, "monotonic", lambda: now)
+    monkeypatch.setattr(kernels, "was_idle", lambda *_: idle)
+    calls = fake_seconds(monkeypatch, Blas=2.0, Linear=1.0)
+    assert kernels.fastest("float32", 1, 7) is Linear
+    assert not memory.exists()
+    calls.clear()
+    assert kernels.fastest("float32", 1, 7) is Linear
+    assert not calls  # not for every engine
+    now, idle = now + kernels.AGAIN_AFTER + 1, True
+    calls = fake_seconds(monkeypatch, Blas=1.0, Linear=2.0)
+    assert kernels.fastest("float32", 1, 7) is Blas
+    assert list(json.loads(memory.read_text()).values()) == ["Blas"]
+    calls.clear()
+    now += 10 * kernels.AGAIN_AFTER
+    assert kernels.fastest("float32", 1, 7) is Blas
+    assert not calls
+
+
+def test_measurements_that_disagree_are_not_remembered(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = [True]
+
+    def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
+        fast = Linear if first else Blas
+        first.clear()
+        return [1.0 if pack is fast else 2.0 for pack in packs]
+
+    monkeypatch.setattr(kernels, "seconds", seconds)
+    assert kernels.fastest("float32", 1, 7) is Linear
+    assert not memory.exists()
+
+
+def test_two_threads_measure_one_after_another_and_once(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, calls = [0], [0], list[int]()
+
+    def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        calls.append(rows)
+        time.sleep(0.02)
+        running[0] -= 1
+        return [1.0 if pack is Blas else 2.0 for pack in packs]
+
+    monkeypatch.setattr(kernels, "seconds", seconds)
+    monkeypatch.setattr(kernels, "was_idle", lambda *_: True)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda rows: kernels.fastest("float32", rows, 7), [1, 4] * 4))
+    assert set(found) == {Blas}
+    assert most == [1]
+    assert sorted(calls) == [1, 1, 4, 4]  # two measurements each
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_forked_during_a_measurement_is_not_locked_out() -> None:
+    with kernels._measuring:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if kernels._measuring.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from compat import GenerationError, PlainBlocks, generate, load_pretrained
+from compat import GenerationError, GPT2Config, PlainBlocks, generate, load_pretrained
 from compat.decoding import PlainDecoder, decoder_of
 from compat.decoding.of_model import FastBlocks, transformer_of
-from compat.dialects import Model, linear
+from compat.dialects import Model, conv1d, get_dialect, linear
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import each_dialect
 
@@ -62,6 +67,157 @@ def test_a_change_of_the_weights_counts_at_once(source: Path, dialect: str) -> N
     expected = logits(PlainBlocks(model))
     assert (logits(model) - expected).norm() < 1e-5 * expected.norm()
     assert (before - expected).norm() > 0.1 * expected.norm()
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, views of others left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.bytes += out.untyped_storage().nbytes()
+        return out
+
+
+@each_dialect
+def test_building_the_fast_pass_copies_no_weight(dialect: str) -> None:
+    config = GPT2Config(vocab_size=300, n_positions=16, n_embd=128, n_layer=4, n_head=4)
+    model = get_dialect(dialect).model_class(config).eval()
+    with Made() as made:
+        transformer_of(model)
+    assert made.bytes < 0.01 * sum(p.nbytes for p in model.parameters())
+
+
+def _scaled(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def _scaled_unseen(model: Model) -> None:
+    """What this does is not counted in `_version`."""
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def _swapped(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+
+
+def _set(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.set_(parameter.roll(1, 0))
+
+
+def _through_numpy(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.detach().numpy()[:] *= 1.1
+
+
+def _rolled_state(model: Model) -> dict[str, Tensor]:
+    return {name: tensor.roll(1, 0) for name, tensor in model.state_dict().items()}
+
+
+def _loaded(model: Model) -> None:
+    model.load_state_dict(_rolled_state(model))
+
+
+def _assigned(model: Model) -> None:
+    """This unties the head."""
+    model.load_state_dict(_rolled_state(model), assign=True)
+
+
+def _trained(model: Model) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.tensor(IDS[:1])
+    nn.functional.cross_entropy(model(ids)[0], ids[0]).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def _other_parameters(model: Model) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.Linear | conv1d.Conv1D) and part.bias is not None:
+            part.bias = nn.Parameter(part.bias.detach() + 1)
+
+
+def _narrowed(model: Model) -> None:
+    model.to(torch.bfloat16)
+
+
+def _widened(model: Model) -> None:
+    model.double()
+    _scaled(model)
+
+
+@each_dialect
+@pytest.mark.parametrize(
+    "change",
+    [
+        _scaled,
+        _scaled_unseen,
+        _swapped,
+        _set,
+        _through_numpy,
+        _loaded,
+        _assigned,
+        _trained,
+        _other_parameters,
+        _narrowed,
+        _widened,
+    ],
+)
+def test_every_way_to_change_weights_is_seen(
+    source: Path, dialect: str, change: Callable[[Model], None]
+) -> None:
+    model = load_pretrained(source, dialect)
+    generate(model, torch.tensor(IDS[:1]), max_new_tokens=2, temperature=0)
+    before = logits(model)
+    change(model)
+    assert isinstance(decoder_of(model), FastBlocks) == (change is not _assigned)
+    expected = logits(PlainBlocks(model))
+    bound = 0.05 if change is _narrowed else 1e-5
+    assert (logits(model) - expected).norm() < bound * expected.norm()
+    assert (before - expected).norm() > 1e-3 * expected.norm()
+
+
+@each_dialect
+def test_a_change_of_the_weights_between_two_ids_counts(source: Path, dialect: str) -> None:
+    model = load_pretrained(source, dialect)
+    decoders = [decoder_of(model), decoder_of(PlainBlocks(model))]
+    for decoder in decoders:
+        decoder.start(IDS)
+    _scaled_unseen(model)
+    found, expected = (decoder.step(torch.tensor([3, 1, 4])) for decoder in decoders)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@each_dialect
+def test_generating_does_not_keep_a_model_alive(source: Path, dialect: str) -> None:
+    model = load_pretrained(source, dialect)
+    generate(model, torch.tensor(IDS[:1]), max_new_tokens=2, temperature=0)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@each_dialect
+def test_threads_may_generate_with_one_model(source: Path, dialect: str) -> None:
+    model, prompts = load_pretrained(source, dialect), [torch.tensor([ids]) for ids in IDS] * 4
+
+    def continued(ids: Tensor) -> list[int]:
+        return generate(model, ids, max_new_tokens=20, temperature=0, stop=())[0].tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(continued, prompts)) == [continued(ids) for ids in prompts]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ B batch (here 1), S seen so far, N positions there are, C channels, H heads, D h
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -37,10 +36,11 @@ class CompiledTransformer(Transformer):
 
         super().__init__(*arguments)
 
+        # Options of `torch.compile` come too late for freezing. torch restores what is patched, and
+        # it holds for this thread alone.
         self.patched = partial(config.patch, SETTINGS)
         self.step = torch.compile(_Step(self).eval(), fullgraph=True)
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch about its own parts
+        with torch.inference_mode():
             self.positions = torch.arange(self.config.n_positions)
             try:
                 self.next_logits(torch.zeros(1, dtype=torch.long), self.new_cache(1), 3)

@@ -6,14 +6,15 @@ operators that torch does not document; those may go, and are taken only where t
 
 from __future__ import annotations
 
-import mmap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from compat.decoding.memory import private_memory
 
 
 class Matrix(Protocol):
@@ -35,6 +36,13 @@ class Blas:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+def side_by_side(matrices: Sequence[Matrix]) -> Matrix:
+    """One that concatenates the products of several, whose weights need not be copied together."""
+    if len(matrices) == 1:
+        return matrices[0]
+    return lambda x: torch.cat([matrix(x) for matrix in matrices], dim=1)
 
 
 class Linear:
@@ -64,7 +72,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [in, out] in whole numbers −127 … 127 (out, in), and the step of each row (out,)."""
     step = torch.empty(weight.shape[1], device=weight.device)
     # Memory that goes back to the system when it is packed, where the allocator would keep it.
-    memory = mmap.mmap(-1, weight.numel())
+    memory = private_memory(weight.numel())
     whole = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])  # on the CPU
     least = torch.finfo(torch.float32).tiny
     for start in range(0, len(whole), PIECE):

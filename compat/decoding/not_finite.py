@@ -46,13 +46,24 @@ def why_not_finite(
 def first_not_finite(model: Model, input_ids: Tensor) -> tuple[str, str] | None:
     """The first tap of ids (B, T) with a value that is not finite, and "NaN" or "an infinity"."""
     dialect = dialect_of(model)
-    taps = expand_taps(dialect.taps, model.config.n_layer) if dialect else []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    taps = expand_taps(dialect.taps, n_blocks(model)) if dialect else []
+    taps = [tap for tap in taps if tap.module in modules]  # parts of the model may be replaced
     faults: dict[str, str] = {}
     with ExitStack() as hooks:
         for tap in taps:
-            hooks.enter_context(_watch(model.get_submodule(tap.module), tap, faults))
+            hooks.enter_context(_watch(modules[tap.module], tap, faults))
         model(input_ids)
     return next(((tap.name, faults[tap.name]) for tap in taps if tap.name in faults), None)
+
+
+def n_blocks(model: Model) -> int:
+    """How many the model has, which may differ from its config once some were removed or added."""
+    dialect = dialect_of(model)
+    if dialect is None:
+        return model.config.n_layer
+    blocks = model.get_submodule(dialect.block_path.removesuffix(".{i}"))
+    return len(blocks._modules)  # children() would count a block that stands there twice once
 
 
 def _watch(module: nn.Module, tap: Tap, faults: dict[str, str]) -> Any:

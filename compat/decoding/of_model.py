@@ -5,25 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from compat.config import GPT2Config
 from compat.decoding.decoder import Decoder, HasDecoder
 from compat.decoding.matrices import Blas
 from compat.decoding.plain import PlainDecoder
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Transformer
-from compat.dialects import Model, conv1d, linear
-from compat.hf_tensors import hf_tensors, with_head_of
+from compat.decoding.unmodified import is_unmodified
+from compat.dialects import Model, dialect_of
+from compat.errors import GenerationError
+from compat.name_map import Split, Transpose
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:
-    """The model's own decoder; of a dialect's model the fast one if it is as compat made it.
+    """The model's own decoder; of a dialect's model the fast one if nothing of it was modified.
 
-    Nothing is packed, and next to nothing copied: the weights are read where the model has them.
+    Nothing is packed or copied: the weights are read where the model has them.
+
+    Raises:
+        GenerationError: neither a decoder nor a model with compat's config; training mode.
     """
     if isinstance(model, HasDecoder):
         return model.decoder()
-    return FastBlocks(model) if is_as_made(model) else PlainDecoder(model)
+    if not isinstance(model, nn.Module) or not isinstance(
+        getattr(model, "config", None), GPT2Config
+    ):
+        raise GenerationError(
+            f"cannot generate with a {type(model).__name__}; expected a model from "
+            "load_pretrained or an Engine, which takes any module with its name map"
+        )
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
+    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the only place where it is faster
+    return FastBlocks(model) if on_cpu and is_unmodified(model) else PlainDecoder(model)
 
 
 class FastBlocks(StaticDecoder):
@@ -37,36 +52,30 @@ class FastBlocks(StaticDecoder):
         return PlainDecoder(self.model).why_not_finite(context)
 
 
-def is_as_made(model: Model) -> bool:
-    """Whether its weights tell all: no part was replaced or is hooked, nothing is dropped out.
-
-    Only the blocks themselves know what others do; and they alone run on accelerators.
-    """
-    parts, every = list(model.modules()), nn.modules.module
-    kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
-    return (
-        not model.training
-        and len(kinds) == 1
-        and all(device == "cpu" for _, device in kinds)
-        and all(type(part).__module__ in _MODULES for part in parts)
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        and not (every._global_forward_hooks or every._global_forward_pre_hooks)
-        and not any("forward" in vars(part) for part in parts)
-    )
-
-
-_MODULES = {linear.__name__, conv1d.__name__, "compat.layers", nn.Linear.__module__}
-_MODULES |= {kind.__module__ for kind in (nn.Embedding, nn.Dropout, nn.ModuleList, nn.GELU)}
-
-
 @torch.no_grad()
 def transformer_of(model: Model) -> Transformer:
-    """Its weights, shared, in its own data type."""
-    tensors = hf_tensors(model)
-    dtype = next(model.parameters()).dtype
-    config = with_head_of(model.config, tensors)
+    """An unmodified model's weights in its own data type, all of them views of its memory.
 
-    def read(name: str) -> torch.Tensor:
-        return tensors[name].view()
+    Building it for every text costs little, and no change of the weights can be missed.
+    """
+    config, dialect = model.config, dialect_of(model)
+    if dialect is None:
+        raise TypeError(f"{type(model).__name__} is not a dialect's model")
+    rows = {row.hf: row for row in dialect.name_map.expand(config.n_layer)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
 
-    return Transformer(config, Embedding.of(read, dtype), read, Blas, dtype)
+    def parts(name: str) -> list[Tensor]:
+        """The tensors whose concatenation is Hugging Face's; none for a bias the model lacks."""
+        row = rows[name]
+        found = [parameters[ours].detach() for ours in row.ours if ours in parameters]
+        transposed = isinstance(row.op, Transpose) or (
+            isinstance(row.op, Split) and row.op.transpose
+        )
+        return [tensor.t() for tensor in found] if transposed else found
+
+    def read(name: str) -> Tensor:
+        found = parts(name)
+        return found[0] if found else torch.zeros_like(read(name.removesuffix("bias") + "weight"))
+
+    embedding = Embedding(read("wte.weight"), read("wpe.weight"))
+    return Transformer(config, embedding, read, Blas, embedding.wte.dtype, parts)

@@ -5,11 +5,11 @@ B batch, T time, S seen so far, N positions there are, C channels, H heads, D he
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property, partial
+from itertools import starmap, zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.checkpoint.checks import all_finite
 from compat.config import GPT2Config
-from compat.decoding.matrices import Matrix, Pack
+from compat.decoding.matrices import Matrix, Pack, side_by_side
+from compat.decoding.memory import private_memory
 from compat.layers import activation
 
 Read = Callable[[str], Tensor]  # Hugging Face's name of a tensor → the tensor, `[in, out]`
@@ -59,7 +60,7 @@ class Cache:
         L, N, H = config.n_layer, config.n_positions, config.n_head
         shape = (L, 2, batch, H, N, config.d_head)
         if like.is_cpu:  # zeros that take no memory until they are written to
-            self.memory = mmap.mmap(-1, prod(shape) * like.itemsize)
+            self.memory = private_memory(prod(shape) * like.itemsize)
             self.both = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
         else:
             self.both = like.new_zeros(shape)
@@ -90,6 +91,8 @@ class Transformer:
         read: gives the other weights, one after another.
         pack: makes a matrix of a weight and a bias.
         dtype: of the activations.
+        parts: gives the tensors whose concatenation is the fused query, key and value, where the
+            model has them apart; None reads the fused one.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Transformer:
         read: Read,
         pack: Pack,
         dtype: torch.dtype,
+        parts: Callable[[str], Sequence[Tensor]] | None = None,
     ) -> None:
         # torch's fast attention hides a NaN in queries and keys; its plain form shows it.
         self.attention: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -112,11 +116,14 @@ class Transformer:
         def matrix(name: str) -> Matrix:
             return pack(vector(f"{name}.weight"), vector(f"{name}.bias"))
 
-        def projection(name: str) -> Matrix:
-            weight, bias = vector(f"{name}.weight"), vector(f"{name}.bias")
-            if not (all_finite(weight) and all_finite(bias)):
+        def qkv(name: str) -> Matrix:
+            weights, biases = (
+                [tensor.to(dtype) for tensor in (parts(part) if parts else [read(part)])]
+                for part in (f"{name}.weight", f"{name}.bias")
+            )
+            if not all(map(all_finite, [*weights, *biases])):
                 self.attention = partial(sdpa_kernel, SDPBackend.MATH)
-            return pack(weight, bias)
+            return side_by_side(list(starmap(pack, zip_longest(weights, biases))))
 
         self.config, self.dtype, self.embedding = config, dtype, embedding
         self.device = embedding.wte.device
@@ -128,7 +135,7 @@ class Transformer:
         self.blocks = [
             Block(
                 norm(f"h.{i}.ln_1"),
-                projection(f"h.{i}.attn.c_attn"),
+                qkv(f"h.{i}.attn.c_attn"),
                 matrix(f"h.{i}.attn.c_proj"),
                 norm(f"h.{i}.ln_2"),
                 matrix(f"h.{i}.mlp.c_fc"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, initialized, position_ids
+from compat.layers import KVCache, activation, check_ids, initialized, position_ids
 from compat.name_map import NameMap, Row, Same
 from compat.taps import Tap
 
@@ -169,6 +169,7 @@ class GPTModel(nn.Module):
         `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
         the cached past too.
         """
+        check_ids(input_ids, cache, attention_mask, self.wte, self.wpe)
         positions = position_ids(input_ids, cache, attention_mask)
         x = self.drop(self.wte(input_ids) + self.wpe(positions))  # (B, T, C)
         for i, block in enumerate(self.h):

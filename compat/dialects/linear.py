@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, initialized, position_ids
+from compat.layers import KVCache, activation, check_ids, initialized, position_ids
 from compat.name_map import NameMap, Row, Same, Split, Transpose
 from compat.taps import Tap
 
@@ -150,6 +150,7 @@ class GPTModel(nn.Module):
         `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
         the cached past too.
         """
+        check_ids(input_ids, cache, attention_mask, self.tok_emb, self.pos_emb)
         positions = position_ids(input_ids, cache, attention_mask)
         x = self.drop_emb(self.tok_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for i, block in enumerate(self.trf_blocks):

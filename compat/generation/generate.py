@@ -8,18 +8,18 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from compat.config import GPT2Config
 from compat.decoding import Decoder, HasDecoder, PlainBlocks, PlainDecoder, decoder_of
 from compat.dialects import Model
-from compat.errors import GenerationError
+from compat.errors import GenerationError, shown
+from compat.generation.checks import token_ids, whole_number
 from compat.generation.rounds import rounds
 from compat.generation.sampling import Sampling
-from compat.layers import fault_in_ids
+from compat.layers import as_ids, id_tensor
 
 
 def generate(
     model: Model | HasDecoder,
-    input_ids: Tensor,
+    input_ids: Tensor | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -36,23 +36,27 @@ def generate(
     """Continue ids (B, T) by up to `max_new_tokens`: ids (B, T + new), the prompt included.
 
     Args:
-        model: a dialect's model in eval mode, which runs fast on its own weights if it is as it was
-            made, else by its blocks; `PlainBlocks` of one; or anything with a decoder of its own.
-        input_ids: (B, T); unequal prompts come from `left_pad`, with its mask.
+        model: a dialect's model in eval mode, which runs fast on its own weights if nothing of it
+            was modified, else by its own `forward`; `PlainBlocks` of one; or anything with a
+            decoder of its own.
+        input_ids: (B, T), as a tensor, a NumPy array or lists; unequal prompts come from
+            `left_pad`, with its mask.
         max_new_tokens: at most so many; fewer when every row has met a stop id.
         temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens: as in `Sampling`.
         generator: source of randomness for all rows; None is torch's global one.
         stop: ids after which a row ends, filled up with the padding id; None takes the config's
             `eos_token_id`, () never stops.
         attention_mask: (B, T), 0 at left padding.
-        use_cache: False computes all positions anew for every token.
+        use_cache: False computes all positions anew for every token, which a modified model needs
+            whose parts look at several positions without its blocks' cache.
 
     Raises:
         GenerationError: a request that cannot be met, such as one beyond `n_positions`.
     """
+    prompt = id_tensor(input_ids)
     steps = stream(
         model,
-        input_ids,
+        prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -65,12 +69,12 @@ def generate(
         attention_mask=attention_mask,
         use_cache=use_cache,
     )
-    return torch.cat([input_ids, *(ids[:, None] for ids in steps)], dim=1)
+    return torch.cat([prompt, *(ids[:, None] for ids in steps)], dim=1)
 
 
 def stream(
     model: Model | HasDecoder,
-    input_ids: Tensor,
+    input_ids: Tensor | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -85,14 +89,15 @@ def stream(
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """The ids (B,) of one new position after another; arguments and errors as in `generate`."""
-    sampling = Sampling(
-        temperature, top_k, top_p, min_p, repetition_penalty, tuple(suppress_tokens)
-    )
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens)
     decoder = decoder_of(model) if use_cache else _without_cache(model)
-    _check_request(decoder.config, input_ids, max_new_tokens, attention_mask)
-    stop_ids = tuple(decoder.config.stop_ids if stop is None else stop)
-    prompts = _without_padding(input_ids, attention_mask)
-    steps = _steps(decoder, prompts, sampling, generator, stop_ids, input_ids.device)
+    ids = as_ids(input_ids, decoder.config.vocab_size)
+    check_room(ids.shape[1], max_new_tokens, decoder.config.n_positions)
+    _check_mask(attention_mask, ids)
+    _check_generator(generator)
+    stop_ids = token_ids("stop", decoder.config.stop_ids if stop is None else stop)
+    prompts = _without_padding(ids, attention_mask)
+    steps = _steps(decoder, prompts, sampling, generator, stop_ids, ids.device)
     return islice(steps, max_new_tokens)
 
 
@@ -151,8 +156,7 @@ def check_room(T: int, max_new_tokens: int, n_positions: int) -> None:
     Raises:
         GenerationError: with the numbers.
     """
-    if max_new_tokens < 0:
-        raise GenerationError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    whole_number("max_new_tokens", max_new_tokens, least=0)
     if T + max_new_tokens > n_positions:
         raise GenerationError(
             f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}; "
@@ -161,16 +165,24 @@ def check_room(T: int, max_new_tokens: int, n_positions: int) -> None:
         )
 
 
-def _check_request(
-    config: GPT2Config, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None
-) -> None:
-    if fault := fault_in_ids(input_ids, config.vocab_size):
-        raise GenerationError(fault)
-    check_room(input_ids.shape[1], max_new_tokens, config.n_positions)
-    if attention_mask is not None and (
-        attention_mask.shape != input_ids.shape or not attention_mask[:, -1].all()
-    ):
+def _check_mask(attention_mask: object, ids: Tensor) -> None:
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise GenerationError(
+            f"attention_mask is a {type(attention_mask).__name__}; expected a tensor of shape "
+            f"{list(ids.shape)}, as from left_pad"
+        )
+    if attention_mask.shape != ids.shape or not attention_mask[:, -1].all():
         raise GenerationError(
             f"attention_mask has shape {list(attention_mask.shape)} or zeros at the end; expected "
-            f"{list(input_ids.shape)} with the padding on the left, as from left_pad"
+            f"{list(ids.shape)} with the padding on the left, as from left_pad"
+        )
+
+
+def _check_generator(generator: object) -> None:
+    if not isinstance(generator, torch.Generator | None):
+        raise GenerationError(
+            f"generator is {shown(generator)}; expected a torch.Generator, such as "
+            "torch.Generator().manual_seed(0)"
         )

@@ -8,6 +8,7 @@ from itertools import islice
 from compat.decoding import HasDecoder
 from compat.dialects import Model
 from compat.errors import GenerationError, shown
+from compat.generation.checks import whole_number
 from compat.generation.sampling import Sampling
 from compat.generation.writing import Completion, Draft, Overflow, Prompt, Writer
 from compat.tokenizer import Tokenizer
@@ -61,10 +62,8 @@ def generate_text(
         KeyboardInterrupt: after the completions of the batch that Ctrl-C came upon, those that had
             not ended "interrupted".
     """
-    if n < 1:
-        raise GenerationError(f"n is {n}; expected at least 1 text a prompt")
-    if batch_size < 1:
-        raise GenerationError(f"batch_size is {batch_size}; expected at least 1")
+    whole_number("n", n, least=1)
+    whole_number("batch_size", batch_size, least=1)
     if isinstance(prompts, str):
         raise GenerationError("prompts is one text; expected a sequence of them")
     writer = Writer(

@@ -1,0 +1,107 @@
+"""Generation in child processes: forked, spawned, and as workers of a DataLoader."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from compat import Engine, generate, load_pretrained
+from compat.decoding import decoder_of, memory
+
+IDS = torch.tensor([[5, 17, 60]])
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """torch's own threads do not exist in a forked child, which would wait for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def continued(model: Any, ids: Tensor = IDS) -> list[int]:
+    return generate(model, ids, max_new_tokens=8, temperature=0, stop=())[0].tolist()
+
+
+class Texts(Dataset[list[int]]):
+    """Continues a prompt for each item."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> list[int]:
+        return continued(self.model, IDS + i)
+
+
+@needs_fork
+@pytest.mark.parametrize("kind", ["engine", "model"])
+def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
+    """Parent and child go on with different ids from one prompt; neither sees the other's."""
+    model = Engine(tiny) if kind == "engine" else load_pretrained(tiny)
+    alone = decoder_of(model)
+    alone.start(IDS.tolist())
+    expected = [alone.step(torch.tensor([7])), alone.step(torch.tensor([9]))]
+    decoder = decoder_of(model)
+    decoder.start(IDS.tolist())
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.inference_mode():
+                decoder.cache.both.fill_(100.0)  # type: ignore[attr-defined]
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(decoder.step(torch.tensor([7])), expected[0])
+    assert torch.equal(decoder.step(torch.tensor([9])), expected[1])
+
+
+def test_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where neither of these names exists."""
+    monkeypatch.delattr(memory.mmap, "MAP_PRIVATE", raising=False)
+    monkeypatch.delattr(memory.mmap, "MAP_ANONYMOUS", raising=False)
+    made = memory.private_memory(100)
+    assert made[:] == bytes(100)
+
+
+@needs_fork
+@pytest.mark.parametrize("kind", ["engine", "model"])
+def test_forked_workers_of_a_data_loader_generate(tiny: Path, kind: str) -> None:
+    model = Engine(tiny) if kind == "engine" else load_pretrained(tiny)
+    loader = DataLoader(
+        Texts(model), batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
+    assert list(loader) == [continued(model, IDS + i) for i in range(6)]
+
+
+def test_spawned_workers_of_a_data_loader_generate(tiny: Path) -> None:
+    model = load_pretrained(tiny)
+    loader = DataLoader(
+        Texts(model), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
+    assert list(loader) == [continued(model, IDS + i) for i in range(6)]
+
+
+def by_an_engine(folder: Path) -> list[int]:
+    torch.set_num_threads(1)
+    return continued(Engine(folder))
+
+
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])
+def test_processes_build_engines_of_their_own(tiny: Path, method: str) -> None:
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        found = pool.map(by_an_engine, [tiny, tiny])
+    assert found == [by_an_engine(tiny)] * 2
