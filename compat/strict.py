@@ -65,15 +65,16 @@ def check_buffers(model: nn.Module) -> None:
     Refused are buffers, and tensors that are plain attributes, on the meta device, and buffers
     that `to_empty` has moved from there and that nobody has filled since. PyTorch does not mark
     the latter. A buffer counts as one of them if nothing was ever written to it in place
-    (`Tensor._version` is 0), it is not a view, and in the smallest module around it that has
-    weight matrices nothing was ever written to these matrices either, and one of them does not
-    hold the values that an initialisation or a checkpoint gives. The constructors of `nn.Linear`
-    and `nn.Embedding` and the functions of `torch.nn.init` write in place, so models built on a
-    real device pass.
+    (`Tensor._version` is 0), it is not a view, and the weight matrices of the model, or of the
+    smallest module around it that has some, were never written either and do not hold what an
+    initialisation or a checkpoint gives: all of them are constant, or one has values that only
+    unwritten memory has.
+    The constructors of `nn.Linear` and `nn.Embedding` and the functions of `torch.nn.init` write in
+    place, so models built on a real device pass.
 
     A buffer that was emptied is not recognised if the weights around it were written between
-    `to_empty` and this call, as an initialisation of the weights alone does, or if the model was
-    copied or pickled in between.
+    `to_empty` and this call, as an initialisation of the weights alone does, if the model was
+    copied or pickled in between, or if the memory still holds the weights of an earlier model.
 
     Raises:
         NameMapError: buffers without values, by name.
@@ -112,14 +113,25 @@ def _tensors_on_meta(model: nn.Module) -> list[str]:
 
 
 def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Buffers that were never written in place, with the smallest module with matrices around."""
+    """Buffers that were never written in place, with the smallest module with matrices around.
+
+    Where no matrix of the model was ever written, it is the model: more matrices show more.
+    """
+    whole = not any(_is_written(matrix) for matrix in _matrices(model))
     for name, buffer in model.named_buffers():
         if buffer.is_meta or buffer._is_view() or _is_written(buffer):
             continue
-        path = name.split(".")[:-1]
-        while path and not _matrices(model.get_submodule(".".join(path))):
+        path = [] if whole else name.split(".")[:-1]
+        while path and not _tells(_matrices(model.get_submodule(".".join(path)))):
             path.pop()
         yield name, model.get_submodule(".".join(path))
+
+
+def _tells(matrices: Sequence[Tensor]) -> bool:
+    """Whether they show if they were emptied; a single constant one may have been made so."""
+    return len(matrices) > 1 or any(
+        matrix.is_meta or _is_written(matrix) or not _is_constant(matrix) for matrix in matrices
+    )
 
 
 def _is_emptied(module: nn.Module) -> bool:
@@ -127,7 +139,13 @@ def _is_emptied(module: nn.Module) -> bool:
     matrices = _matrices(module)
     if not matrices or any(matrix.is_meta or _is_written(matrix) for matrix in matrices):
         return False
-    return not all(_has_weights(matrix) for matrix in matrices)
+    # Biases of heads, (H, D), are matrices too, and zero at first.
+    values = [matrix for matrix in matrices if not _is_constant(matrix)]
+    return not values or not all(_has_weights(matrix) for matrix in values)
+
+
+def _is_constant(matrix: Tensor) -> bool:
+    return bool((matrix == matrix.flatten()[:1]).all())
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:

@@ -156,6 +156,14 @@ def drawn_out_of_place() -> MyGPT2:
     return model
 
 
+def with_zeros_out_of_place() -> MyGPT2:
+    """Position embeddings and biases of zeros, with a buffer beside them."""
+    model = drawn_out_of_place()
+    model.places.weight = nn.Parameter(torch.zeros(32, 24))
+    model.places.register_buffer("ids", torch.arange(32), persistent=False)
+    return model
+
+
 def pickled(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
@@ -171,6 +179,7 @@ def pickled(model: nn.Module) -> nn.Module:
         lambda: with_masks(lambda: torch.zeros(32, 32)),
         lambda: with_masks(lambda: torch.arange(32)),
         drawn_out_of_place,
+        with_zeros_out_of_place,
         lambda: copy.deepcopy(with_masks()),
         lambda: copy.deepcopy(drawn_out_of_place()),
         lambda: with_masks().double().float(),
