@@ -30,7 +30,7 @@ from compat.parity.logits import (
     prove_logits,
 )
 from compat.parity.outputs import find_logits
-from compat.parity.pristine import check_reference, reference_errors, replaced
+from compat.parity.pristine import check_reference, reference_errors, replaced, true_logits
 from compat.parity.report import ParityReport
 from compat.parity.trace import Trace, trace, trace_one
 from compat.taps import Tap, expand_taps
@@ -38,7 +38,6 @@ from compat.tokenizer import load_tokenizer
 
 LARGE = 500_000_000  # parameters; from there on float64 weights exist one matrix at a time
 LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids; traces stay small beside the weights
-CONFIRMED_ROWS, CONFIRMED_LENGTH = 2, 8  # on which the reference is compared with NumPy
 EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
 EVERY_ID = "the embedding of every id"
 HALF = (torch.bfloat16, torch.float16)
@@ -228,7 +227,7 @@ class Reference:
 
         self.checkpoint, self.dtype, self._hf = checkpoint, dtype, hf
         self.weights_dtype = dtype  # to which the checkpoint's weights are rounded
-        self.calibrate, self._confirmed = calibrate, False
+        self.calibrate = calibrate
         self.taps = hf.taps(checkpoint.config.n_layer, attention)
         with reference_errors():
             self.model = hf.load_reference(checkpoint, dtype, attention)
@@ -239,7 +238,7 @@ class Reference:
     def to_float32(self) -> None:
         """Go on in float32, with the weights as they were rounded to the data type before."""
         self.model.float()
-        self.dtype, self._last, self._confirmed = torch.float32, None, False
+        self.dtype, self._last = torch.float32, None
 
     def trace(self, ids: Tensor) -> tuple[Trace, Trace | None]:
         """Every tap, in the model's data type and in float64; asked again, the same."""
@@ -251,41 +250,29 @@ class Reference:
         return self._last[1]
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
-        """The logits alone, in the model's data type and, if `exact`, in float64."""
-        last = [tap for tap in self.taps if tap.name == "logits"]
-        with self._hf.quiet(), reference_errors():
-            truth = trace(self.exact, last, ids)["logits"] if exact else None
-            with nullcontext() if exact else self._hf.fused_attention(self.model):
-                found = trace(self.model, last, ids)["logits"]
-        if truth is not None and not self._confirmed:
-            self._confirmed = True
-            self._confirm(ids[:CONFIRMED_ROWS, :CONFIRMED_LENGTH], found, truth)
-        return found, truth
-
-    def _confirm(self, ids: Tensor, logits: Tensor, exact: Tensor) -> None:
-        """Compare the reference with a computation that shares nothing with torch.
+        """The logits alone, in the model's data type and, if `exact`, in float64 by NumPy.
 
         Raises:
-            ParityError: they differ; names what was replaced in this process.
+            ParityError: the two do not agree, as where code of this process patched torch.
         """
-        B, T = ids.shape
-        found = {self.dtype: logits[:B, :T], torch.float64: exact[:B, :T]}
-        check_reference(self.checkpoint, self.weights_dtype, [(ids, found)])
+        with self._hf.quiet(), reference_errors():
+            with nullcontext() if exact else self._hf.fused_attention(self.model):
+                found = trace(self.model, self.taps[-1:], ids)["logits"]
+        if not exact:
+            return found, None
+        return found, true_logits(self.checkpoint, self.weights_dtype, ids, found)
 
-    def confirm_again(self, ids: Tensor) -> None:
-        """After the user's code ran: compare anew on these ids if anything is replaced by then.
+    def confirm(self) -> None:
+        """Compare the reference on a long sequence, if anything in this process is replaced.
 
         Raises:
-            ParityError: as in `check_reference`.
+            ParityError: the reference's logits are wrong; names what was replaced.
         """
         if replaced():
-            self._confirmed = True
-            self._confirm(ids, *self._both(ids))
-
-    def _both(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits, exact = self.logits(ids)
-        assert exact is not None
-        return logits, exact
+            config = self.checkpoint.config
+            ids = sequences(config, config.n_positions)[0][None]
+            found = {self.dtype: self.logits(ids, exact=False)[0]}
+            check_reference(self.checkpoint, self.weights_dtype, [(ids, found)])
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, C) that enter the first block."""
@@ -324,9 +311,7 @@ class Reference:
             proof: the comparison of that model's logits.
             training: whether that model is in training mode.
         """
-        self.confirm_again(
-            sequences(self.checkpoint.config, self.checkpoint.config.n_positions)[0][None]
-        )
+        self.confirm()
         results: list[TapResult] = []
         if taps:
             expected, exact = self.trace(ids)

@@ -191,7 +191,9 @@ def _tests_in(node: ast.AST, file: str) -> Iterator[_Test]:
     elif isinstance(node, ast.Compare):
         tests = [node]
     for test in tests:
+        indices = {part.slice for part in ast.walk(test) if isinstance(part, ast.Subscript)}
         parts = [part for part in ast.walk(test) if isinstance(part, ast.expr) and _is_pure(part)]
+        parts = [part for part in parts if part not in indices]
         parts = [part for part in parts if isinstance(getattr(part, "ctx", None) or LOAD, ast.Load)]
         parts = [part for part in parts if not isinstance(part, (ast.Slice, ast.Call))]
         pure = _is_pure(test)

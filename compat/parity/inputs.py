@@ -16,9 +16,9 @@ from torch import Tensor
 
 from compat.config import GPT2Config
 
-ROWS, LENGTH = 4, 32  # of the short sequences
+LENGTH = 16  # of the short sequences
 LONG = 0  # the number of the sequence that fills the context
-MOST_EXTRA = 4096  # positions in the inputs made from one set of constants
+MOST_EXTRA = 4096  # ids in the inputs made from one set of constants
 MOST_SEQUENCES = 32  # made for the constants of the code
 MOST_ROWS = 65  # in a batch made to reach a condition
 
@@ -51,10 +51,10 @@ def special_ids(config: GPT2Config) -> list[int]:
 
 
 def sequences(config: GPT2Config, room: int) -> list[Tensor]:
-    """The known sequences: one of `room` ids, then ROWS short ones.
+    """The known sequences: one of `room` ids, then short ones.
 
-    Each special id comes first, in the middle and last in one of them, and follows itself; in one
-    sequence a single id repeats throughout.
+    In the first short one a single id repeats, in the second every other id is the same. Each of
+    the others begins and ends with one of the special ids, twice in a row where it begins.
     """
     generator = torch.Generator().manual_seed(0)
     special = special_ids(config)
@@ -68,18 +68,20 @@ def sequences(config: GPT2Config, room: int) -> list[Tensor]:
         ids[at : at + len(values)] = torch.tensor(values, dtype=torch.long)
 
     S = min(LENGTH, room)
-    long, first, repeated, alternating, last = random(room), *(random(S) for _ in range(ROWS))
-    place(long, room // 3, special)
+    long, repeated, alternating = random(room), random(S), random(S)
+    place(long, room // 3, [x for i in special for x in (i, i)])
     place(long, room // 2, [int(long[0])] * min(40, room // 4))
     place(long, room - len(special), special[::-1])
-    place(first, 0, [special[0], special[0]])
-    place(first, S // 2, [x for i in special for x in (i, i)])
     repeated[:] = repeated[0]
-    place(alternating, 0, special[1:2] * 2)
     alternating[1::2] = alternating[S // 2]
-    place(last, 0, special[-1:])
-    place(last, S - len(special), special)
-    return [long, first, repeated, alternating, last]
+    rows = [long, repeated, alternating]
+    for token_id in special:
+        row = random(S)
+        place(row, S // 2, special)
+        place(row, 0, [token_id, token_id])
+        place(row, S - 1, [token_id])
+        rows.append(row)
+    return rows
 
 
 def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[Tensor]:
@@ -89,7 +91,7 @@ def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[
     highest are taken.
     """
     generator = torch.Generator().manual_seed(1)
-    S, wanted = min(LENGTH // 2, room), sorted(ids)
+    S, wanted = min(LENGTH, room), sorted(ids)
     if len(wanted) > MOST_SEQUENCES:
         wanted = wanted[: MOST_SEQUENCES // 2] + wanted[-MOST_SEQUENCES // 2 :]
     found = []
@@ -103,14 +105,15 @@ def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[
     return found
 
 
-def designed_inputs(room: int) -> list[ProofInput]:
-    """The inputs that every proof begins with."""
-    S, (first, repeated, alternating, last) = min(LENGTH, room), range(1, ROWS + 1)
-    every = (first, repeated, alternating, last)
-    inputs = [
+def designed_inputs(count: int, room: int) -> list[ProofInput]:
+    """The inputs that every proof begins with, of `count` sequences of `sequences`."""
+    S, every = min(LENGTH, room), tuple(range(1, count))
+    repeated, alternating, first, last = 1, 2, 3, every[-1]
+    return [
         ProofInput("the full context", (LONG,), room),
-        ProofInput(f"a batch of {ROWS}", every, S),
+        ProofInput(f"a batch of {len(every)}", every, S),
         ProofInput("the same batch again", every, S),
+        ProofInput("other ids of the same shape", every[::-1], S),
         ProofInput("one id per row", every, 1),
         ProofInput("a single id", (last,), 1),
         ProofInput(
@@ -120,30 +123,33 @@ def designed_inputs(room: int) -> list[ProofInput]:
             "gradients",
         ),
         ProofInput("one row alone", (last,), S),
+        ProofInput("equal rows", (first, first, last), max(1, S // 2)),
         ProofInput("two rows", (last, repeated), max(1, S // 2)),
-        ProofInput("inference mode", (first, alternating), max(1, S - 1), "inference"),
-        ProofInput("ids as int32", (repeated, last), max(1, S - 2), as_given="int32"),
-        ProofInput("ids with gaps in memory", (first, last), max(1, S - 2), as_given="strided"),
+        ProofInput("inference mode", (first, alternating), max(1, S // 2 - 1), "inference"),
+        ProofInput("ids as int32", (last, first), max(1, S // 2), as_given="int32"),
+        ProofInput("ids with gaps in memory", (first, last), max(1, S // 2), as_given="strided"),
     ]
-    return list(dict.fromkeys(inputs))
 
 
 def inputs_reaching(
-    constants: Iterable[int], room: int, tried: Collection[ProofInput]
+    constants: Iterable[int], count: int, room: int, tried: Collection[ProofInput]
 ) -> list[ProofInput]:
-    """Lengths and batch sizes at, below and above these constants, the short ones first."""
+    """Lengths, batch sizes and numbers of ids at, below and above these constants.
+
+    Those of few ids come first; the sum of all is limited.
+    """
     near = sorted({n + step for n in constants for step in (-1, 0, 1)})
-    lengths = [n for n in near if 1 <= n <= room]
-    inputs = [ProofInput(f"length {n}", (LONG,), n) for n in lengths]
-    rows = range(1, ROWS + 1)
+    S, rows = min(LENGTH, room), range(1, count)
+    inputs = [ProofInput(f"length {n}", (LONG,), n) for n in near if 1 <= n <= room]
+    shapes = [(n, min(2, room)) for n in near if 1 <= n <= MOST_ROWS]
+    shapes += [(-(-n // S), S) for n in near if room < n <= MOST_EXTRA]
     inputs += [
-        ProofInput(f"a batch of {n}", tuple(islice(cycle(rows), n)), min(2, room))
-        for n in near
-        if 1 <= n <= MOST_ROWS
+        ProofInput(f"a batch of {n}", tuple(islice(cycle(rows), n)), length)
+        for n, length in dict.fromkeys(shapes)
     ]
-    chosen, positions = [], 0
+    chosen, ids = [], 0
     for candidate in sorted(inputs, key=lambda item: len(item.rows) * item.length):
-        positions += len(candidate.rows) * candidate.length
-        if positions <= max(MOST_EXTRA, room) and candidate not in tried:
+        ids += len(candidate.rows) * candidate.length
+        if ids <= max(MOST_EXTRA, room) and candidate not in tried:
             chosen.append(candidate)
     return chosen

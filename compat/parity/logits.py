@@ -21,7 +21,6 @@ from compat.parity.compare import ALLOWANCE, Difference
 from compat.parity.conditions import BranchObserver, Limit, Observed, TensorObserver
 from compat.parity.inputs import (
     LENGTH,
-    LONG,
     ProofInput,
     designed_inputs,
     inputs_reaching,
@@ -40,6 +39,7 @@ POSITION_ALLOWANCE = 2 * ALLOWANCE
 LONG_ALLOWANCE = 4 * ALLOWANCE
 EXACT_UP_TO = 64  # ids in a sequence that the reference reads in float64 too
 CHUNK = 64  # positions compared at once in float64
+OBSERVED = ("equal rows", "a single id")  # inputs on which tensor operations are observed
 ROUNDS = 3  # of making inputs from constants
 
 
@@ -168,12 +168,12 @@ class _Proof:
 
     def run(self) -> LogitsProof:
         state, drawn = _state(self.model), _random_states()
-        self.known.add(sequences(self.config, self.room))
-        inputs = designed_inputs(self.room)
+        self.count = len(self.known.add(sequences(self.config, self.room)))
+        inputs = designed_inputs(self.count, self.room)
         if self.fixed_length:
             inputs = [item for item in inputs if item.length == self.fixed_length]
         self._compare(inputs)
-        self._observe([item for item in inputs if LONG not in item.rows][:2] or inputs[:1])
+        self._observe([item for item in inputs if item.name in OBSERVED] or inputs[:1])
         tried_constants: set[int] = set()
         for _ in range(ROUNDS):
             constants = self._constants() - tried_constants
@@ -187,8 +187,9 @@ class _Proof:
         return self.proof
 
     def run_short(self) -> LogitsProof:
-        self.known.add(sequences(self.config, min(LENGTH, self.room)))
-        self._compare(designed_inputs(min(LENGTH, self.room)))
+        room = min(LENGTH, self.room)
+        count = len(self.known.add(sequences(self.config, room)))
+        self._compare(designed_inputs(count, room))
         return self.proof
 
     def _compare(self, inputs: Sequence[ProofInput]) -> None:
@@ -246,9 +247,11 @@ class _Proof:
         if ids:
             rows = self.known.add(sequences_with(ids, self.config, self.room))
             length = len(self.known.rows[rows[0]])
-            inputs.append(ProofInput("ids that the code compares with", tuple(rows), length))
+            name = "ids that the code compares with"
+            inputs.append(ProofInput(name, tuple(rows), length))
+            inputs += [ProofInput(f"{name}, one row", (row,), length) for row in rows[1:]]
         if not self.fixed_length:
-            inputs += inputs_reaching(constants, self.room, self.tried)
+            inputs += inputs_reaching(constants, self.count, self.room, self.tried)
         inputs = [i for i in inputs if self.fixed_length in (None, i.length)]
         self._compare(inputs)
         self._observe([item for item in inputs if item.length <= 64])
@@ -346,20 +349,22 @@ class KnownLogits:
 def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
     """max|Δ| from `expected`, and of the worst position the relative errors against both: (3,).
 
-    All are (…, T, V). A NaN in them is a NaN in what is returned.
+    All are (…, T, V). A NaN in them is a NaN in what is returned. Where the truth is no wider than
+    what is compared, neither is this arithmetic: it is the long sequence that is so.
     """
     worst = torch.zeros(3, dtype=torch.float64)
+    wide = torch.promote_types(torch.promote_types(ours.dtype, truth.dtype), torch.float32)
     flat = (t.reshape(-1, t.shape[-1]) for t in (ours, expected, truth))
     chunks = zip(*(torch.split(t, CHUNK) for t in flat), strict=True)
     for mine, theirs, true in chunks:
-        mine, theirs, true = mine.double(), theirs.double(), true.double()
-        delta, error = mine - theirs, mine - true
-        found = torch.stack([
-            delta.abs().max(),
-            (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-300)).max(),
-            (error.norm(dim=-1) / true.norm(dim=-1).clamp(min=1e-300)).max(),
-        ])  # fmt: skip
-        worst = torch.maximum(worst, found)  # NaN stays NaN
+        mine, theirs, true = mine.to(wide), theirs.to(wide), true.to(wide)
+        delta, tiny = mine - theirs, torch.finfo(wide).tiny
+        rel_rms = (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=tiny)).max()
+        error = rel_rms
+        if truth is not expected:
+            error = ((mine - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=tiny)).max()
+        found = torch.stack([delta.abs().max(), rel_rms, error])
+        worst = torch.maximum(worst, found.double())  # NaN stays NaN
     return worst
 
 

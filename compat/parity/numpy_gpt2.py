@@ -91,6 +91,28 @@ def projected_logits(
         batches: ids, (B, T) each, T up to `n_positions`.
         directions: (V, K).
     """
+    head, hidden = _head_and_hidden(checkpoint, dtype, batches)
+    projection = np.zeros((checkpoint.config.n_embd, directions.shape[1]))
+    for start in range(0, len(head), ROWS):  # float64 copies of a few rows at a time
+        rows = slice(start, start + ROWS)
+        projection += _rounded(head[rows], dtype).T @ directions[rows]
+    return [x @ projection for x in hidden]
+
+
+def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
+    """Logits (B, T, V) of ids (B, T), the weights rounded to `dtype` before they are used."""
+    head, [hidden] = _head_and_hidden(checkpoint, dtype, [ids])
+    found = np.empty((*hidden.shape[:2], len(head)))
+    for start in range(0, len(head), ROWS):
+        rows = slice(start, start + ROWS)
+        found[..., rows] = hidden @ _rounded(head[rows], dtype).T
+    return found
+
+
+def _head_and_hidden(
+    checkpoint: Checkpoint, dtype: torch.dtype, batches: Sequence[Tensor]
+) -> tuple[Array, list[Array]]:
+    """The head's weight (V, C) as stored, and for each batch what it multiplies: (B, T, C)."""
     config = checkpoint.config
     checkpoint = replace(checkpoint, check_finite=False)  # done when the models were loaded
 
@@ -104,13 +126,9 @@ def projected_logits(
         weights = {name: read(f"h.{layer}.{name}") for name in block_shapes(config)}
         hidden = [_block(x, weights, config, layer) for x in hidden]
     head = tokens if config.tie_word_embeddings else _values(checkpoint.read(HEAD))
-    projection = np.zeros((config.n_embd, directions.shape[1]))
-    for start in range(0, len(head), ROWS):  # float64 copies of a few rows at a time
-        rows = slice(start, start + ROWS)
-        projection += _rounded(head[rows], dtype).T @ directions[rows]
     weight, bias = read("ln_f.weight"), read("ln_f.bias")
     epsilon = config.layer_norm_epsilon
-    return [_layer_norm(x, weight, bias, epsilon) @ projection for x in hidden]
+    return head, [_layer_norm(x, weight, bias, epsilon) for x in hidden]
 
 
 def to_float64(tensor: Tensor, dtype: torch.dtype) -> Array:

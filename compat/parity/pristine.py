@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint
 from compat.errors import CompatError, ParityError, lines
-from compat.parity.numpy_gpt2 import Array, projected_logits, to_float64
+from compat.parity.numpy_gpt2 import Array, logits, projected_logits, to_float64
 
 # The largest error of a position's logits that is rounding, over the RMS of all logits. In half
 # precision this sees gross faults alone; there a proof rests on float32 or float64 logits.
@@ -80,17 +80,38 @@ def check_reference(
     Raises:
         ParityError: the logits are not GPT-2's; names what has been replaced in this process.
     """
-    found = [(ids, list(logits.values())) for ids, logits in runs]
+    found = [(ids, list(given.values())) for ids, given in runs]
     try:
         errors = logit_errors(checkpoint, dtype, found)
     except ParityError as fault:
         raise _untrusted(f"its {fault}") from None
-    for (_, logits), of_run in zip(runs, errors, strict=True):
-        for (asked, one), error in zip(logits.items(), of_run, strict=True):
+    for (_, given), of_run in zip(runs, errors, strict=True):
+        for (asked, one), error in zip(given.items(), of_run, strict=True):
             if one.dtype != asked:
                 raise _untrusted(f"its logits are {one.dtype}; expected {asked}")
             if not np.all(error <= ROUNDING[asked]):  # also where it is NaN
                 raise _untrusted(_where(error, asked))
+
+
+def true_logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor, found: Tensor) -> Tensor:
+    """Float64 logits (B, T, V) by NumPy, once the reference's were found to agree with them.
+
+    Args:
+        checkpoint: the weights.
+        dtype: the data type that they are rounded to before they are used.
+        ids: (B, T).
+        found: the reference's logits (B, T, V), computed in their own data type.
+
+    Raises:
+        ParityError: the reference's logits differ; names what was replaced in this process.
+    """
+    with np.errstate(all="ignore"):
+        truth = logits(checkpoint, dtype, ids)
+    right = torch.from_numpy(truth)
+    error = (found.double() - right).square().mean(-1).sqrt() / right.square().mean().sqrt()
+    if not bool((error <= ROUNDING[found.dtype]).all()):  # also where it is NaN
+        raise _untrusted(_where(error.numpy(), found.dtype))
+    return right
 
 
 def logit_errors(
@@ -115,8 +136,8 @@ def logit_errors(
     with np.errstate(all="ignore"):  # infinite logits are an infinite error, not a warning
         expected = projected_logits(checkpoint, dtype, [ids for ids, _ in runs], directions)
         return [
-            [_errors(right, one, directions) for one in logits]
-            for right, (_, logits) in zip(expected, runs, strict=True)
+            [_errors(right, one, directions) for one in given]
+            for right, (_, given) in zip(expected, runs, strict=True)
         ]
 
 
@@ -136,12 +157,12 @@ def reference_errors() -> Iterator[None]:
         raise _untrusted(f"it raises {type(error).__name__}: {error}", found) from error
 
 
-def _errors(right: Array, logits: Tensor, directions: Array) -> Array:
+def _errors(right: Array, found: Tensor, directions: Array) -> Array:
     """The relative error (B, T) of logits (B, T, V), whose projections should be (B, T, K)."""
     expected = [*right.shape[:2], len(directions)]
-    if list(logits.shape) != expected:
-        raise ParityError(f"logits have shape {list(logits.shape)}; expected {expected}")
-    rows = logits.reshape(-1, len(directions))
+    if list(found.shape) != expected:
+        raise ParityError(f"logits have shape {list(found.shape)}; expected {expected}")
+    rows = found.reshape(-1, len(directions))
     projected = np.concatenate(
         [
             to_float64(part, torch.float64) @ directions

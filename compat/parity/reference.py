@@ -77,6 +77,7 @@ def load_reference(
     return reference
 
 
+@torch.no_grad()
 def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
     """The same model computed in float64, to tell rounding from mistakes.
 
@@ -88,7 +89,10 @@ def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
         by_module: share the reference's parameters, and convert those of each module only while
             that module runs, so that memory is needed for one matrix and not for the model.
     """
-    memo = {id(p): p for p in reference.parameters()} if by_module else {}
+    memo = {
+        id(p): p if by_module else nn.Parameter(p.double(), requires_grad=False)
+        for p in reference.parameters()
+    }
     exact: Any = copy.deepcopy(reference, memo)
     if by_module:
         for module in exact.modules():
@@ -96,7 +100,7 @@ def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
                 module.register_forward_pre_hook(_widen)
                 module.register_forward_hook(_narrow, prepend=True)
     else:
-        exact.double()
+        exact.double()  # the buffers
     for block in exact.transformer.h:
         block.attn.reorder_and_upcast_attn = False
     float64: nn.Module = exact

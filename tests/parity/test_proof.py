@@ -49,12 +49,13 @@ def only_one_side(ids: Tensor, inner: nn.Module) -> Tensor:
 
 def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
     config = check.open_checkpoint(roomy).config
-    rows, inputs = sequences(config, N), designed_inputs(N)
+    rows = sequences(config, N)
+    inputs = designed_inputs(len(rows), N)
     shapes = {(len(item.rows), item.length) for item in inputs}
     assert (1, N) in shapes and (1, 1) in shapes and any(B >= 3 and T > 1 for B, T in shapes)
     assert {item.mode for item in inputs} == {"no_grad", "gradients", "inference"}
     for token_id in special_ids(config):
-        assert any(token_id in row for row in rows)
+        assert any(row[0] == token_id == row[-1] for row in rows)
     assert any(len(set(row.tolist())) == 1 for row in rows)
     again = [(item.rows, item.length) for item in inputs]
     assert len(set(again)) < len(again), "one input is repeated"
