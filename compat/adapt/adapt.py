@@ -110,14 +110,13 @@ def _confirmed_in_half(
     call = forward or _way(model, checkpoint, ids)[0]
     proof = end_to_end(model, call, Reference(checkpoint, dtype), short_only=True)
     name = str(dtype).removeprefix("torch.")
-    note = f"judged with the parameters in float32; in {name} max|Δlogits| is {proof.max_abs:.2g}"
-    report = replace(adaptation.parity, notes=[*adaptation.parity.notes, note])
+    report = replace(
+        adaptation.parity, dtype=name, taps=[], logits=proof, float32=adaptation.parity
+    )
     findings = list(adaptation.findings)
     if not proof.passed:
         words = f"the model agrees with the reference in float32, but not in {name}"
-        failed = proof.failed[0]
-        evidence = f"on {failed.name}: {failed.error or note}"
-        findings.insert(0, unexplained("logits", None, words, evidence))
+        findings.insert(0, unexplained("logits", None, words, report.headline))
     return replace(adaptation, parity=report, findings=findings)
 
 

@@ -168,6 +168,7 @@ def _parity(adaptation: Adaptation) -> str:
     report = adaptation.parity
     if report is None:
         return "parity could not be checked: the logits are of another shape"
+    report = report.float32 or report  # of a model in half precision
     taps = f"{len(report.taps):,} of {len(report.taps):,} taps"
     if adaptation.compatible:
         inputs = f"logits on {len(report.logits.inputs)} inputs"

@@ -105,6 +105,7 @@ class _Test:
     code: CodeType | None  # None where evaluating it again could change something
     operands: tuple[CodeType, ...]
     parts: tuple[CodeType, ...]  # all expressions within, for the constants among them
+    branches: bool  # decides what runs next; else a comparison anywhere
     of_types: bool  # asks what something is, such as `mask is None`, not for a value
     body: range
     orelse: range
@@ -203,6 +204,7 @@ def _tests_in(node: ast.AST, file: str) -> Iterator[_Test]:
             _compiled(test, file) if pure else None,
             tuple(_compiled(operand, file) for operand in _operands(test)) if pure else (),
             tuple(_compiled(part, file) for part in parts),
+            test is not node,
             isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot)),
             body,
             orelse,
@@ -257,7 +259,8 @@ class BranchObserver:
         for part in test.parts:
             seen.constants |= _constants([_evaluated(part, frame)])
         if test.code is None:
-            self._unread[key] = test
+            if test.branches:
+                self._unread[key] = test
             return
         for number, operand in enumerate(test.operands):
             value = _evaluated(operand, frame)
@@ -272,8 +275,8 @@ class BranchObserver:
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
         outcome = _evaluated(test.code, frame)
-        if isinstance(outcome, Tensor) and outcome.numel() != 1:
-            return  # of every element; the observer of tensors sees it
+        if isinstance(outcome, Tensor) and not test.branches:
+            return  # a mask, say; the observer of tensors sees its elements
         if outcome is not ...:
             seen.outcomes.add(bool(outcome))
 

@@ -114,7 +114,8 @@ def _head_and_hidden(
 ) -> tuple[Array, list[Array]]:
     """The head's weight (V, C) as stored, and for each batch what it multiplies: (B, T, C)."""
     config = checkpoint.config
-    checkpoint = replace(checkpoint, check_finite=False)  # done when the models were loaded
+    # Values were searched for NaN when the models were loaded; mapped pages need no copy.
+    checkpoint = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
 
     def read(name: str) -> Array:
         return to_float64(checkpoint.read(name), dtype)

@@ -86,7 +86,9 @@ def _twins(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | None:
     def nodes_of(i: int) -> tuple[list[Node], Node]:
         layer = anatomy.layers[i]
         start = anatomy.layers[i - 1].out if i else anatomy.embed
-        return graph.between([layer.out], [start]), start
+        nodes = graph.between([layer.out], [start])
+        # A mask that all layers share is computed amid the first, and before the others.
+        return sorted(nodes, key=graph.live.__contains__), start
 
     (ours, start), (theirs, other) = nodes_of(j), nodes_of(i)
     if len(ours) != len(theirs):
