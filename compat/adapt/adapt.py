@@ -18,7 +18,13 @@ from compat.adapt.anatomy.placement import NormPlaces, place_norms
 from compat.adapt.diagnosis import source as source_lines
 from compat.adapt.diagnosis.case import Case, Deviation
 from compat.adapt.diagnosis.diagnose import deviations
-from compat.adapt.diagnosis.findings import finding, limits_of, to_findings, unexplained
+from compat.adapt.diagnosis.findings import (
+    finding,
+    limits_of,
+    to_findings,
+    unexplained,
+    without_effect,
+)
 from compat.adapt.diagnosis.formulas import embedding_of
 from compat.adapt.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
 from compat.adapt.diagnosis.proof import (
@@ -42,7 +48,7 @@ from compat.adapt.tracing.graph import Graph, size
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
-from compat.errors import AdaptError
+from compat.errors import AdaptError, CompatError
 from compat.loading import Source, fill, load_into
 from compat.parity.check import HALF, Reference, in_float32, random_ids
 
@@ -148,6 +154,8 @@ def _adapted(
             both = {"wte.weight", "wpe.weight"} <= read[3].homes.keys()
             if both and not learned_positions(read[1], read[3]):
                 raise error from None
+        except AdaptError as error:
+            return _without_anatomy(model, call, ids, checkpoint, error)
     return _judged(model, call, ids, checkpoint, read, clock)
 
 
@@ -190,7 +198,8 @@ def _judged(
         if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
             findings = fused_kernels(findings, model, call, reference, case)
         findings += left_in_training(model, call, training, ids)
-        findings += limits_of(logits)
+        if report:  # the reach of a proof that failed is of no use
+            findings = [without_effect(found) for found in findings] + limits_of(logits)
     return Adaptation(
         model=type(model).__name__,
         source=checkpoint.source,
@@ -227,7 +236,8 @@ def _without_graph(
     if not report:
         words = "the logits differ from the reference's; without a graph the reason is not found"
         findings.insert(0, unexplained("logits", None, words, report.headline))
-    findings += limits_of(proof)
+    else:
+        findings += limits_of(proof)
     tied = checkpoint.config.tie_word_embeddings
     return Adaptation(
         model=type(model).__name__,
@@ -239,6 +249,25 @@ def _without_graph(
         parity=report,
         findings=findings,
     )
+
+
+def _without_anatomy(
+    model: nn.Module, call: Forward, ids: Tensor, checkpoint: Checkpoint, error: AdaptError
+) -> Adaptation:
+    """For a graph whose parts are not understood: a map by the order of calls, if it is right.
+
+    Raises:
+        AdaptError: it is not; the error that was met in the graph, and the model as it was.
+    """
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with suppress(CompatError):
+        found = _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
+        if found.compatible:
+            return found
+    with torch.no_grad():
+        for parameter, value in before:
+            parameter.copy_(value)
+    raise error
 
 
 def _way(model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> tuple[Way, Tensor]:

@@ -255,13 +255,15 @@ class BranchObserver:
 
     def _see(self, file: str, test: _Test, frame: FrameType) -> None:
         key = file, test.line, test.text
+        outcome = ... if test.code is None else _evaluated(test.code, frame)
+        if isinstance(outcome, Tensor) and not test.branches:
+            return  # a mask, say; the observer of tensors sees its elements
         seen = self.found.setdefault(key, Observed(file, test.line, test.text))
         for part in test.parts:
-            seen.constants |= _constants([_evaluated(part, frame)])
-        if test.code is None:
-            if test.branches:
-                self._unread[key] = test
-            return
+            found = _constants([_evaluated(part, frame)])
+            seen.constants |= found - {self._length - 1, self._length}
+        if test.code is None and test.branches:
+            self._unread[key] = test
         for number, operand in enumerate(test.operands):
             value = _evaluated(operand, frame)
             if value is ...:
@@ -274,9 +276,6 @@ class BranchObserver:
                 seen.operands.setdefault(number, set()).add(repr(value)[:200])
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
-        outcome = _evaluated(test.code, frame)
-        if isinstance(outcome, Tensor) and not test.branches:
-            return  # a mask, say; the observer of tensors sees its elements
         if outcome is not ...:
             seen.outcomes.add(bool(outcome))
 
@@ -316,12 +315,12 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes: of the axes whose indices are ids or positions: V and N.
 
     Attributes:
-        length: T of the ids that the model runs on; it is not a constant of the code.
+        shape: of the ids that the model runs on; its numbers are not constants of the code.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
+        self.shape = (0, 0)
         self.found: dict[tuple[str, int, str], Observed] = {}
         self.constants: set[int] = set()
         self._sizes = frozenset(sizes)
@@ -350,8 +349,9 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.constants |= self._odd_entries(args[0])
         elif name in _POSITIONS and isinstance(args[0], Tensor):
             axis = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-            if args[0].dim() and args[0].shape[axis] in self._sizes:
-                self.constants |= _constants(args[2:]) - {self.length - 1, self.length}
+            sizes = {*self._sizes, self.shape[0] * self.shape[1]}
+            if args[0].dim() and args[0].shape[axis] in sizes:
+                self.constants |= _constants(args[2:]) - self._own()
         return out
 
     def _see(self, name: str, args: tuple[Any, ...], true: bool, false: bool) -> None:
@@ -366,7 +366,12 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 min(seen.low, int(args[0].min())),
                 max(seen.high, int(args[0].max())),
             )
-        seen.constants |= _constants(args) - {self.length - 1, self.length}
+        seen.constants |= _constants(args) - self._own()
+
+    def _own(self) -> set[int]:
+        """Numbers that come from the shape of the ids."""
+        B, T = self.shape
+        return {B, T - 1, T, B * T}
 
     def _odd_entries(self, table: Tensor) -> set[int]:
         """The indices at which a table of whole numbers is not the identity, or of numbers not

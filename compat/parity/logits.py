@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -204,8 +205,12 @@ class _Proof:
     def _result(self, item: ProofInput, ids: Tensor) -> InputResult | None:
         shape = (ids.shape[0], ids.shape[1])
         try:
-            with _mode(item, self.model), self.branches.watch(ids.shape[1]):
-                logits = _plain(self.call(_as_given(ids, item)))
+            try:
+                logits = self._logits(item, ids)
+            except Warning:  # Python makes errors of warnings here; the model means none
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    logits = self._logits(item, ids)
         except Exception as error:
             if item.as_given:
                 return None
@@ -218,17 +223,24 @@ class _Proof:
         pieces = ((row, start, ours) for row, ours in zip(item.rows, logits, strict=True))
         return InputResult(item.name, shape, self.known.difference(pieces))
 
+    def _logits(self, item: ProofInput, ids: Tensor) -> Tensor:
+        with _mode(item, self.model), self.branches.watch(ids.shape[1]):
+            return _plain(self.call(_as_given(ids, item)))
+
     def _observe(self, inputs: Sequence[ProofInput]) -> None:
         """Run once more with every tensor operation observed; nothing is compared."""
+        failed = {(result.name, result.input_shape[1]) for result in self.proof.failed}
         for item in inputs:
-            self.tensors.length = item.length
+            if (item.name, item.length) in failed:
+                continue
+            self.tensors.shape = (len(item.rows), item.length)
             try:
                 with torch.no_grad(), self.tensors:
                     self.call(self.known.ids(item))
             except Exception:  # code that does not run under a dispatch mode
-                self.proof.limits.append(
-                    Limit("the conditions among the model's tensor operations were not observed")
-                )
+                limit = Limit("conditions among the model's tensor operations were not observed")
+                if limit not in self.proof.limits:
+                    self.proof.limits.append(limit)
                 return
 
     def _constants(self) -> set[int]:
@@ -378,16 +390,24 @@ def _as_given(ids: Tensor, item: ProofInput) -> Tensor:
 
 @contextmanager
 def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
-    """Run in the mode of an input; tensors made in inference mode do not stay in the model."""
+    """Run in the mode of an input; tensors made in inference mode do not stay in the model.
+
+    In inference mode the parameters are frozen, as they often are for generation.
+    """
     if item.mode != "inference":
         with torch.set_grad_enabled(item.mode == "gradients"):
             yield
         return
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
         with torch.inference_mode():
             yield
     finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
         for module, attributes, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)

@@ -207,14 +207,16 @@ def _untrusted(reason: str, found: Sequence[str] | None = None) -> ParityError:
 # Naming the cause.
 
 
-def replaced() -> list[str]:
+def replaced(kernels: bool = True) -> list[str]:
     """What in this process is not as torch and transformers ship it, with file and line.
+
+    Without `kernels`, which take most of the time, only Python objects are looked at.
 
     Functions, methods and classes that come from other files, kernels registered over torch's own,
     global hooks, active modes, and settings that lower the precision. A function replaced by
     another one of torch's own is not seen.
     """
-    found = [*_functions(), *_kernels(), *_hooks(), *_settings()]
+    found = [*_functions(), *(_kernels() if kernels else ()), *_hooks(), *_settings()]
     return list(dict.fromkeys(found))
 
 
@@ -232,8 +234,21 @@ def _functions() -> Iterator[str]:
                         yield f"{value.__module__}.{value.__qualname__}.{inner} is from {place}"
 
 
+# Objects found to be of the packages themselves, by their id, which is theirs while they are here.
+_SHIPPED: dict[int, Any] = {}
+
+
 def _foreign(value: Any) -> str | None:
     """FILE:LINE of a function, method or class that no package of the reference has; else None."""
+    if _SHIPPED.get(id(value)) is value:
+        return None
+    place = _place(value)
+    if place is None:
+        _SHIPPED[id(value)] = value
+    return place
+
+
+def _place(value: Any) -> str | None:
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         value = value.__func__
     if isinstance(value, property):

@@ -22,9 +22,25 @@ from tests.parity.adversary import (
 # Length.
 
 
+def hide(attention: nn.Module, extra: Tensor) -> None:
+    """Hide these keys (N, N) from the queries, beside those of the future."""
+
+    def forward(x: Tensor, cache: object = None, attention_mask: object = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            W(x).view(B, T, attention.n_head, attention.d_head).transpose(1, 2)
+            for W in (attention.W_query, attention.W_key, attention.W_value)
+        )
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1) | extra[:T, :T]
+        scores = (q @ k.mT * attention.scale).masked_fill(hidden, -torch.inf)
+        heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)
+        return attention.out_proj(heads)
+
+    attention.forward = forward
+
+
 def hide_far_keys(attention: nn.Module, window: int) -> None:
-    n = attention.mask.shape[0]
-    attention.mask |= torch.ones(n, n, dtype=torch.bool).tril(-window)
+    hide(attention, torch.ones(N_POSITIONS, N_POSITIONS, dtype=torch.bool).tril(-window))
 
 
 def patch_positions(model: nn.Module, change: object) -> None:
@@ -48,7 +64,9 @@ def window_of_100_in_the_last_layer(model):
 @edit("length", ordinary(1, N_POSITIONS))
 def last_token_does_not_see_the_first(model):
     """The last position of the context does not see position 0; all others see everything."""
-    model.trf_blocks[1].attention.mask[-1, 0] = True
+    extra = torch.zeros(N_POSITIONS, N_POSITIONS, dtype=torch.bool)
+    extra[-1, 0] = True
+    hide(model.trf_blocks[1].attention, extra)
 
 
 @edit("length", FULL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from compat.adapt.adaptation import Finding, Severity
 from compat.adapt.diagnosis.case import Deviation
@@ -90,6 +91,14 @@ def _evidence(
 def unexplained(tap: str | None, place: Place | None, words: str, evidence: str) -> Finding:
     deviation = Deviation("unexplained", tap, place, {"found": words})
     return finding(deviation, "breaks", evidence)
+
+
+def without_effect(found: Finding) -> Finding:
+    """A finding of a model whose logits all agree: an operation that changed none of them."""
+    if found.code != "changed_logits":
+        return found
+    evidence = "it changed no logits on the inputs of the proof"
+    return replace(found, severity="limit", tap=None, evidence=evidence)
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:
