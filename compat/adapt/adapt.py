@@ -183,9 +183,10 @@ def _judged(
         fixed_length=ids.shape[1] if ids.shape[1] == config.n_positions else None,
         noise=_noise(model, call, ids) if graph.dropouts else "",
     )
-    with clock.stage("parity"):
-        taps = find_taps(anatomy, mapping, places)
+    with clock.stage("logits"):
         logits = end_to_end(model, call, reference, case.room, case.fixed_length)
+    with clock.stage("taps"):
+        taps = find_taps(anatomy, mapping, places)
         report = parity_at_nodes(reference, case, taps, ids, logits)
     with clock.stage("diagnose"):
         found = deviations(case, lost)

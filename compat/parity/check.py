@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import ParityError
-from compat.layers import fault_in_ids
+from compat.layers import as_ids
 from compat.loading import Source, load_pretrained
 from compat.parity.compare import Difference, TapResult, compare
 from compat.parity.decoded import prove_decoder
@@ -47,9 +48,9 @@ def check_parity(
     model_or_dialect: nn.Module | HasDecoder | str,
     source: Source,
     *,
-    input_ids: Tensor | None = None,
+    input_ids: object = None,
     text: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     calibrate: bool | None = None,
     taps: Sequence[Tap] | None = None,
     attention: Literal["eager", "sdpa"] = "eager",
@@ -68,9 +69,11 @@ def check_parity(
             prefill and of every decode step are compared. An int8 engine is judged by what
             rounding its weights to 8 bits costs the reference.
         source: the checkpoint, as in `load_pretrained`.
-        input_ids: (B, T), for the taps; by default `random_ids` of the checkpoint's vocabulary.
+        input_ids: (B, T), a tensor, array or list, for the taps; by default `random_ids` of the
+            checkpoint's vocabulary.
         text: instead of ids, encoded by the checkpoint's tokenizer.
-        dtype: of both models; None takes the model's or the checkpoint's.
+        dtype: of both models, such as torch.float16 or "float16"; None takes the model's or the
+            checkpoint's.
         calibrate: False judges hidden states by a fixed number of roundings instead of against a
             float64 run of the reference. Logits are judged against float64 in any case.
         taps: where the model shows its hidden states; a dialect knows its own, for other models the
@@ -83,6 +86,7 @@ def check_parity(
         CompatError: the checkpoint cannot be loaded.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
+    dtype = as_dtype(dtype)
     if isinstance(model_or_dialect, str):
         model_or_dialect = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
     if isinstance(model_or_dialect, HasDecoder):
@@ -366,15 +370,15 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
     return found.pop()
 
 
-def _ids(checkpoint: Checkpoint, input_ids: Tensor | None, text: str | None) -> Tensor:
+def _ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
     """The ids to compare on, (B, T), checked against the checkpoint's sizes."""
     if input_ids is not None and text is not None:
         raise ParityError("both input_ids and text are given; expected one of them")
     if text is not None:
         input_ids = torch.tensor([load_tokenizer(checkpoint).encode(text)], dtype=torch.long)
-    ids = random_ids(checkpoint) if input_ids is None else input_ids
-    if fault := fault_in_ids(ids, checkpoint.config.vocab_size):
-        raise ParityError(fault)
+    if input_ids is None:
+        input_ids = random_ids(checkpoint)
+    ids = as_ids(input_ids, checkpoint.config.vocab_size, ParityError)
     if ids.shape[1] > checkpoint.config.n_positions:
         raise ParityError(
             f"input_ids have shape {list(ids.shape)}; expected (B, T), T from 1 to "

@@ -57,6 +57,7 @@ def test_conv1d_is_bit_identical_at_every_tap(gpt2: Path, ids: Tensor) -> None:
 def test_linear_errs_at_most_twice_as_much_as_the_reference(gpt2: Path, ids: Tensor) -> None:
     report = check_parity("linear", gpt2, input_ids=ids)
     assert report.passed and report.calibrated, report.headline
+    assert report.smallest_detectable < 1e-4
     assert all(r.accumulated.ratio is not None and r.accumulated.ratio <= 2 for r in report.taps)
     assert all(r.local.ratio is not None and r.local.ratio <= 2 for r in report.taps)
     not_identical = {r.tap.rpartition(".")[2] for r in report.taps if not r.local.bit_identical}
@@ -75,6 +76,7 @@ def test_a_mistake_is_found_at_full_size(gpt2: Path, ids: Tensor) -> None:
 def test_half_precision(gpt2: Path, ids: Tensor, dialect: str, dtype: torch.dtype) -> None:
     report = check_parity(dialect, gpt2, input_ids=ids, dtype=dtype)
     assert report.passed and report.calibrated, report.headline
+    assert report.smallest_detectable < 1e-4
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -86,6 +88,7 @@ def test_two_layers_of_the_larger_models(
     report = check_parity(dialect, folder)
     shutil.rmtree(folder)  # half a gigabyte each
     assert report.passed and report.input_shape == (2, 128), report.headline
+    assert report.smallest_detectable < 1e-4
     if dialect == "conv1d":
         assert all(r.accumulated.max_abs == 0.0 == r.local.max_abs for r in report.taps)
 

@@ -315,3 +315,21 @@ def test_weights_that_compat_translated_are_noted(tmp_path: Path, tiny: Path) ->
     [note] = check_parity("conv1d", tmp_path / "other.safetensors", taps=[]).notes
     assert "compat translated" in note and "other.safetensors" in note
     assert check_parity("conv1d", tiny, taps=[]).notes == []
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 3]], ((4, 5),), torch.tensor([[1, 2]]).numpy()])
+def test_ids_may_be_any_container(tiny: Path, ids: Any) -> None:
+    assert check_parity("conv1d", tiny, input_ids=ids).input_shape == torch.tensor(ids).shape
+
+
+@pytest.mark.parametrize("ids", ["text", [[1.5]], [1, 2], [[97]], [[-1]], [[]], {1: 2}])
+def test_ids_of_another_kind_are_one_error(tiny: Path, ids: Any) -> None:
+    with pytest.raises(ParityError):
+        check_parity("conv1d", tiny, input_ids=ids)
+
+
+def test_the_data_type_may_be_a_string(tiny: Path) -> None:
+    assert check_parity("conv1d", tiny, dtype="float16").dtype == "float16"

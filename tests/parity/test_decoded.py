@@ -1,0 +1,117 @@
+"""What generates is compared with transformers: prefill and decode steps, through the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat import Engine, PlainBlocks, check_parity, load_pretrained
+from tests.command_line import Cli
+
+SETTINGS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"dtype": "float32", "max_batch": 2},
+    {"dtype": "float32", "speculate": "int8"},
+    {"dtype": "float32", "speculate": "lookup"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "speculate": "lookup"},
+    {"dtype": "int8"},
+    {"dtype": "int8", "speculate": "int8"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+def test_an_engine_computes_what_transformers_computes(
+    noisy: Path, settings: dict[str, Any]
+) -> None:
+    report = check_parity(Engine(noisy, **settings), noisy)
+    assert report.passed, report.headline
+    assert report.dtype == settings["dtype"] and report.taps == []
+    shapes = {result.input_shape for result in report.logits.inputs}
+    assert (1, 256) in shapes, "the full context"
+    if settings["dtype"] == "float32":
+        assert report.smallest_detectable < 1e-4
+    if settings["dtype"] == "int8":
+        assert "measured quantization error" in report.notes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_plain_blocks(noisy: Path, dtype: torch.dtype) -> None:
+    model = load_pretrained(noisy, "linear", dtype=dtype)
+    report = check_parity(PlainBlocks(model), noisy)
+    assert report.passed, report.headline
+    assert report.smallest_detectable < 1e-4
+    model.trf_blocks[1].attention.scale *= 1.01
+    assert not check_parity(PlainBlocks(model), noisy)
+
+
+def other_scale(engine: Engine) -> None:
+    engine.transformer.scales[1] *= 1.02
+
+
+def other_activation(engine: Engine) -> None:
+    engine.transformer.act = torch.nn.functional.gelu
+
+
+def shifted_positions(engine: Engine) -> None:
+    embedding = engine.transformer.embedding
+    engine.transformer.embedding = embedding._replace(wpe=embedding.wpe.roll(1, 0))
+
+
+def in_decode_steps_alone(engine: Engine) -> None:
+    step = engine.transformer.next_logits
+    engine.transformer.next_logits = lambda *args: step(*args) * 1.001
+
+
+def at_the_last_position_alone(engine: Engine) -> None:
+    step = engine.transformer.next_logits
+
+    def next_logits(ids: Tensor, cache: Any, start: int | Tensor) -> Tensor:
+        logits: Tensor = step(ids, cache, start)
+        return logits * 1.001 if start == 255 else logits
+
+    engine.transformer.next_logits = next_logits
+
+
+def in_batches_alone(engine: Engine) -> None:
+    logits = engine.transformer.logits
+    engine.transformer.logits = lambda hidden: (
+        logits(hidden).roll(1, 0) if len(hidden) > 2 else logits(hidden)
+    )
+
+
+FAULTS = [
+    other_scale, other_activation, shifted_positions, in_decode_steps_alone,
+    at_the_last_position_alone, in_batches_alone,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_an_engine_is_found(noisy: Path, fault: Callable[[Engine], None]) -> None:
+    engine = Engine(noisy)
+    fault(engine)
+    assert not check_parity(engine, noisy)
+
+
+@pytest.mark.parametrize("fault", [shifted_positions, in_batches_alone])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_coarse_fault_is_found_in_lower_precision(
+    noisy: Path, dtype: Any, fault: Callable[[Engine], None]
+) -> None:
+    engine = Engine(noisy, dtype=dtype)
+    fault(engine)
+    assert not check_parity(engine, noisy)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_the_command_shows_an_engine(cli: Cli, noisy: Path, precision: str) -> None:
+    done = cli("parity", "--model", noisy, "--engine", precision)
+    assert done.code == 0, done.err
+    assert f"✓ Engine({precision}) computes what transformers computes" in done.out
+    assert "decode steps alone" in done.out and "bound" in done.out
+    assert ("quantization error" in done.out) == (precision == "int8")
