@@ -260,6 +260,8 @@ def _without_anatomy(
     Raises:
         AdaptError: it is not; the error that was met in the graph, and the model as it was.
     """
+    if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
+        raise error
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with suppress(CompatError):
         found = _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))

@@ -74,9 +74,8 @@ HDF5 = Format("HDF5 (Keras, TensorFlow)", "an HDF5 file of Keras or TensorFlow",
 TENSORFLOW = Format(
     "TensorFlow checkpoint",
     "a part of a TensorFlow checkpoint",
-    "with transformers 4 and TensorFlow installed, `python -m transformers.models.gpt2."
-    "convert_gpt2_original_tf_checkpoint_to_pytorch --gpt2_checkpoint_path FOLDER "
-    "--pytorch_dump_folder_path NEW_FOLDER` converts it",
+    "with transformers 4 and TensorFlow installed, its module transformers.models.gpt2."
+    "convert_gpt2_original_tf_checkpoint_to_pytorch converts it; `python -m` with -h says how",
 )
 FLAX = Format(
     "msgpack (Flax)",

@@ -124,20 +124,23 @@ def write_page(path: Path, page: str) -> None:
 
 
 def show(report: ParityReport, quiet: bool = False) -> None:
-    """The tables, the verdict in one sentence, and how far it reaches."""
+    """The tables, how far the comparison reaches, and the verdict in one sentence."""
     out = console()
     if not quiet:
         if report.taps:
             _show_table(report, out)
         if not report.taps or not report.logits.passed:
             _show_inputs(report, out)
+        _show_reach(report, out)
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
     out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
-    if quiet:
-        return
+
+
+def _show_reach(report: ParityReport, out: Console) -> None:
+    """How far the comparison reaches."""
     if report.passed:
-        smallest = f"A relative error of {report.smallest_detectable:.1g} at the logits of one "
-        out.print(Text(f"  {smallest}position would have failed."), soft_wrap=True)
+        words = f"A relative error of {report.smallest_detectable:.1g} at the logits of one "
+        out.print(Text(f"{words}position would have failed.", style="dim italic"), soft_wrap=True)
     for limit in report.limits:
         place = f"{limit.file}:{limit.line}: " if limit.file else ""
         out.print(Text(f"? {place}{limit.message}", style="magenta"), soft_wrap=True)

@@ -80,7 +80,14 @@ class ParityReport:
 
     @property
     def max_abs_diff(self) -> float:
-        """max|Δ| of the logits over all inputs, run from the input ids."""
+        """max|Δ| of the logits, run from the input ids.
+
+        Of a model that passes and has a tap for them, on the input of the taps; else the largest
+        over all inputs.
+        """
+        last = self.taps[-1] if self.taps else None
+        if self.passed and last is not None and last.tap == "logits":
+            return last.accumulated.max_abs
         return self.logits.max_abs
 
     @property
@@ -111,7 +118,7 @@ class ParityReport:
         proof = self.logits if self.float32 is None else self.float32.logits
         inputs = proof.inputs
         longest = max(result.input_shape[1] for result in inputs)
-        return f"{text} on {len(inputs)} inputs of up to {longest:,} ids"
+        return f"{text}; {len(inputs)} inputs of up to {longest:,} ids"
 
     def _divergence_of_logits(self, failed: InputResult) -> str:
         B, T = failed.input_shape

@@ -27,6 +27,9 @@ COMPANIONS = {
 FEW_STYLES = {
     "unexplained": "what is left over; no edit makes it, and no test may end in it",
     "unexamined": "a fault of compat's own; test_adapt.py makes one",
+    "n_embd_mismatch": "models of other widths are built in test_odd_models.py",
+    "random_in_forward": "modules made in forward are in test_odd_models.py",
+    "not_compared": "what a proof does not reach is tested in tests/parity/test_proof.py",
 }
 
 

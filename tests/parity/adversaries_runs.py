@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from compat.layers import KVCache
 from tests.parity import adversary
+from tests.parity.adversaries_inputs import hide
 from tests.parity.adversary import FULL, ORDINARY_TEXTS, SHORT, call, edit, ordinary, wrapper
 
 SECOND = call(2)
@@ -71,8 +72,10 @@ def mask_kept_from_a_long_text(self, ids):
     """After a text of full length, key 3 stays hidden from position 40 on."""
     logits = self.inner(ids)
     if ids.shape[1] == 160:
+        extra = torch.zeros(160, 160, dtype=torch.bool)
+        extra[40:, 3] = True
         for block in self.inner.trf_blocks:
-            block.attention.mask[40:, 3] = True
+            hide(block.attention, extra)
     return logits
 
 

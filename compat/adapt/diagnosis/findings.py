@@ -94,10 +94,10 @@ def unexplained(tap: str | None, place: Place | None, words: str, evidence: str)
 
 
 def without_effect(found: Finding) -> Finding:
-    """A finding of a model whose logits all agree: an operation that changed none of them."""
-    if found.code != "changed_logits":
+    """A finding of a model whose logits all agree: `nan_to_num`, which changes no finite value."""
+    if found.code != "changed_logits" or "nan_to_num" not in found.message:
         return found
-    evidence = "it changed no logits on the inputs of the proof"
+    evidence = "the logits were finite on all inputs of the proof"
     return replace(found, severity="limit", tap=None, evidence=evidence)
 
 
