@@ -100,7 +100,12 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=str)
+def repr_of(value: object) -> str:
+    """The value as text, the same in every process: a function's has its address."""
+    return getattr(value, "__name__", None) or str(value)
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=repr_of)
 def test_settings_of_another_type_are_one_error(tiny: Path, name: str, value: Any) -> None:
     request = {"max_new_tokens": 2, name: value}
     with pytest.raises(GenerationError, match=rf"^{name} "):

@@ -395,7 +395,9 @@ def test_what_intercepts_torch_is_heeded(source: Path, dialect: str, surrounding
 
 @each_dialect
 @pytest.mark.parametrize(
-    "mode", [lambda: torch.device("cpu"), torch.inference_mode, torch.no_grad], ids=str
+    "mode",
+    [lambda: torch.device("cpu"), torch.inference_mode, torch.no_grad],
+    ids=["device", "inference_mode", "no_grad"],
 )
 def test_ordinary_surroundings_keep_the_fast_pass(source: Path, dialect: str, mode: Any) -> None:
     model = load_pretrained(source, dialect)
