@@ -185,7 +185,7 @@ def _judged(
     )
     with clock.stage("logits"):
         logits = end_to_end(model, call, reference, case.room, case.fixed_length)
-    with clock.stage("taps"):
+    with clock.stage("parity"):
         taps = find_taps(anatomy, mapping, places)
         report = parity_at_nodes(reference, case, taps, ids, logits)
     with clock.stage("diagnose"):

@@ -25,7 +25,7 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.errors import ParityError
 from compat.parity import reference as hf
 from compat.parity.numpy_gpt2 import ACTIVATIONS
-from compat.parity.pristine import check_reference, logit_errors, reference_errors, replaced
+from compat.parity.pristine import check_reference, logit_errors, reference_errors
 from tests.conftest import MakeCheckpoint, Write
 
 Patch = Callable[[pytest.MonkeyPatch], Any]
