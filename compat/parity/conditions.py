@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -155,7 +154,6 @@ def _operands(test: ast.expr) -> list[ast.expr]:
     return [test]
 
 
-@cache
 def _tests_of(file: str) -> dict[int, list[_Test]]:
     """The conditions of a source file by the line on which each is evaluated."""
     found: dict[int, list[_Test]] = {}
@@ -170,19 +168,23 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """A node and all below it, without conditions on whose other side is an error alone."""
     if isinstance(node, ast.Assert):
         return
+    if isinstance(node, (ast.If, ast.While)) and _only_raises(node.body):
+        for statement in (*node.body, *node.orelse):
+            yield from _nodes(statement)
+        return
     yield node
-    raises = isinstance(node, ast.If) and all(isinstance(part, ast.Raise) for part in node.body)
     for child in ast.iter_child_nodes(node):
-        if not (raises and child is getattr(node, "test", None)):
-            yield from _nodes(child)
+        yield from _nodes(child)
+
+
+def _only_raises(statements: list[ast.stmt]) -> bool:
+    return all(isinstance(statement, ast.Raise) for statement in statements)
 
 
 def _tests_in(node: ast.AST, file: str) -> Iterator[_Test]:
     body, orelse = range(0), range(0)
     tests: list[ast.expr] = []
     if isinstance(node, (ast.If, ast.While)):
-        if all(isinstance(statement, ast.Raise) for statement in node.body):
-            return
         tests = [node.test]
         body, orelse = _lines(node.body), _lines(node.orelse)
     elif isinstance(node, ast.IfExp):
@@ -224,6 +226,7 @@ class BranchObserver:
         self.found: dict[tuple[str, int, str], Observed] = {}
         self._executed: dict[str, set[int]] = {}
         self._unread: dict[tuple[str, int, str], _Test] = {}
+        self._tests: dict[str, dict[int, list[_Test]]] = {}  # a file may change between proofs
         self._length = 0
 
     @contextmanager
@@ -239,10 +242,14 @@ class BranchObserver:
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
-        if not is_users(file) or not _tests_of(file):
+        if not is_users(file):
+            return None
+        if file not in self._tests:
+            linecache.checkcache(file)
+            self._tests[file] = _tests_of(file)
+        if not (tests := self._tests[file]):
             return None
         lines = self._executed.setdefault(file, set())
-        tests = _tests_of(file)
 
         def on_line(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "line":
@@ -276,8 +283,10 @@ class BranchObserver:
                 seen.operands.setdefault(number, set()).add(repr(value)[:200])
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
-        if outcome is not ...:
-            seen.outcomes.add(bool(outcome))
+        # An array has no truth value; an exception here would be raised in the user's code.
+        with suppress(Exception):
+            if outcome is not ...:
+                seen.outcomes.add(bool(outcome))
 
     def _settle(self) -> None:
         """The outcome of conditions that cannot be evaluated again, from the lines that ran."""
