@@ -44,8 +44,12 @@ def described(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> list[str]:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:]]
+    return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's code that an exception came through, the outermost first."""
+    return [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ The model is called as its user calls it: without hooks and without a tracer tha
 from __future__ import annotations
 
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from compat.parity.inputs import (
     sequences_with,
     special_ids,
 )
-from compat.user_code import is_users
+from compat.user_code import users_frames
 
 Call = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
 
@@ -156,7 +155,7 @@ class _Proof:
         room: int | None,
         fixed_length: int | None,
     ) -> None:
-        self.call, self.model, self.reference, self.config = call, model, reference, config
+        self.call, self.model, self.config = call, model, config
         self.room = fixed_length or min(room or config.n_positions, config.n_positions)
         self.fixed_length = fixed_length
         self.known = KnownLogits(reference, dtype)
@@ -423,7 +422,7 @@ def _plain(logits: Tensor) -> Tensor:
 
 def raised(error: Exception) -> str:
     """What the model raised, and the user's line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     headline = (str(error).strip().splitlines() or [""])[0]
     return f"the model raised {type(error).__name__}{where}: {headline}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from compat.errors import AdaptError
 from compat.parity.outputs import find_logits
-from compat.user_code import is_users
+from compat.user_code import is_users, users_frames
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -93,8 +92,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """What was raised, and the author's line that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno} {f.line}" for f in frames if is_users(f.filename)]
+    lines = [f"{f.filename}:{f.lineno} {f.line}" for f in users_frames(error)]
     named = re.findall(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)', str(error))
     lines += [f"{file}:{line} {text}" for file, line, text in named if is_users(file)]
     headline = (str(error).strip().splitlines() or [""])[0]
