@@ -102,7 +102,8 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
                 stopped.append(f"{TOOLS[tracer.__name__]} stopped: {why}")
                 continue
             if graph.output in graph.live:
-                graph.names = {n: first_names(model).get(x, x) for n, x in graph.names.items()}
+                first = first_names(model)
+                graph.names = {node: first.get(name, name) for node, name in graph.names.items()}
                 graph.stopped = stopped
                 return graph
             stopped.append(f"{TOOLS[tracer.__name__]} lost the ids: values leave torch on the way")
