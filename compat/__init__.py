@@ -1,6 +1,6 @@
 """Hugging Face GPT-2 weights in hand-written blocks: loaded by name, proved equal, written back."""
 
-from compat.adapt import Adaptation, Finding, adapt
+from compat.adaptation import Adaptation, Finding, adapt
 from compat.config import GPT2Config
 from compat.decoding import PlainBlocks, left_pad
 from compat.engine import Engine
@@ -27,8 +27,8 @@ from compat.generation import (
 from compat.inspection import Inspection, inspect_checkpoint
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
 from compat.name_map import NameMap, Row, Same, Split, Transpose
+from compat.ops import Fused, Part, Rearrange, Rows
 from compat.parity import ParityReport, check_parity
-from compat.rearrange import Fused, Part, Rearrange, Rows
 from compat.saving import save_pretrained
 from compat.taps import Tap
 from compat.tokenizer import Tokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compat.errors import ConfigError, listed, shown
+from compat.errors import ConfigError, listed, short_repr
 
 # Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
 ALIASES = {
@@ -108,20 +108,23 @@ class GPT2Config:
                 isinstance(value, bool) and bool not in accepted
             ):
                 raise ConfigError(
-                    f"config field {field.name!r} is {shown(value)}; expected {field.type}"
+                    f"config field {field.name!r} is {short_repr(value)}; expected {field.type}"
                 )
         if not all(type(token_id) is int for token_id in self.stop_ids):
             raise ConfigError(
-                f"config field 'eos_token_id' is {shown(self.eos_token_id)}; expected whole numbers"
+                f"config field 'eos_token_id' is {short_repr(self.eos_token_id)}; expected whole "
+                f"numbers"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             if any(abs(token_id) > _MOST for token_id in _as_ids(value)):
-                raise ConfigError(f"config field {name!r} is {shown(value)}; expected ≤ {_MOST:,}")
+                raise ConfigError(
+                    f"config field {name!r} is {short_repr(value)}; expected ≤ {_MOST:,}"
+                )
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
             if not 1 <= getattr(self, name) <= _MOST:
                 field_name = "n_inner" if name == "d_inner" else name
-                found = shown(getattr(self, name))
+                found = short_repr(getattr(self, name))
                 raise ConfigError(
                     f"config field {field_name!r} is {found}; expected 1 to {_MOST:,}"
                 )
@@ -133,11 +136,11 @@ class GPT2Config:
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"config field {name!r} is {shown(getattr(self, name))}; expected 0 to 1"
+                    f"config field {name!r} is {short_repr(getattr(self, name))}; expected 0 to 1"
                 )
         if not 0 <= self.layer_norm_epsilon < 1e30:  # an int can be too large to be a float
             raise ConfigError(
-                f"config field 'layer_norm_epsilon' is {shown(self.layer_norm_epsilon)}; "
+                f"config field 'layer_norm_epsilon' is {short_repr(self.layer_norm_epsilon)}; "
                 "expected ≥ 0"
             )
 
@@ -206,7 +209,9 @@ class GPT2Config:
         if not isinstance(raw, Mapping):
             raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields")
         if raw.get("model_type", "gpt2") != "gpt2":
-            raise ConfigError(f"config has model_type {shown(raw['model_type'])}; expected 'gpt2'")
+            raise ConfigError(
+                f"config has model_type {short_repr(raw['model_type'])}; expected 'gpt2'"
+            )
         known: dict[str, Any] = {}
         for given, value in raw.items():
             targets = (
@@ -217,14 +222,14 @@ class GPT2Config:
             for name in targets:
                 if name in known and known[name] != value:
                     raise ConfigError(
-                        f"config says {name!r} twice: {shown(known[name])}, "
-                        f"and {shown(value)} as {given!r}"
+                        f"config says {name!r} twice: {short_repr(known[name])}, "
+                        f"and {short_repr(value)} as {given!r}"
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
         names = {field.name for field in fields(cls)}
         unknown = sorted(k for k, v in known.items() if k not in names | IGNORED and v)
         if unknown:
-            found = listed([f"{shown(name)} = {shown(known[name])}" for name in unknown])
+            found = listed([f"{short_repr(name)} = {short_repr(known[name])}" for name in unknown])
             raise ConfigError(
                 f"config has {found}, which compat does not understand and which may change the "
                 "arithmetic; if it does not, remove it from the config"
@@ -266,5 +271,5 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
-        raise ConfigError(f"dtype is {shown(dtype)}; expected {names}")
+        raise ConfigError(f"dtype is {short_repr(dtype)}; expected {names}")
     return found

@@ -19,8 +19,8 @@ from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder,
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
 from compat.errors import ConfigError, GenerationError
+from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import generate, stream
-from compat.hf_tensors import config_of, hf_tensors, with_head_of
 from compat.layers import as_ids
 from compat.name_map import NameMap
 

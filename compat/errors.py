@@ -66,7 +66,7 @@ _REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value from a file as Python writes it, in a line, however long it is or deeply nested."""
     return _REPR.repr(value)
 
@@ -77,7 +77,7 @@ def described(value: object) -> str:
         return "None"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = shown(value)
+    text = short_repr(value)
     return f"{text} ({type(value).__name__})" if "\n" not in text else f"a {type(value).__name__}"
 
 
@@ -93,7 +93,7 @@ def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
     return "\n  ".join([headline, *faults[:most], *more])
 
 
-def folded(names: Sequence[str]) -> list[str]:
+def collapse_layers(names: Sequence[str]) -> list[str]:
     """Names that differ in the layer alone written once: h.{0…11}.attn.c_attn.bias."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
@@ -112,7 +112,7 @@ def folded_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
     by_text: dict[str, list[str]] = {}
     for name, text in faults:
         by_text.setdefault(text, []).append(name)
-    return [f"{name}: {text}" for text, names in by_text.items() for name in folded(names)]
+    return [f"{name}: {text}" for text, names in by_text.items() for name in collapse_layers(names)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import HEAD, plain_name
 from compat.checkpoint.source import checked, config_beside, most_unpacked
 from compat.config import ALIASES
-from compat.errors import CompatError, HubError, TokenizerError, shown
+from compat.errors import CompatError, HubError, TokenizerError, short_repr
 from compat.tokenizer import load_tokenizer
 
 MAIN_FIELDS = (
@@ -187,7 +187,7 @@ def _main_fields(raw: Mapping[str, Any] | None) -> dict[str, Any]:
 def _printable(value: Any) -> Any:
     """A number or a word as it is, anything else as Python writes it."""
     proper = isinstance(value, int) or (isinstance(value, str) and value.isprintable())
-    return value if proper else shown(value)
+    return value if proper else short_repr(value)
 
 
 def _tokenizer_files(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from compat.errors import CompatError, ConfigError, GenerationError, shown
+from compat.errors import CompatError, ConfigError, GenerationError, short_repr
 
 
 class GELU(nn.Module):
@@ -144,7 +144,7 @@ def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> 
         return input_ids
     if isinstance(input_ids, str | bytes):
         raise error(
-            f"input_ids is the text {shown(input_ids)}; encode it first, as the tokenizer of "
+            f"input_ids is the text {short_repr(input_ids)}; encode it first, as the tokenizer of "
             "load_tokenizer does, or call generate_text"
         )
     try:

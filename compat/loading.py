@@ -20,15 +20,15 @@ from compat.errors import (
     CheckpointError,
     ConfigError,
     NameMapError,
+    collapse_layers,
     described,
-    folded,
     lines,
     listed,
-    shown,
+    short_repr,
 )
-from compat.hf_tensors import hf_tensors
+from compat.export_view import hf_tensors
 from compat.name_map import NameMap, Row, as_name_map
-from compat.strict import (
+from compat.validation import (
     check_buffers,
     check_dropped,
     check_module,
@@ -185,7 +185,9 @@ def _check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except Exception as error:  # each kind of device fails in its own way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"device is {shown(device)}, which torch cannot use: {reason}") from error
+        raise ConfigError(
+            f"device is {short_repr(device)}, which torch cannot use: {reason}"
+        ) from error
 
 
 def _opened(source: Source, revision: str | None, **how: Any) -> Checkpoint:
@@ -207,10 +209,10 @@ def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
         stored.discard(HEAD)
         mapped.discard(HEAD)
     faults = []
-    if homeless := [name for name in checkpoint.infos if name in stored - mapped]:
-        faults.append(f"{len(homeless)} tensors have no row: {listed(folded(homeless))}")
+    if unmatched := [name for name in checkpoint.infos if name in stored - mapped]:
+        faults.append(f"{len(unmatched)} tensors have no row: {listed(collapse_layers(unmatched))}")
     if unknown := sorted(mapped - stored):
-        faults.append(f"{len(unknown)} rows name no tensor: {listed(folded(unknown))}")
+        faults.append(f"{len(unknown)} rows name no tensor: {listed(collapse_layers(unknown))}")
     if faults:
         raise NameMapError(lines(f"the name map does not fit {checkpoint.weights}:", faults))
     return rows

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compat.errors import NameMapError, described, listed, shown
+from compat.errors import NameMapError, described, listed, short_repr
 
 
 class Op(Protocol):
@@ -94,17 +94,19 @@ class Row:
     def __post_init__(self) -> None:
         if not isinstance(self.hf, str):
             raise NameMapError(
-                f"a Row's hf is {shown(self.hf)}; expected a name such as 'wte.weight'"
+                f"a Row's hf is {short_repr(self.hf)}; expected a name such as 'wte.weight'"
             )
         if not _are_names(self.ours) or not self.ours:
             example = (self.ours if isinstance(self.ours, str) else "tok_emb.weight",)
             raise NameMapError(
-                f"the Row of {shown(self.hf)}: ours is {shown(self.ours)}; expected a tuple of "
-                f"parameter names such as {shown(example)}"
+                f"the Row of {short_repr(self.hf)}: ours is {short_repr(self.ours)}; expected a "
+                f"tuple of "
+                f"parameter names such as {short_repr(example)}"
             )
         if isinstance(self.op, type) or not (hasattr(self.op, "load") and hasattr(self.op, "save")):
             raise NameMapError(
-                f"the Row of {shown(self.hf)}: op is {shown(self.op)}; expected an op such as "
+                f"the Row of {short_repr(self.hf)}: op is {short_repr(self.op)}; expected an op "
+                f"such as "
                 "Same() or Transpose()"
             )
         object.__setattr__(self, "ours", tuple(self.ours))
@@ -129,13 +131,15 @@ class NameMap:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, tuple | list):
-            raise NameMapError(f"a NameMap's rows is {shown(self.rows)}; expected a tuple of Rows")
+            raise NameMapError(
+                f"a NameMap's rows is {short_repr(self.rows)}; expected a tuple of Rows"
+            )
         for number, row in enumerate(self.rows):
             if not isinstance(row, Row):
-                raise NameMapError(f"a NameMap's row {number} is {shown(row)}; expected a Row")
+                raise NameMapError(f"a NameMap's row {number} is {short_repr(row)}; expected a Row")
         if not _are_names(self.zeros):
             raise NameMapError(
-                f"a NameMap's zeros is {shown(self.zeros)}; expected a tuple of names"
+                f"a NameMap's zeros is {short_repr(self.zeros)}; expected a tuple of names"
             )
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "zeros", tuple(self.zeros))

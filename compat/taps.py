@@ -9,7 +9,7 @@ from typing import Literal
 from compat.errors import ParityError
 
 BLOCK_TAPS = (
-    "ln_1", "q", "k", "v", "probs", "heads", "attn", "mid", "ln_2", "fc", "act", "mlp", "out",
+    "ln_1", "q", "k", "v", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp", "out",
 )  # fmt: skip
 
 

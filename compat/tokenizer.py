@@ -10,7 +10,7 @@ from typing import Any
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.files import read_json, read_small
-from compat.errors import CheckpointError, TokenizerError, shown
+from compat.errors import CheckpointError, TokenizerError, short_repr
 from compat.vocabulary import END_OF_TEXT, Vocabulary, build_vocabulary
 
 # How text is cut before merging: contractions, words, numbers, signs, white space. Source: OpenAI's
@@ -134,12 +134,12 @@ def _from_tokenizer_json(data: dict[str, Any]) -> Vocabulary:
     """The tables in a `tokenizer.json`, if it asks for nothing but GPT-2's byte-level BPE."""
     model, before = _section(data, "model"), _section(data, "pre_tokenizer")
     asks_for_more = [
-        f"model.{name} = {shown(model[name])}"
+        f"model.{name} = {short_repr(model[name])}"
         for name in ("dropout", "end_of_word_suffix", "continuing_subword_prefix", "ignore_merges")
         if model.get(name)
     ]
     if model.get("type", "BPE") != "BPE":
-        asks_for_more.append(f"model.type = {shown(model['type'])}")
+        asks_for_more.append(f"model.type = {short_repr(model['type'])}")
     if data.get("normalizer") is not None:
         asks_for_more.append("a normalizer")
     if before.get("type") != "ByteLevel" or not before.get("use_regex", True):

@@ -53,7 +53,7 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 @contextlib.contextmanager
-def explained(cls: type) -> Iterator[None]:
+def handle_errors(cls: type) -> Iterator[None]:
     """Turn what the user's own code raises, `exit()` included, into an AdaptError with its line.
 
     What compat raises itself is passed on as it is.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from compat.errors import TokenizerError, shown
+from compat.errors import TokenizerError, short_repr
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -104,11 +104,13 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
     for token, token_id in {**vocab, **added}.items():
         if type(token_id) is not int or token_id < 0:
             raise TokenizerError(
-                f"token {shown(token)} has id {shown(token_id)}; expected a whole number ≥ 0"
+                f"token {short_repr(token)} has id {short_repr(token_id)}; expected a whole "
+                f"number ≥ 0"
             )
         if token_id in owners:
             raise TokenizerError(
-                f"id {shown(token_id)} is given to {shown(owners[token_id])} and to {shown(token)}"
+                f"id {short_repr(token_id)} is given to {short_repr(owners[token_id])} and to "
+                f"{short_repr(token)}"
             )
         owners[token_id] = token
 
@@ -122,15 +124,17 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         proper = isinstance(parts, list) and len(parts) == 2
         if not proper or not all(isinstance(part, str) and part in known for part in parts):
             raise TokenizerError(
-                f"merge {number} is {shown(merge)}; expected two tokens made before it"
+                f"merge {number} is {short_repr(merge)}; expected two tokens made before it"
             )
         token = "".join(parts)
         if token not in vocab:
             raise TokenizerError(
-                f"merge {number} makes {shown(token)}, which has no id in the vocabulary"
+                f"merge {number} makes {short_repr(token)}, which has no id in the vocabulary"
             )
         if token in known:
-            raise TokenizerError(f"merge {number} makes {shown(token)}, which is there already")
+            raise TokenizerError(
+                f"merge {number} makes {short_repr(token)}, which is there already"
+            )
         known.add(token)
         made.append(token)
         pairs.append(parts)
@@ -144,8 +148,9 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         if (last := _last_two(token, ranks)) != pair:
             # tiktoken goes by the rank of what a pair makes, not of the pair: it would join these.
             raise TokenizerError(
-                f"merge {number} makes {shown(token)} of {shown(pair)}, but merging in order leads "
-                f"to {shown(last)}; tiktoken cannot follow such a vocabulary"
+                f"merge {number} makes {short_repr(token)} of {short_repr(pair)}, but merging in "
+                f"order leads "
+                f"to {short_repr(last)}; tiktoken cannot follow such a vocabulary"
             )
     return made
 

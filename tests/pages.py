@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from compat import NameMap, ParityReport, Row, Same, check_parity, load_pretrained
-from compat.adapt import Adaptation, Finding
+from compat.adaptation import Adaptation, Finding
 from compat.dialects import linear
-from compat.page import adapt_page
+from compat.html_report import adapt_page
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
 from compat.taps import tap_names
 from tests.parity.mistakes import MISTAKES
@@ -59,7 +59,7 @@ def evil_page() -> str:
     report = report_of(BAD, model=EVIL, dialect=EVIL, dtype=EVIL, versions={EVIL: EVIL})
     taps = [TapResult(f"h.0.{EVIL}", BAD, BAD), TapResult(EVIL, BAD, BAD), *report.taps]
     rows = NameMap((Row(f"h.{{i}}.{EVIL}", (EVIL, EVIL), Same()),))
-    texts = {"model": EVIL, "source": EVIL, "homeless": [EVIL], "seconds": {EVIL: 1.0}}
+    texts = {"model": EVIL, "source": EVIL, "unmatched": [EVIL], "seconds": {EVIL: 1.0}}
     report = replace(report, taps=taps)
     return adapt_page(adaptation(report, finding(EVIL, severity=EVIL), name_map=rows, **texts))
 

@@ -14,24 +14,24 @@ import compat
 ROOT = Path(compat.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# From the ground up; a file may import from its own floor's package and from the floors below.
-FLOORS = [
+# From the bottom up; a file may import from its own layer's package and from the layers below.
+LAYERS = [
     {"errors"},
-    {"config", "layers", "name_map", "rearrange", "taps", "user_code", "vocabulary"},
+    {"config", "layers", "name_map", "ops", "taps", "user_code", "vocabulary"},
     {"checkpoint", "dialects"},
-    {"strict", "tokenizer"},
-    {"hf_tensors", "inspection"},
+    {"validation", "tokenizer"},
+    {"export_view", "inspection"},
     {"loading"},
     {"decoding", "saving"},
     {"parity"},
     {"generation"},
     {"engine"},
-    {"bring"},
-    {"adapt"},
-    {"page"},
+    {"user_models"},
+    {"adaptation"},
+    {"html_report"},
     {"cli"},
 ]
-LEVEL = {part: level for level, floor in enumerate(FLOORS) for part in floor}
+LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 OWNERS = {
     "transformers": "parity/reference.py",
     "tiktoken": "tokenizer.py",
@@ -65,19 +65,21 @@ def test_imports_go_down_only(path: Path) -> None:
     for name in imported(path):
         if name.startswith("compat."):
             other = name.split(".")[1]
-            assert other == own or LEVEL[other] < LEVEL[own] or {own, other} <= FLOORS[1], name
+            assert other == own or LEVEL[other] < LEVEL[own] or {own, other} <= LAYERS[1], name
 
 
-ADAPT_FLOORS = ["tracing", "anatomy", "mapping", "diagnosis"]
+ADAPT_LAYERS = ["tracing", "anatomy", "mapping", "diagnosis"]
 
 
-@pytest.mark.parametrize("floor", ADAPT_FLOORS)
-def test_imports_go_down_only_within_adapt(floor: str) -> None:
-    files = sorted((ROOT / "adapt" / floor).glob("*.py"))
+@pytest.mark.parametrize("layer", ADAPT_LAYERS)
+def test_imports_go_down_only_within_adapt(layer: str) -> None:
+    files = sorted((ROOT / "adaptation" / layer).glob("*.py"))
     assert files
-    above = {"adapt", "emit", *ADAPT_FLOORS[ADAPT_FLOORS.index(floor) + 1 :]}
+    above = {"adapt", "emit", *ADAPT_LAYERS[ADAPT_LAYERS.index(layer) + 1 :]}
     for path in files:
-        used = {name.split(".")[2] for name in imported(path) if name.startswith("compat.adapt.")}
+        used = {
+            name.split(".")[2] for name in imported(path) if name.startswith("compat.adaptation.")
+        }
         assert not used & above, path
 
 

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 from compat import Adaptation, Finding, NameMap, check_parity, load_into
-from compat.adapt import CODES
-from compat.bring import load_class
+from compat.adaptation import CODES
 from compat.cli.adapt import show
-from compat.errors import folded
+from compat.errors import collapse_layers
 from compat.taps import Tap
+from compat.user_models import load_class
 from tests.adapt_project import ERF_LINE, ERF_SOURCE, write_project
 from tests.command_line import ROOT, Cli, script
 from tests.conftest import State, Write
@@ -77,16 +77,16 @@ def test_a_notebook(cli: Cli, tiny: Path) -> None:
 
 def test_tensors_without_a_place(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "biasless.py:MyGPT", "--model", tiny)
-    headline, homeless, *_ = done.out.splitlines()
+    headline, unmatched, *_ = done.out.splitlines()
     assert done.code == 1
     assert headline.startswith("✗ mapped 37 of 40 tensors   ✗ parity fails from h.0.")
-    assert homeless == "  no place for h.{0…2}.attn.c_attn.bias"
+    assert unmatched == "  no place for h.{0…2}.attn.c_attn.bias"
 
 
 def test_names_are_folded_by_layer() -> None:
     names = ["wpe.weight", *(f"h.{i}.ln_1.bias" for i in (0, 1, 2, 5, 11)), "h.3.ln_2.bias"]
     names += [f"h.{i}.mlp.c_fc.bias" for i in range(12)]
-    assert folded(names) == [
+    assert collapse_layers(names) == [
         "wpe.weight",
         "h.{0…2,5,11}.ln_1.bias",
         "h.3.ln_2.bias",
@@ -105,10 +105,10 @@ def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
     """All else is wrapped to its width."""
     said = {"message": "word " * 40, "fix": FIX, "evidence": "far " * 40, "source_line": SOURCE}
     finding = Finding("scale_by_d_model", "breaks", "h.0.probs", "my.py", 87, **said)
-    style = Finding("untied_head", "style", None, None, None, None, "but " * 40, "nothing", "")
-    homeless = [f"h.{i}.attn.c_attn.{kind}" for i in range(12) for kind in ("weight", "bias")]
+    style = Finding("untied_head", "info", None, None, None, None, "but " * 40, "nothing", "")
+    unmatched = [f"h.{i}.attn.c_attn.{kind}" for i in range(12) for kind in ("weight", "bias")]
     adaptation = Adaptation(
-        "GPT", "gpt2", 12, 148, homeless, NameMap(()), None, [finding, finding, style]
+        "GPT", "gpt2", 12, 148, unmatched, NameMap(()), None, [finding, finding, style]
     )
     out = StringIO()
     show(adaptation, Console(file=out, width=width, force_terminal=True, color_system=None))
@@ -133,7 +133,7 @@ def test_json_has_every_field(cli: Cli, tiny: Path, tmp_path: Path, file: str, c
     found = done.json()
     assert (done.code, found["compatible"]) == (code, code == 0)
     assert (found["model"], found["source"]) == ("MyGPT", str(tiny))
-    assert (found["mapped"], found["tensors"], found["homeless"]) == (40, 40, [])
+    assert (found["mapped"], found["tensors"], found["unmatched"]) == (40, 40, [])
     assert len(found["name_map"]) == 40
     assert found["parity"]["passed"] is (code == 0)
     assert found["seconds"].keys() >= {"export", "map", "load", "parity", "diagnose"}

@@ -24,8 +24,8 @@ OPTIONS = {
 }
 # Which commands show what a part of the library says; all of them, where nothing else is stated.
 REACHED_BY = {
-    "bring": {"adapt"},
-    "adapt": {"adapt"},
+    "user_models": {"adapt"},
+    "adaptation": {"adapt"},
     "generation": {"generate"},
     "engine.py": {"generate"},
     "decoding": {"generate"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compat import Fused, NameMap, Part, Rearrange, Row, Rows, Same, Split, Transpose
-from compat.adapt.emit import to_python
+from compat.adaptation.emit import to_python
 from compat.dialects import DIALECTS
 from compat.name_map import Op
 

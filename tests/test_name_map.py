@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compat import NameMap, NameMapError, Row, Same, Split, Transpose
 from compat.dialects import DIALECTS
-from compat.hf_tensors import HFTensor
+from compat.export_view import HFTensor
 from compat.name_map import Op, listed
 
 sizes = st.integers(min_value=1, max_value=7)

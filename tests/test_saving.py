@@ -27,7 +27,7 @@ from compat import (
 )
 from compat.checkpoint import open_checkpoint
 from compat.dialects import get_dialect
-from compat.hf_tensors import hf_tensors
+from compat.export_view import hf_tensors
 from tests.conftest import TINY, MakeCheckpoint, noisy_reference
 from tests.loading_common import both_dialects, identical, ids, saved
 from tests.own_gpt2 import MyGPT2, my_map

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compat import ConfigError, load_pretrained, save_pretrained
-from compat.hf_tensors import hf_tensors
+from compat.export_view import hf_tensors
 from compat.saving.shards import parse_size, split
 from tests.conftest import noisy_reference
 from tests.loading_common import identical, saved

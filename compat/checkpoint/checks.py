@@ -22,7 +22,7 @@ from compat.checkpoint.layout import (
     missing_templates,
 )
 from compat.config import GPT2Config
-from compat.errors import CheckpointError, folded, folded_faults, lines, listed
+from compat.errors import CheckpointError, collapse_layers, folded_faults, lines, listed
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -53,7 +53,7 @@ def check_family(weights: Path, names: Collection[str], facts_known: bool) -> No
     found = [kind for kind, parts in _KINDS.items() if any(p in n for p in parts for n in foreign)]
     faults = []
     if foreign:
-        faults.append(f"GPT-2 does not have {listed(folded(foreign))}")
+        faults.append(f"GPT-2 does not have {listed(collapse_layers(foreign))}")
     if missing:
         faults.append(f"the file does not have {listed(missing)}")
     raise CheckpointError(
@@ -159,9 +159,9 @@ def check_tensors(
     infos = {name: tensor.info for name, tensor in stored.items()}
     faults = []
     if missing := [name for name in expected if name not in infos]:
-        faults.append(f"{len(missing)} missing: {listed(folded(missing))}")
+        faults.append(f"{len(missing)} missing: {listed(collapse_layers(missing))}")
     if unexpected := [name for name in infos if name not in expected]:
-        faults.append(f"{len(unexpected)} left over: {listed(folded(unexpected))}")
+        faults.append(f"{len(unexpected)} left over: {listed(collapse_layers(unexpected))}")
     shared = [name for name in expected if name in infos]
     faults += folded_faults(
         (name, _shape_fault(name, infos[name].shape, expected[name]))

@@ -9,7 +9,7 @@ from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import plain_name
 from compat.checkpoint.pickle_file import PickleFile
 from compat.checkpoint.safetensors_file import SafetensorsFile
-from compat.errors import CheckpointError, folded, lines, listed
+from compat.errors import CheckpointError, collapse_layers, lines, listed
 
 PICKLES = (".bin", ".pt", ".pth")
 
@@ -82,9 +82,11 @@ def _check_index(index: Path, weight_map: dict[str, str], shards: dict[str, Tens
     untold = [name for name in held if name not in weight_map]
     faults = []
     if wrong:
-        faults.append(f"{len(wrong)} not in the shard it names: {listed(folded(wrong))}")
+        faults.append(f"{len(wrong)} not in the shard it names: {listed(collapse_layers(wrong))}")
     if untold:
-        faults.append(f"{len(untold)} in a shard but not in the index: {listed(folded(untold))}")
+        faults.append(
+            f"{len(untold)} in a shard but not in the index: {listed(collapse_layers(untold))}"
+        )
     if faults:
         headline = f"{index} does not say what its shards hold:"
         raise CheckpointError(lines(headline, faults) + "\nFetch or export all of it again.")

@@ -12,7 +12,7 @@ from compat.checkpoint.contents import PICKLES
 from compat.checkpoint.formats import FLAX, GGUF, HDF5, NPZ, ONNX, TENSORFLOW, recognized
 from compat.checkpoint.hub import fetch
 from compat.checkpoint.names import WEIGHT_FILES
-from compat.errors import CheckpointError, described, listed, shown
+from compat.errors import CheckpointError, described, listed, short_repr
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -72,7 +72,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be opened: {error}") from None
+        raise CheckpointError(f"{short_repr(str(path))} cannot be opened: {error}") from None
 
 
 def _looked_at(path: Path) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from compat.checkpoint.files import Stored, TensorInfo, config_of
 from compat.checkpoint.layout import EMBEDDING, POSITIONS, expected_shapes
 from compat.config import ALIASES, GPT2Config
-from compat.errors import CheckpointError, ConfigError, folded, listed, shown
+from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
 
 HUGGING_FACE, NANOGPT, MINGPT = "Hugging Face", "nanoGPT", "minGPT"
 IN_OUT, OUT_IN = "[in, out]", "[out, in]"
@@ -144,7 +144,7 @@ def _check_layout(kind: str, weights: Path, stored: dict[str, Stored]) -> None:
     found = layouts(stored)
     if IN_OUT not in found:
         return
-    ours, theirs = (listed(folded(found.get(layout, []))) for layout in (IN_OUT, OUT_IN))
+    ours, theirs = (listed(collapse_layers(found.get(layout, []))) for layout in (IN_OUT, OUT_IN))
     raise CheckpointError(
         f"{weights} has projections that are {IN_OUT}: {ours}"
         + (f"; and others that are {OUT_IN}: {theirs}" if theirs else "")
@@ -207,7 +207,8 @@ def _fields(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if fields.setdefault(name, value) != value:
             raise ConfigError(
-                f"{weights}: {name} is {shown(fields[name])}, and {shown(value)} as {given!r}"
+                f"{weights}: {name} is {short_repr(fields[name])}, and {short_repr(value)} as "
+                f"{given!r}"
             )
     return fields
 
@@ -230,7 +231,8 @@ def _merged(weights: Path, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
             by.setdefault(name, who)
             if merged.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{weights}: {name} is {shown(merged[name])} by {by[name]}, but {shown(value)} "
+                    f"{weights}: {name} is {short_repr(merged[name])} by {by[name]}, but "
+                    f"{short_repr(value)} "
                     f"by {who}; check that they belong together"
                 )
     return merged
@@ -272,7 +274,8 @@ def _zeros(
     shapes = {k: shape for k, shape in expected_shapes(config).items() if k.endswith(".bias")}
     if there := [name for name in shapes if name in stored]:
         raise CheckpointError(
-            f"{weights} has biases although bias is False in its arguments: {listed(folded(there))}"
+            f"{weights} has biases although bias is False in its arguments: "
+            f"{listed(collapse_layers(there))}"
         )
     dtype = stored[EMBEDDING].info.dtype if EMBEDDING in stored else torch.float32
     zeros = Zeros({name: TensorInfo(shape, dtype) for name, shape in shapes.items()})

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from compat import user_code
-from compat.adapt import Adaptation, Finding, adapt
-from compat.adapt.emit import to_python
-from compat.bring import construct, load_class
+from compat.adaptation import Adaptation, Finding, adapt
+from compat.adaptation.emit import to_python
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     JsonOption,
@@ -25,25 +24,26 @@ from compat.cli.common import (
     NHeadOption,
     RevisionOption,
     console,
-    explained,
+    handle_errors,
     note,
     print_json,
 )
 from compat.cli.parity import HtmlOption, write_page
 from compat.cli.tables import wrapped
-from compat.errors import folded
-from compat.page import adapt_page
+from compat.errors import collapse_layers
+from compat.html_report import adapt_page
+from compat.user_models import construct, load_class
 
 # The mark, its colour, and what a finding does at its tap.
 SEVERITY = {
     "breaks": ("✗", "red", "breaks"),
     "drifts": ("≈", "yellow", "drifts in bounds"),
     "limit": ("?", "magenta", "limit of the proof"),
-    "style": ("·", "cyan", "style"),
+    "info": ("·", "cyan", "info"),
 }
 
 
-@explained
+@handle_errors
 def adapt_command(
     target: Annotated[
         str,
@@ -90,7 +90,7 @@ def adapt_command(
         checkpoint = open_checkpoint(model, revision, n_head=n_head)
         # It turns on a terminal only, and is of characters that every terminal has.
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
-        with status, user_code.explained(cls):
+        with status, user_code.handle_errors(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
             adaptation = adapt(built, checkpoint)
     for line in checkpoint.notes:
@@ -137,13 +137,13 @@ def _at_most_one(options: dict[str, bool]) -> None:
 def show(adaptation: Adaptation, out: Console) -> None:
     """The two verdicts, what has no place, then each deviation with its line and its remedy."""
     _in_a_line(out, _headline(adaptation))
-    if adaptation.homeless:
-        _wrapped(out, Text(f"no place for {', '.join(folded(adaptation.homeless))}"), 2)
-    matter = [finding for finding in adaptation.findings if finding.severity != "style"]
+    if adaptation.unmatched:
+        _wrapped(out, Text(f"no place for {', '.join(collapse_layers(adaptation.unmatched))}"), 2)
+    matter = [finding for finding in adaptation.findings if finding.severity != "info"]
     for _, on_a_line in groupby(matter, key=_place):
         out.print()
         _show_findings(list(on_a_line), out)
-    style = [finding for finding in adaptation.findings if finding.severity == "style"]
+    style = [finding for finding in adaptation.findings if finding.severity == "info"]
     if style:
         out.print()
     for finding in style:
@@ -153,7 +153,7 @@ def show(adaptation: Adaptation, out: Console) -> None:
 def _headline(adaptation: Adaptation) -> list[Text]:
     """Whether all tensors have a place, and whether the model computes the same."""
     total = adaptation.tensors
-    mapped = total - len(adaptation.homeless)
+    mapped = total - len(adaptation.unmatched)
     return [
         _verdict(mapped == total, f"mapped {mapped:,} of {total:,} tensors"),
         _verdict(adaptation.compatible, _parity(adaptation)),

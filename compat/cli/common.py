@@ -74,7 +74,7 @@ DtypeOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
-def explained(command: Callable[P, R]) -> Callable[P, R]:
+def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turn an exception into one message on stderr and the exit code of its kind."""
 
     @functools.wraps(command)

@@ -18,7 +18,7 @@ from compat.cli.common import (
     RevisionOption,
     VerifyOption,
     console,
-    explained,
+    handle_errors,
     note,
     print_json,
 )
@@ -38,7 +38,7 @@ def _is_size(text: str) -> str:
     return text
 
 
-@explained
+@handle_errors
 def export_command(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="demo, a hub id, a folder, or a weights file.")

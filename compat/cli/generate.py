@@ -13,7 +13,7 @@ from compat.cli.common import (
     NHeadOption,
     OwnBlocksOption,
     RevisionOption,
-    explained,
+    handle_errors,
 )
 from compat.cli.generate_options import (
     BatchSizeOption,
@@ -51,7 +51,7 @@ from compat.loading import load_pretrained
 from compat.tokenizer import load_tokenizer
 
 
-@explained
+@handle_errors
 def generate_command(
     prompt: PromptArgument = None,
     model: ModelOption = "demo",

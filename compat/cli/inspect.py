@@ -15,14 +15,14 @@ from compat.cli.common import (
     NHeadOption,
     RevisionOption,
     console,
-    explained,
+    handle_errors,
     print_json,
 )
 from compat.cli.tables import wrapped
 from compat.inspection import Inspection, inspect_checkpoint
 
 
-@explained
+@handle_errors
 def inspect_command(
     source: Annotated[
         str, typer.Argument(help="demo, a hub id such as gpt2, a folder, or a weights file.")

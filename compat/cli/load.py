@@ -19,7 +19,7 @@ from compat.cli.common import (
     RevisionOption,
     VerifyOption,
     console,
-    explained,
+    handle_errors,
     note,
     print_json,
 )
@@ -29,7 +29,7 @@ from compat.loading import load_pretrained
 from compat.name_map import NameMap, Row
 
 
-@explained
+@handle_errors
 def load_command(
     model: ModelOption = "demo",
     dialect: DialectOption = DialectName.linear,

@@ -26,14 +26,14 @@ from compat.cli.common import (
     RevisionOption,
     VerifyOption,
     console,
-    explained,
+    handle_errors,
     note,
     print_json,
 )
 from compat.cli.generate_options import PrecisionName
 from compat.cli.tables import print_table
 from compat.engine import Engine
-from compat.page import parity_page
+from compat.html_report import parity_page
 from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
 from compat.parity.compare import count_identical
 
@@ -58,7 +58,7 @@ HtmlOption = Annotated[
 ]
 
 
-@explained
+@handle_errors
 def parity_command(
     model: ModelOption = "demo",
     dialect: DialectOption = DialectName.linear,

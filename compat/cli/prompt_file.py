@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from compat.cli.encoding import to_json
 from compat.cli.show_text import note_on
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, short_repr
 from compat.generation import Completion
 
 Generate = Callable[[list[str]], Iterator[Completion]]
@@ -54,7 +54,7 @@ def read_prompts(path: str) -> list[str]:
         prompt = _from_json(line)
         if prompt is None:
             raise GenerationError(
-                f"{path}, line {i} is {shown(line)}; expected a JSON string or an object with "
+                f"{path}, line {i} is {short_repr(line)}; expected a JSON string or an object with "
                 '"prompt", as the first line begins so'
             )
         prompts.append(prompt)
@@ -116,7 +116,8 @@ def _finished(out: Path, prompts: list[str], n: int) -> tuple[int, int]:
         if found != expected:
             raise GenerationError(
                 f"{out}, line {number + 1} is of prompt {found[0]}, text {found[1]}, "
-                f"{shown(found[2])}; expected prompt {index}, text {sample}, {shown(expected[2])}; "
+                f"{short_repr(found[2])}; expected prompt {index}, text {sample}, "
+                f"{short_repr(expected[2])}; "
                 "--resume needs the same prompt file and the same --n"
             )
     done = len(lines) // n

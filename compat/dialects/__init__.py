@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compat.dialects import conv1d, linear
-from compat.errors import ConfigError, shown
+from compat.errors import ConfigError, short_repr
 from compat.name_map import NameMap
 from compat.taps import Tap
 
@@ -51,7 +51,7 @@ def get_dialect(name: str) -> Dialect:
         ConfigError: there is none.
     """
     if not isinstance(name, str) or name not in DIALECTS:
-        raise ConfigError(f"unknown dialect {shown(name)}; there are {', '.join(DIALECTS)}")
+        raise ConfigError(f"unknown dialect {short_repr(name)}; there are {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 

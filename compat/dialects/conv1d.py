@@ -210,7 +210,7 @@ TAPS = (
     Tap("h.{i}.probs", "h.{i}.attn.attn_dropout", at="input"),
     Tap("h.{i}.heads", "h.{i}.attn.c_proj", at="input"),
     Tap("h.{i}.attn", "h.{i}.attn"),
-    Tap("h.{i}.mid", "h.{i}.ln_2", at="input"),
+    Tap("h.{i}.resid_mid", "h.{i}.ln_2", at="input"),
     Tap("h.{i}.ln_2", "h.{i}.ln_2"),
     Tap("h.{i}.fc", "h.{i}.mlp.c_fc"),
     Tap("h.{i}.act", "h.{i}.mlp.act"),

@@ -208,7 +208,7 @@ TAPS = (
     Tap("h.{i}.probs", "trf_blocks.{i}.attention.dropout", at="input"),
     Tap("h.{i}.heads", "trf_blocks.{i}.attention.out_proj", at="input"),
     Tap("h.{i}.attn", "trf_blocks.{i}.attention"),
-    Tap("h.{i}.mid", "trf_blocks.{i}.norm2", at="input"),
+    Tap("h.{i}.resid_mid", "trf_blocks.{i}.norm2", at="input"),
     Tap("h.{i}.ln_2", "trf_blocks.{i}.norm2"),
     Tap("h.{i}.fc", "trf_blocks.{i}.feedforward.layers.0"),
     Tap("h.{i}.act", "trf_blocks.{i}.feedforward.layers.1"),

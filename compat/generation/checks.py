@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, short_repr
 
 
 def is_whole(value: object) -> bool:
@@ -30,7 +30,9 @@ def whole_number(name: str, value: Any, least: int) -> int:
         GenerationError: it is something else, or below `least`.
     """
     if not is_whole(value) or value < least:
-        raise GenerationError(f"{name} is {shown(value)}; expected at least {least}, an integer")
+        raise GenerationError(
+            f"{name} is {short_repr(value)}; expected at least {least}, an integer"
+        )
     return int(value)
 
 
@@ -42,5 +44,7 @@ def token_ids(name: str, values: Any) -> tuple[int, ...]:
     """
     ids = tuple(values) if isinstance(values, Iterable) else (None,)
     if isinstance(values, str | bytes) or not all(map(is_whole, ids)):
-        raise GenerationError(f"{name} is {shown(values)}; expected token ids, such as (50256,)")
+        raise GenerationError(
+            f"{name} is {short_repr(values)}; expected token ids, such as (50256,)"
+        )
     return tuple(map(int, ids))

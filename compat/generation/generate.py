@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compat.decoding import Decoder, HasDecoder, PlainBlocks, PlainDecoder, decoder_of
 from compat.dialects import Model
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, short_repr
 from compat.generation.checks import token_ids, whole_number
-from compat.generation.rounds import rounds
+from compat.generation.decode_loop import rounds
 from compat.generation.sampling import Sampling
 from compat.layers import as_ids, id_tensor
 
@@ -183,6 +183,6 @@ def _check_mask(attention_mask: object, ids: Tensor) -> None:
 def _check_generator(generator: object) -> None:
     if not isinstance(generator, torch.Generator | None):
         raise GenerationError(
-            f"generator is {shown(generator)}; expected a torch.Generator, such as "
+            f"generator is {short_repr(generator)}; expected a torch.Generator, such as "
             "torch.Generator().manual_seed(0)"
         )

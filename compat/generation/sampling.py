@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compat.checkpoint.checks import all_finite
 from compat.decoding import Choose, NotFiniteError
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, short_repr
 from compat.generation.checks import is_finite, is_whole, token_ids
 
 
@@ -47,20 +47,21 @@ class Sampling:
         t, k, p, m = self.temperature, self.top_k, self.top_p, self.min_p
         if not (is_finite(t) and t >= 0):
             raise GenerationError(
-                f"temperature is {shown(t)}; expected 0 (greedy) or a number above it"
+                f"temperature is {short_repr(t)}; expected 0 (greedy) or a number above it"
             )
         if k is not None and not (is_whole(k) and k >= 1):
             raise GenerationError(
-                f"top_k is {shown(k)}; expected an integer, at least 1, or None for all ids"
+                f"top_k is {short_repr(k)}; expected an integer, at least 1, or None for all ids"
             )
         if p is not None and not (is_finite(p) and 0 < p <= 1):
-            raise GenerationError(f"top_p is {shown(p)}; expected above 0 and up to 1")
+            raise GenerationError(f"top_p is {short_repr(p)}; expected above 0 and up to 1")
         if m is not None and not (is_finite(m) and 0 <= m <= 1):
-            raise GenerationError(f"min_p is {shown(m)}; expected 0 to 1")
+            raise GenerationError(f"min_p is {short_repr(m)}; expected 0 to 1")
         penalty = self.repetition_penalty
         if penalty is not None and not (is_finite(penalty) and penalty > 0):
             raise GenerationError(
-                f"repetition_penalty is {shown(penalty)}; expected a number above 0, 1 for none"
+                f"repetition_penalty is {short_repr(penalty)}; expected a number above 0, 1 for "
+                f"none"
             )
         token_ids("suppress_tokens", self.suppress_tokens)
 

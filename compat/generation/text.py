@@ -7,7 +7,7 @@ from itertools import islice
 
 from compat.decoding import HasDecoder
 from compat.dialects import Model
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, short_repr
 from compat.generation.checks import whole_number
 from compat.generation.sampling import Sampling
 from compat.generation.writing import Completion, Draft, Overflow, Prompt, Writer
@@ -81,7 +81,7 @@ def generate_text(
         try:
             writer.draft(prompt)
         except GenerationError as error:
-            place = f"prompt {i} of {len(prompts)}, {shown(prompt)}: "
+            place = f"prompt {i} of {len(prompts)}, {short_repr(prompt)}: "
             where = place if len(prompts) > 1 else ""
             raise GenerationError(f"{where}{error}") from error
     drafts = (writer.draft(prompt, sample) for prompt in prompts for sample in range(n))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from compat.decoding import Choose, HasDecoder, decoder_of
 from compat.dialects import Model
-from compat.errors import GenerationError, TokenizerError, shown
+from compat.errors import GenerationError, TokenizerError, short_repr
 from compat.generation.checks import is_whole, token_ids, whole_number
+from compat.generation.decode_loop import rounds
 from compat.generation.generate import check_room
-from compat.generation.rounds import rounds
 from compat.generation.sampling import Sampling
 from compat.generation.stopping import NewText
 from compat.tokenizer import Tokenizer
@@ -158,16 +158,18 @@ class Writer:
         self.config = self.decoder.config
         V = self.config.vocab_size
         if isinstance(stop, str) or not all(stop):
-            raise GenerationError(f"stop is {shown(stop)}; expected texts, none of them empty")
+            raise GenerationError(f"stop is {short_repr(stop)}; expected texts, none of them empty")
         stop_ids = token_ids("stop_ids", stop_ids)
         if strange := [token_id for token_id in stop_ids if not 0 <= token_id < V]:
             raise GenerationError(f"stop_ids has {strange[0]}; the vocabulary has ids 0 to {V - 1}")
         if overflow not in get_args(Overflow):
-            raise GenerationError(f"overflow is {shown(overflow)}; expected 'error' or 'slide'")
+            raise GenerationError(
+                f"overflow is {short_repr(overflow)}; expected 'error' or 'slide'"
+            )
         if max_new_tokens is not None:
             whole_number("max_new_tokens", max_new_tokens, least=0)
         if seed is not None and not is_whole(seed):
-            raise GenerationError(f"seed is {shown(seed)}; expected an integer, or None")
+            raise GenerationError(f"seed is {short_repr(seed)}; expected an integer, or None")
         silent = (*sampling.suppress_tokens, *tokenizer.ids_without_text(V))
         self.sampling = replace(sampling, suppress_tokens=silent)
         self.reasons: dict[int, FinishReason] = {

@@ -34,7 +34,7 @@ TAPS = (
     Tap("h.{i}.probs", "transformer.h.{i}.attn", item=1),
     Tap("h.{i}.heads", "transformer.h.{i}.attn.c_proj", at="input"),
     Tap("h.{i}.attn", "transformer.h.{i}.attn"),
-    Tap("h.{i}.mid", "transformer.h.{i}.ln_2", at="input"),
+    Tap("h.{i}.resid_mid", "transformer.h.{i}.ln_2", at="input"),
     Tap("h.{i}.ln_2", "transformer.h.{i}.ln_2"),
     Tap("h.{i}.fc", "transformer.h.{i}.mlp.c_fc"),
     Tap("h.{i}.act", "transformer.h.{i}.mlp.act"),

@@ -28,12 +28,12 @@ from compat.errors import (
     lines,
     listed,
 )
-from compat.hf_tensors import HFTensor, config_of, hf_tensors, with_head_of
+from compat.export_view import HFTensor, config_of, hf_tensors, with_head_of
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
-from compat.strict import check_module
 from compat.tokenizer import Tokenizer
+from compat.validation import check_module
 from compat.vocabulary import vocabulary_tables
 
 # The names under which `transformers` (of any version) and compat write the weights of a model, as

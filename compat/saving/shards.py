@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compat.errors import ConfigError
-from compat.hf_tensors import HFTensor
+from compat.export_view import HFTensor
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -15,8 +15,8 @@ N_IDS, FORWARDS = 128, 9
 def adapt_once(source: str) -> dict[str, float]:
     """The stages of adapt."""
     from compat import adapt
-    from compat.bring import construct, load_class
     from compat.checkpoint import open_checkpoint
+    from compat.user_models import construct, load_class
 
     checkpoint = open_checkpoint(source)
     model = construct(load_class(TARGET), checkpoint.config)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compat import load_pretrained
 from compat.checkpoint import open_checkpoint
-from tests.adapt.catalogue import MODELS, Mutation, composed, load_class
+from tests.adaptation.catalogue import MODELS, Mutation, composed, load_class
 
 # Of the checkpoint that the entries are written for. The special ids lie outside `ORDINARY`.
 V, N_POSITIONS, BOS, EOS, PAD = 509, 160, 505, 507, 11

@@ -185,7 +185,7 @@ def post_norm(model: linear.GPTModel) -> None:
 # 17: the residual stream
 
 
-@mistake("h.1.mid")
+@mistake("h.1.resid_mid")
 def attention_shortcut_missing(model: linear.GPTModel) -> None:
     def formula(x: Tensor, b: nn.Module) -> Tensor:
         x = b.attention(b.norm1(x))
@@ -212,7 +212,7 @@ def shortcut_taken_after_the_norm(model: linear.GPTModel) -> None:
     patch_block(model, formula)
 
 
-@mistake("h.1.mid")
+@mistake("h.1.resid_mid")
 def parallel_block(model: linear.GPTModel) -> None:
     patch_block(model, lambda x, b: x + b.attention(b.norm1(x)) + b.feedforward(b.norm2(x)))
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from compat import adapt, load_into
-from tests.adapt.common import build_style
+from tests.adaptation.common import build_style
 from tests.conftest import MakeCheckpoint, noisy_reference
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs

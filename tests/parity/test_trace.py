@@ -25,7 +25,7 @@ def test_all_taps_in_execution_order(tiny: Path, dialect: str) -> None:
     assert recorded["h.1.q"].shape == recorded["h.1.heads"].shape == (2, 10, 24)
     assert recorded["h.1.probs"].shape == (2, 4, 10, 10)
     residual = recorded["h.0.out"] + recorded["h.1.attn"]
-    assert torch.equal(recorded["h.1.mid"], residual)
+    assert torch.equal(recorded["h.1.resid_mid"], residual)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -33,11 +33,11 @@ def test_forced_values_are_what_the_next_piece_works_on(tiny: Path, dialect: str
     model, taps = load_pretrained(tiny, dialect), expand_taps(get_dialect(dialect).taps, 3)
     plain = trace(model, taps, IDS)
     assert all(torch.equal(plain[k], v) for k, v in trace(model, taps, IDS, forced=plain).items())
-    doubled = trace(model, taps, IDS, forced=plain | {"h.1.mid": 2 * plain["h.1.mid"]})
+    doubled = trace(model, taps, IDS, forced=plain | {"h.1.resid_mid": 2 * plain["h.1.resid_mid"]})
     changed = [tap for tap in plain if not torch.equal(plain[tap], doubled[tap])]
     # `mid` itself is recorded before it is replaced; it enters the norm and the second shortcut.
     assert changed in (["h.1.ln_2", "h.1.out"], ["h.1.out"])
-    expected = 2 * plain["h.1.mid"] + plain["h.1.mlp"]
+    expected = 2 * plain["h.1.resid_mid"] + plain["h.1.mlp"]
     assert torch.equal(doubled["h.1.out"], expected)
 
 

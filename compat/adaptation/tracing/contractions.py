@@ -1,0 +1,89 @@
+"""Matrix products in all their spellings, as one: two operands and a letter for every axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Any
+
+from torch.fx import Node
+
+from compat.adaptation.tracing.graph import kind, size
+
+SDPA = frozenset(
+    """
+    scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_attention_math
+    _scaled_dot_product_flash_attention
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """out = einsum("a,b->out", a, b), plus a bias where one is added in the same operation."""
+
+    node: Node
+    a: Node
+    b: Node
+    a_axes: str
+    b_axes: str
+    out_axes: str
+
+    @property
+    def summed(self) -> str:
+        """The letters that are summed over."""
+        return "".join(x for x in self.a_axes if x in self.b_axes and x not in self.out_axes)
+
+    def axes(self, operand: Node) -> str:
+        return self.a_axes if operand is self.a else self.b_axes
+
+
+def contraction(node: Node) -> Contraction | None:
+    """The node as a contraction, or None if it is another operation."""
+    name = kind(node)
+    args: Any = node.args
+    if name == "linear":
+        x, w = args[0], args[1]
+        batch = ascii_letters[: len(size(x)) - 1]
+        return Contraction(node, x, w, batch + "Y", "ZY", batch + "Z")
+    if name in ("matmul", "mm", "bmm"):
+        return _matmul(node, args[0], args[1])
+    if name in ("addmm", "baddbmm"):
+        return _matmul(node, args[1], args[2])
+    if name in ("conv1d", "convolution") and len(size(args[0])) == 3 and size(args[1])[-1:] == (1,):
+        return Contraction(node, args[0], args[1], "aYb", "ZYi", "aZb")
+    if name == "einsum" and len(args[1]) == 2:
+        return _einsum(node, str(args[0]), *args[1])
+    return None
+
+
+def _matmul(node: Node, a: Node, b: Node) -> Contraction | None:
+    """Axes before the last two are matched from the right, as in broadcasting."""
+    n, m = len(size(a)), len(size(b))
+    if n < 1 or m < 2:
+        return None
+    letters = ascii_letters[: max(n, m) - 2][::-1]  # the last batch axis is always "a"
+    batch_a, batch_b = letters[len(letters) - max(n - 2, 0) :], letters[len(letters) - (m - 2) :]
+    longer = max(batch_a, batch_b, key=len)
+    if n == 1:
+        return Contraction(node, a, b, "Y", batch_b + "YZ", batch_b + "Z")
+    return Contraction(node, a, b, batch_a + "XY", batch_b + "YZ", longer + "XZ")
+
+
+def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
+    """The equation with its ellipsis written out and its result, if missing, made explicit."""
+    left, _, out = equation.replace(" ", "").partition("->")
+    parts = left.split(",")
+    rest = iter(x for x in reversed(ascii_letters) if x not in equation)
+    spare = "".join(rest)
+    for place, operand in enumerate((a, b)):
+        if "..." in parts[place]:
+            hidden = len(size(operand)) - len(parts[place]) + 3
+            parts[place] = parts[place].replace("...", spare[:hidden][::-1])
+    if "..." in out:
+        out = out.replace("...", spare[: len(size(node)) - len(out) + 3][::-1])
+    elif "->" not in equation:
+        both = "".join(parts)
+        out = "".join(sorted(x for x in set(both) if both.count(x) == 1))
+    return Contraction(node, a, b, parts[0], parts[1], out)

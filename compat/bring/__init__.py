@@ -1,6 +1,0 @@
-"""Somebody's own model: its class found in a file, notebook or package, and built to size."""
-
-from compat.bring.construct import construct
-from compat.bring.target import load_class
-
-__all__ = ["construct", "load_class"]

@@ -1,0 +1,120 @@
+"""A model's weights as Hugging Face has them, each made only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.config import GPT2Config, as_config
+from compat.dialects import dialect_of
+from compat.errors import ConfigError, NameMapError, listed
+from compat.name_map import NameMap, as_name_map
+from compat.validation import check_module, check_names, is_dropped
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor that is still to be made, of some parameters."""
+
+    sources: list[Tensor]
+    op: Callable[[list[Tensor]], Tensor]
+
+    def make(self) -> Tensor:
+        """The tensor, contiguous."""
+        return self.view().contiguous()
+
+    def view(self) -> Tensor:
+        """The tensor, on the model's memory where one strided view can show it."""
+        return self.op(self.sources)
+
+    @cached_property
+    def like(self) -> Tensor:
+        """Its shape and data type, on the meta device."""
+        return self.op([source.to("meta") for source in self.sources])
+
+
+def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, HFTensor]:
+    """Hugging Face's tensors (without `transformer.`) of a model, in the order of the map.
+
+    A head that equals the embedding is left out, unless the model's config unties it. Biases that
+    the model lacks are zeros. What is not rearranged shares the model's memory when it is made.
+
+    Args:
+        model: a dialect's model, or any module with a name map.
+        name_map: needed for a module that is not a dialect's.
+
+    Raises:
+        ConfigError: the model is not a module.
+        NameMapError: no map, or parameters that the map does not name.
+    """
+    check_module(model)
+    name_map = _own_map(model) if name_map is None else as_name_map(name_map)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    n_layer = name_map.count_layers(parameters)
+    rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
+    check_names(model, rows, parameters, zeros)
+    if filled := [name for name in zeros if parameters[name].count_nonzero()]:
+        raise NameMapError(
+            f"GPT-2 has no place for {listed(filled)}, which must be zero to be left out"
+        )
+    kept = [row for row in rows if not is_dropped(row, parameters)]
+    tensors = {
+        row.hf: HFTensor([parameters[name].detach() for name in row.ours], row.op.save)
+        for row in kept
+    }
+    for row in rows:
+        if row.hf not in tensors:
+            weight = tensors[row.hf.removesuffix("bias") + "weight"]
+            tensors[row.hf] = HFTensor(weight.sources, partial(_zeros, weight.op))
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    untied = getattr(getattr(model, "config", None), "tie_word_embeddings", True) is False
+    if head and embedding and not untied and torch.equal(head.make(), embedding.make()):
+        del tensors[HEAD]
+    return {row.hf: tensors[row.hf] for row in rows if row.hf in tensors}
+
+
+def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
+    """The config given, or the one that the model has.
+
+    Raises:
+        ConfigError: there is none, or two that contradict each other.
+    """
+    own = getattr(model, "config", None)
+    own = own if isinstance(own, GPT2Config) else None
+    config = own if given is None else as_config(given)
+    if config is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no GPT2Config as its `config`; give `config`, for what "
+            "its tensors do not say: n_head, activation_function, layer_norm_epsilon, …"
+        )
+    if own is not None and own != config:
+        raise ConfigError(
+            f"`config` contradicts the config that {type(model).__name__} has; leave it out"
+        )
+    return config
+
+
+def with_head_of(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> GPT2Config:
+    """The config, tied unless the tensors have a head of their own."""
+    return replace(config, tie_word_embeddings=HEAD not in tensors)
+
+
+def _own_map(model: nn.Module) -> NameMap:
+    dialect = dialect_of(model)
+    if dialect is None:
+        raise NameMapError(
+            f"{type(model).__name__} is not one of compat's models; give its name_map"
+        )
+    return dialect.name_map
+
+
+def _zeros(op: Callable[[list[Tensor]], Tensor], sources: list[Tensor]) -> Tensor:
+    """A bias that the model lacks, as long as the last axis of its weight."""
+    weight = op(sources)
+    return weight.new_zeros(weight.shape[-1])

@@ -1,5 +1,0 @@
-"""What was found as one HTML page: for people, offline, without a script."""
-
-from compat.page.page import adapt_page, parity_page
-
-__all__ = ["adapt_page", "parity_page"]

@@ -1,0 +1,45 @@
+"""The zoo of hand-written GPT-2s, deviations to write into them, and models that are no GPT-2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.adaptation.catalogue import (
+    mutations_activation,
+    mutations_ends,
+    mutations_heads,
+    mutations_norms,
+    mutations_scores,
+    mutations_sizes,
+    mutations_wiring,
+)
+from tests.adaptation.catalogue.entries import ZOO, Model, Mutation, composed, load_class
+from tests.adaptation.catalogue.models import FOREIGN, MODELS
+
+MUTATIONS: list[Mutation] = [
+    *mutations_activation.MUTATIONS,
+    *mutations_norms.MUTATIONS,
+    *mutations_scores.MUTATIONS,
+    *mutations_heads.MUTATIONS,
+    *mutations_wiring.MUTATIONS,
+    *mutations_ends.MUTATIONS,
+    *mutations_sizes.MUTATIONS,
+]
+
+
+def mutated(mutation: Mutation, folder: Path) -> Path:
+    """Write the changed file into `folder` and return its path."""
+    return composed(MODELS[mutation.style], [mutation], folder)
+
+
+__all__ = [
+    "FOREIGN",
+    "MODELS",
+    "MUTATIONS",
+    "ZOO",
+    "Model",
+    "Mutation",
+    "composed",
+    "load_class",
+    "mutated",
+]

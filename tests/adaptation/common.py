@@ -1,0 +1,117 @@
+"""What the tests of `adapt` share: models built for the tiny checkpoint, adapted only once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compat import Adaptation, GPT2Config, NameMap, adapt
+from compat.checkpoint import open_checkpoint
+from tests.adaptation.catalogue import MODELS, ZOO, Model, load_class
+from tests.conftest import noisy_reference
+
+# GPT-2s for which a name map has no op, and what their refusal says.
+REFUSED = {"stacked": "one parameter holds several layers"}
+ACCEPTED = [style for style in MODELS if style not in REFUSED]
+
+LAYERS, HEADS = 3, 4  # of the tiny checkpoint
+
+
+@cache
+def tiny_config(folder: Path) -> GPT2Config:
+    return open_checkpoint(folder).config
+
+
+def build(model: Model, path: Path, folder: Path) -> nn.Module:
+    """The model of a file, of the checkpoint's sizes, its own weights the same each time."""
+    torch.manual_seed(7)
+    return model.build(load_class(path, model.cls), tiny_config(folder))
+
+
+def build_style(style: str, folder: Path) -> nn.Module:
+    return build(MODELS[style], ZOO / MODELS[style].file, folder)
+
+
+@dataclass
+class Adapted:
+    """A model after `adapt`, and what that found."""
+
+    model: nn.Module
+    adaptation: Adaptation
+
+
+@cache
+def adapted(style: str, folder: Path) -> Adapted:
+    """A zoo model adapted to a checkpoint; made once, not to be changed."""
+    model = build_style(style, folder)
+    return Adapted(model, adapt(model, folder))
+
+
+@cache
+def reference_logits(ids: tuple[tuple[int, ...], ...]) -> Tensor:
+    """What transformers makes of these ids with the tiny checkpoint's weights."""
+    with torch.no_grad():
+        logits: Tensor = noisy_reference()(torch.tensor(ids)).logits
+    return logits
+
+
+def fresh_ids(batch: int = 3, length: int = 18, seed: int = 99) -> Tensor:
+    """Ids that `adapt` did not see."""
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits in what a zoo model returns, found by their shape alone."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad():
+        output = model.eval()(ids)
+    for module, training in modes.items():
+        module.training = training
+    return next(t for t in _tensors(output) if t.shape == (*ids.shape, 97))
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from (t for item in output.values() for t in _tensors(item))
+    elif isinstance(output, (tuple, list)):
+        yield from (t for item in output for t in _tensors(item))
+    elif hasattr(output, "logits"):
+        yield from _tensors(output.logits)
+
+
+def error_of(model: nn.Module) -> float:
+    """The relative RMS error of a model's logits on fresh ids, against transformers."""
+    ids = fresh_ids()
+    expected = reference_logits(tuple(map(tuple, ids.tolist()))).double()
+    difference = logits_of(model, ids).double() - expected
+    return (difference.square().mean() / expected.square().mean()).sqrt().item()
+
+
+def mapped(name_map: NameMap, model: nn.Module) -> dict[str, frozenset[str]]:
+    """For every tensor, all layers written out, the parameters that the map names."""
+    return {row.hf: _one_name(row.ours, model) for row in name_map.expand(LAYERS)}
+
+
+def expected_map(style: str, model: nn.Module) -> dict[str, frozenset[str]]:
+    """The same from the catalogue."""
+    found: dict[str, frozenset[str]] = {}
+    for hf, names in MODELS[style].expected.items():
+        for i in range(LAYERS) if "{i}" in hf else [0]:
+            heads = range(HEADS) if any("{h}" in name for name in names) else [0]
+            ours = [name.format(i=i, h=h) for name in names for h in heads]
+            found[hf.format(i=i)] = _one_name(ours, model)
+    return found
+
+
+def _one_name(names: Iterable[str], model: nn.Module) -> frozenset[str]:
+    """The names; of parameters that the model ties, the first."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    return frozenset(first[id(parameters[name])] for name in names)

@@ -1,0 +1,228 @@
+"""`adapt` as a whole: what it leaves as it was, what it follows, what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat import AdaptError, CheckpointError, adapt, load_pretrained
+from compat.checkpoint import open_checkpoint
+from tests.adaptation.catalogue import MODELS, ZOO
+from tests.adaptation.common import adapted, build, build_style, error_of, mapped
+from tests.conftest import MakeCheckpoint
+from tests.loading_common import both_dialects
+from tests.own_gpt2 import MyGPT2, my_map
+
+
+def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn.Module, Path]:
+    """A zoo model with one place of its file changed."""
+    source = (ZOO / MODELS[style].file).read_text()
+    assert old in source
+    path = folder / MODELS[style].file
+    path.write_text(source.replace(old, new, 1))
+    return build(MODELS[style], path, tiny), path
+
+
+# What is left as it was.
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_gradients_and_identity_of_parameters_stay(tiny: Path, training: bool) -> None:
+    model = build_style("nano", tiny).train(training)
+    model.transformer.h[1].eval()
+    model.transformer.wpe.weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    modes = [module.training for module in model.modules()]
+    frozen = [name for name, p in before.items() if not p.requires_grad]
+    adapt(model, tiny)
+    assert [module.training for module in model.modules()] == modes
+    after = dict(model.named_parameters())
+    assert [name for name, p in after.items() if not p.requires_grad] == frozen
+    assert all(after[name] is before[name] for name in before)
+    assert all(p.grad is None for p in after.values())
+
+
+def test_torchs_switch_for_fused_kernels_stays(tiny: Path) -> None:
+    for enabled in (True, False):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            adapt(build_style("encoder_stack", tiny), tiny)
+            assert torch.backends.mha.get_fastpath_enabled() is enabled
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+# What is followed.
+
+
+@both_dialects
+def test_compats_own_dialects_are_mapped_as_their_maps_say(tiny: Path, dialect: str) -> None:
+    model = load_pretrained(tiny, dialect)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    found = adapt(model, tiny)
+    assert found.compatible
+    assert [f.code for f in found.findings if f.severity != "info"] == []
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+
+
+def test_the_readmes_own_model_is_mapped_as_its_map_says(tiny: Path) -> None:
+    model = MyGPT2("untied")
+    found = adapt(model, tiny)
+    assert found.compatible
+    assert mapped(found.name_map, model) == mapped(my_map(), model)
+
+
+CHECKED = """        x = self.norm(x)
+        assert torch.allclose(x.mean(-1), torch.zeros_like(x.mean(-1)), atol=9.0)
+        assert float(x.abs().sum()) >= 0
+        return x @"""
+
+
+def test_code_that_looks_at_activations_is_traced_by_make_fx(tiny: Path, tmp_path: Path) -> None:
+    model, _ = edited("vkq_fused", tmp_path, "        return self.norm(x) @", CHECKED, tiny)
+    found = adapt(model, tiny)
+    assert found.compatible
+    assert mapped(found.name_map, model) == mapped(
+        adapted("vkq_fused", tiny).adaptation.name_map, model
+    )
+    assert error_of(model) < 1e-5
+
+
+def test_code_that_cannot_be_traced_is_named_with_its_line(tiny: Path, tmp_path: Path) -> None:
+    check = 'self.runs = getattr(self, "runs", 0) + 1; assert self.runs < 2, "runs only once"'
+    line = "        x = self.transformer.ln_f(x)\n"
+    model, path = edited("nano", tmp_path, line, f"        {check}\n{line}", tiny)
+    with pytest.raises(AdaptError, match="cannot be traced") as caught:
+        adapt(model, tiny)
+    number = path.read_text().splitlines().index(f"        {check}") + 1
+    assert f"{path}:{number}" in str(caught.value)
+    assert "runs only once" in str(caught.value)
+    assert model.training
+
+
+def test_a_forward_of_ones_own_is_used(tiny: Path, tmp_path: Path) -> None:
+    model, _ = edited(
+        "vkq_fused", tmp_path, "def forward(self, tokens):", "def logits(self, tokens, /):", tiny
+    )
+    calls = []
+
+    def forward(model: nn.Module, ids: Tensor) -> Tensor:
+        calls.append(ids.shape)
+        return model.logits(ids)
+
+    with pytest.raises(AdaptError):
+        adapt(model, tiny)
+    assert adapt(model, tiny, forward=forward).compatible
+    assert calls
+
+
+@pytest.mark.parametrize("length", [5, 12, 24])
+def test_the_length_of_the_example_may_be_chosen(tiny: Path, length: int) -> None:
+    model = build_style("mingpt", tiny)
+    found = adapt(model, tiny, example_length=length)
+    assert found.compatible
+    assert mapped(found.name_map, model) == mapped(
+        adapted("mingpt", tiny).adaptation.name_map, model
+    )
+
+
+@pytest.mark.parametrize("info", ["nano", "scratch", "head_loop", "lecture"])
+@pytest.mark.parametrize("shape", [{"n_head": 1}, {"n_layer": 1}, {"n_head": 24, "n_embd": 24}])
+def test_unusual_shapes(make_checkpoint: MakeCheckpoint, style: str, shape: dict[str, int]) -> None:
+    folder = make_checkpoint(**shape)
+    model = build_style(style, folder)
+    found = adapt(model, folder)
+    assert found.compatible, [(f.code, f.message) for f in found.findings]
+    assert found.unmatched == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_parity_is_proved_in_the_models_own_data_type(tiny: Path, dtype: torch.dtype) -> None:
+    model = build_style("mingpt", tiny).to(dtype)
+    found = adapt(model, tiny)
+    assert found.compatible, [(f.code, f.message) for f in found.findings]
+    assert found.parity is not None and found.parity.to_json()["dtype"] == str(dtype)[6:]
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_the_checkpoint_may_be_opened_before(tiny: Path) -> None:
+    assert adapt(build_style("scratch", tiny), open_checkpoint(tiny)).compatible
+
+
+# What it says, as plain values, and what it refuses.
+
+
+def test_the_result_is_plain_json(tiny: Path) -> None:
+    found = adapted("mingpt", tiny).adaptation
+    told = json.loads(json.dumps(found.to_json()))
+    assert (told["compatible"], told["mapped"], told["tensors"]) == (True, 40, 40)
+    assert told["model"] == "GPT"
+    assert len(told["name_map"]) == 41  # the head of its own is a row, but no tensor of the file
+    assert {f["code"] for f in told["findings"]} == {"untied_head", "train_mode"}
+
+
+def test_parameters_of_two_data_types_are_refused(tiny: Path) -> None:
+    model = build_style("vkq_fused", tiny)
+    model.layers[0].up.double()
+    with pytest.raises(AdaptError):
+        adapt(model, tiny)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(CheckpointError):
+        adapt(build_style("nano", tiny), tmp_path)
+
+
+def test_a_part_that_cannot_be_examined_is_told_and_the_comparison_stands(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_mlp(case: object) -> list[object]:
+        raise KeyError("no such node")
+
+    diagnose = import_module("compat.adaptation.diagnosis.diagnose")
+    monkeypatch.setattr(diagnose, "of_mlp", of_mlp)
+    found = adapt(build_style("tf_port", tiny), tiny)
+    told = {finding.code: finding.message for finding in found.findings}
+    assert told.keys() == {"finite_mask", "unexamined"} and found.compatible
+    assert "mlp: KeyError" in told["unexamined"]
+
+
+def test_a_graph_of_an_unknown_form_is_an_error_of_ours(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dissect(graph: object) -> None:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(import_module("compat.adaptation.adapt"), "dissect", dissect)
+    with pytest.raises(AdaptError, match="IndexError: tuple index out of range; report it"):
+        adapt(build_style("tf_port", tiny), tiny)
+
+
+def test_two_data_types_are_refused_before_anything_is_written(tiny: Path) -> None:
+    model = build_style("nano", tiny)
+    model.lm_head.bfloat16()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(AdaptError, match="expected one data type"):
+        adapt(model, tiny)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_untraced_code_that_runs_on_no_other_ids_is_not_called_compatible(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Where the plain comparison cannot be made, parity is not confirmed."""
+    old = "        x = self.ln_f(x)\n"
+    new = "        assert t == 13\n        x = self.ln_f(torch.from_numpy(x.detach().numpy()))\n"
+    model, _ = edited("mingpt", tmp_path, old, new, tiny)
+    found = adapt(model, tiny)
+    assert {f.code for f in found.findings} == {"untraced", "unexplained"}
+    assert found.parity is not None and all(tap.passed for tap in found.parity.taps)
+    assert not found.parity.passed and not found.compatible

@@ -1,0 +1,168 @@
+"""How somebody's model is called, and where its logits are in what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat import AdaptError
+from compat.adaptation.tracing.calling import default_forward, find_logits
+
+IDS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+LOGITS = torch.randn(2, 5, 11)
+HIDDEN = torch.randn(2, 5, 4)
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOGITS,
+        (LOGITS, None),
+        (None, LOGITS),
+        [LOGITS, [HIDDEN]],
+        (HIDDEN, LOGITS),
+        (IDS, LOGITS),
+        {"logits": LOGITS, "hidden": HIDDEN},
+        {"hidden": HIDDEN, "out": {"logits": LOGITS}},
+        Output(HIDDEN, LOGITS),
+        SimpleNamespace(logits=LOGITS),
+        LOGITS.view(10, 11),
+        (torch.tensor(1.0), LOGITS.view(10, 11)),
+    ],
+    ids=lambda output: type(output).__name__,
+)
+def test_logits_are_found_by_their_shape(output: Any) -> None:
+    assert torch.equal(find_logits(output, IDS), LOGITS)
+
+
+@pytest.mark.parametrize("output", [LOGITS[:, -1], LOGITS[:, -1:], (None, LOGITS[:, -1])])
+def test_logits_of_the_last_position_count_only_where_they_may(output: Any) -> None:
+    assert torch.equal(find_logits(output, IDS, last=True), LOGITS[:, -1:])
+    with pytest.raises(AdaptError):
+        find_logits(output, IDS)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (None, "returned no tensor for ids [2, 5]; expected [2, 5, V]"),
+        (torch.zeros(5, 2, 11), "returned [5, 2, 11] for ids [2, 5]"),
+        (IDS, "returned [2, 5] for ids"),
+        ("logits", "no tensor"),
+    ],
+)
+def test_what_holds_no_logits_is_said(output: Any, words: str) -> None:
+    with pytest.raises(AdaptError) as caught:
+        find_logits(output, IDS)
+    assert words in str(caught.value)
+
+
+class Plain(nn.Module):
+    """Logits by a table; `forward` is given by the tests below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.calls: list[dict[str, Any]] = []
+
+    def seen(self, **arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+class Ids(Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+class Targets(Plain):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.table(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Mask(Plain):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        self.seen(mask=mask)
+        return self.table(ids) + mask.float().sum()
+
+
+class OptionalMask(Plain):
+    def forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        self.seen(mask=mask)
+        return self.table(ids)
+
+
+class Positions(Plain):
+    def forward(self, ids: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
+        self.seen(positions=position_ids)
+        return {"logits": self.table(ids) + 0 * position_ids[:, None]}
+
+
+class Last(Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)[:, -1]
+
+
+@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions])
+def test_the_arguments_are_made_as_their_names_ask(cls: Callable[[], Plain]) -> None:
+    model = cls().train()
+    way = default_forward(model, IDS)
+    assert way.targets is (cls is Targets) and not way.last
+    logits = way(model, IDS)
+    if cls is Mask:
+        assert torch.equal(model.calls[-1]["mask"], torch.ones(5, 5, dtype=torch.bool).tril())
+        logits = logits - 15
+    if cls is OptionalMask:
+        assert model.calls[-1]["mask"] is None
+    if cls is Positions:
+        assert model.calls[-1]["positions"].tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(logits, model.table(IDS))
+    assert model.training
+
+
+def test_a_model_of_the_last_position_is_called_for_that() -> None:
+    model = Last()
+    way = default_forward(model, IDS)
+    assert way.last
+    assert torch.equal(way(model, IDS), model.table(IDS)[:, -1:])
+
+
+class Picky(Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        raise ValueError("the moon is in the wrong place")
+
+
+class Sentence(Plain):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).mean()
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Picky, ["Picky gives no logits", "the moon is in the wrong place", __file__]),
+        (Sentence, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
+    ],
+)
+def test_a_model_without_logits_is_refused(cls: Callable[[], Plain], words: list[str]) -> None:
+    model = cls().train()
+    with pytest.raises(AdaptError) as caught:
+        default_forward(model, IDS)
+    for text in words:
+        assert text in str(caught.value)
+    assert model.training

@@ -1,0 +1,127 @@
+"""Every deviation written into a zoo model is named: its code, its line, what it does to parity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compat import Adaptation, Finding, adapt
+from compat.adaptation import CODES
+from tests.adaptation.catalogue import MODELS, MUTATIONS, Mutation, composed
+from tests.adaptation.common import REFUSED, build
+
+TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
+
+# With these a difference remains that the witness does not model, or there is none to model.
+NOT_CONFIRMED = {
+    "inner_dim", "vocab_mismatch", "n_layer_mismatch", "random_parameters", "dropout_always_on",
+    "softmax_output", "fast_path", "changed_logits",
+}  # fmt: skip
+DRIFTS = {"eps_value", "eps_outside_sqrt"}  # small enough, they stay within the bound
+# Findings that break parity too and that come of the same edit.
+COMPANIONS = {
+    ("vkq_fused", "rmsnorm"): {"no_ln_bias"},  # nn.RMSNorm has none
+}
+# Codes written into fewer than two styles, and why that is enough.
+FEW_STYLES = {
+    "unexplained": "what is left over; no edit makes it, and no test may end in it",
+    "unexamined": "a fault of compat's own; test_adapt.py makes one",
+    "n_embd_mismatch": "models of other widths are built in test_odd_models.py",
+    "random_in_forward": "modules made in forward are in test_odd_models.py",
+    "not_compared": "what a proof does not reach is tested in tests/parity/test_proof.py",
+}
+
+
+def name_of(mutation: Mutation) -> str:
+    return f"{mutation.style}-{mutation.code}"
+
+
+def adapted_to(mutations: list[Mutation], folder: Path, tiny: Path) -> tuple[Path, Adaptation]:
+    """The file with these deviations written into it, and what `adapt` makes of it."""
+    model = MODELS[mutations[0].style]
+    path = composed(model, mutations, folder)
+    return path, adapt(build(model, path, tiny), tiny)
+
+
+def accepted_lines(mutation: Mutation, path: Path) -> set[int]:
+    """The lines where a person would put the finger, by number, from 1."""
+    fingers = [finger for finger in (mutation.at, *mutation.also) if finger is not None]
+    lines = path.read_text().splitlines()
+    return {n for n, line in enumerate(lines, 1) if any(finger in line for finger in fingers)}
+
+
+def at_an_accepted_line(finding: Finding, mutation: Mutation, path: Path) -> bool:
+    if finding.line is None:
+        return mutation.at is None
+    text = path.read_text().splitlines()[finding.line - 1].strip()
+    right = finding.line in accepted_lines(mutation, path)
+    return right and finding.file == str(path) and finding.source_line == text
+
+
+def check(mutation: Mutation, path: Path, found: Adaptation) -> None:
+    """The deviation is among the findings, as severe as its code says, and at its line."""
+    findings = [f for f in found.findings if f.code == mutation.code]
+    assert findings, [f.code for f in found.findings]
+    drifts = {"drifts"} if mutation.code in DRIFTS else set()
+    assert {f.severity for f in findings} <= {CODES[mutation.code].severity, *drifts}
+    assert any(at_an_accepted_line(f, mutation, path) for f in findings), [
+        (f.line, f.source_line) for f in findings
+    ]
+    if CODES[mutation.code].severity == "breaks" and mutation.code not in NOT_CONFIRMED:
+        assert "confirmed" in findings[0].evidence
+
+
+@pytest.mark.parametrize("mutation", TRIED, ids=name_of)
+def test_a_deviation_is_found_at_its_line(tiny: Path, tmp_path: Path, mutation: Mutation) -> None:
+    path, found = adapted_to([mutation], tmp_path, tiny)
+    check(mutation, path, found)
+    breaking = {f.code for f in found.findings if f.severity == "breaks"}
+    companions = COMPANIONS.get((mutation.style, mutation.code), set())
+    assert breaking - {mutation.code} == companions
+    assert found.compatible is (not breaking)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_is_tried_in_two_styles_at_least(code: str) -> None:
+    styles = {mutation.style for mutation in TRIED if mutation.code == code}
+    assert len(styles) >= 2 or code in FEW_STYLES
+
+
+def test_the_catalogue_knows_no_other_codes() -> None:
+    assert {mutation.code for mutation in MUTATIONS} <= CODES.keys()
+    names = [(m.style, m.code, m.old, m.new) for m in MUTATIONS]
+    assert len(set(names)) == len(names)
+
+
+# Several at once.
+
+TOGETHER = [
+    ("nano", "erf_gelu", "no_mask"),
+    ("nano", "eps_value", "pos_offset", "head_bias"),
+    ("mingpt", "no_attn_scale", "missing_residual", "no_proj_bias"),
+    ("book", "unbiased_var", "relu", "mask_off"),
+    ("scratch", "wrong_scale", "rmsnorm"),
+    ("einsum_heads", "scale_by_d_model", "mask_off", "attn_upcast"),
+    ("vkq_fused", "silu", "no_head_merge_transpose", "no_final_ln"),
+    ("hub_style", "pos_offset", "extra_ln", "missing_residual"),
+    ("functional", "erf_gelu", "wrong_scale", "scaled_embedding"),
+    ("mha", "no_mask", "no_pos"),
+    ("flat", "other_activation", "no_pos", "no_mlp_bias"),
+    ("lens", "silu", "softmax_dim", "no_final_ln"),
+]
+
+
+@pytest.mark.parametrize("wanted", TOGETHER, ids="-".join)
+def test_several_deviations_at_once_are_all_found(
+    tiny: Path, tmp_path: Path, wanted: tuple[str, ...]
+) -> None:
+    style, *codes = wanted
+    by_code = {m.code: m for m in reversed(MUTATIONS) if m.style == style}
+    mutations = [by_code[code] for code in codes]
+    path, found = adapted_to(mutations, tmp_path, tiny)
+    for mutation in mutations:
+        check(mutation, path, found)
+    breaking = {f.code for f in found.findings if f.severity == "breaks"}
+    assert breaking == {code for code in codes if CODES[code].severity == "breaks"}
+    assert not found.compatible

@@ -1,0 +1,147 @@
+"""Every model of the zoo: mapped as a person would map it, loaded, equal to transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from compat import AdaptError, NameMap, adapt, load_into, to_hf_state_dict
+from compat.name_map import Op
+from tests.adaptation.catalogue import MODELS
+from tests.adaptation.common import (
+    ACCEPTED,
+    REFUSED,
+    adapted,
+    build_style,
+    error_of,
+    expected_map,
+    mapped,
+)
+from tests.conftest import MakeCheckpoint
+from tests.loading_common import identical
+
+each = pytest.mark.parametrize("info", ACCEPTED)
+
+
+def test_no_more_models_are_refused_than_this() -> None:
+    assert (len(MODELS), len(ACCEPTED)) == (28, 27)
+
+
+@pytest.mark.parametrize("info", REFUSED)
+def test_a_gpt2_without_a_map_is_refused_with_a_reason(tiny: Path, style: str) -> None:
+    model = build_style(style, tiny)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(AdaptError, match=REFUSED[style]):
+        adapt(model, tiny)
+    identical(model.state_dict(), before)
+
+
+@each
+def test_a_model_of_the_zoo_is_found_compatible(tiny: Path, style: str) -> None:
+    found = adapted(style, tiny).adaptation
+    assert found.compatible
+    assert (found.tensors, found.unmatched) == (40, [])
+    assert [f.code for f in found.findings if f.severity != "info"] == []
+    assert found.parity is not None and len(found.parity.taps) >= 38
+    assert found.parity.passed
+
+
+@each
+def test_the_map_is_the_one_that_a_person_would_write(tiny: Path, style: str) -> None:
+    found = adapted(style, tiny)
+    name_map = found.adaptation.name_map
+    assert mapped(name_map, found.model) == expected_map(style, found.model)
+    assert name_map.zeros == MODELS[style].zero
+
+
+@each
+def test_the_model_computes_the_logits_of_transformers(tiny: Path, style: str) -> None:
+    assert error_of(adapted(style, tiny).model) < 1e-5
+
+
+@each
+def test_the_weights_go_back_to_the_bit(tiny: Path, style: str) -> None:
+    found = adapted(style, tiny)
+    written = to_hf_state_dict(found.model, found.adaptation.name_map)
+    identical(written, load_file(tiny / "model.safetensors"))
+
+
+@each
+def test_the_map_loads_into_a_fresh_model(tiny: Path, style: str) -> None:
+    found, fresh = adapted(style, tiny), build_style(style, tiny)
+    assert not error_of(fresh) < 0.1  # its own weights are at random
+    load_into(fresh, found.adaptation.name_map, tiny)
+    ours = dict(fresh.named_parameters())
+    identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
+    assert error_of(fresh) < 1e-5
+
+
+@pytest.mark.parametrize("info", ["nano", "lens", "vkq_fused", "lecture"])
+def test_another_checkpoint_of_the_same_shape_needs_no_second_adapt(
+    tiny: Path, make_checkpoint: MakeCheckpoint, style: str
+) -> None:
+    other = make_checkpoint(seed=5)
+    model = build_style(style, tiny)
+    load_into(model, adapted(style, tiny).adaptation.name_map, other)
+    identical(
+        to_hf_state_dict(model, adapted(style, tiny).adaptation.name_map),
+        load_file(other / "model.safetensors"),
+    )
+    assert error_of(model) > 0.1  # equal to the other checkpoint, not to `tiny`
+
+
+# The checks above have to see a map that is wrong in one place.
+
+
+class Reversed:
+    """An op whose first parameter gets its rows in the opposite order."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        first, *rest = self.op.load(tensor)
+        return (first.flip(0).contiguous(), *rest)
+
+    def save(self, tensors: list[Tensor]) -> Tensor:
+        return self.op.save([tensors[0].flip(0), *tensors[1:]])
+
+
+@pytest.mark.parametrize("info", ["nano", "book", "lens", "head_loop"])
+@pytest.mark.parametrize(
+    "hf", ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.bias", "ln_2.weight"]
+)
+def test_one_wrong_operation_is_seen_by_the_logits(tiny: Path, style: str, hf: str) -> None:
+    name_map = adapted(style, tiny).adaptation.name_map
+    rows = [
+        replace(row, op=Reversed(row.op)) if row.hf.endswith(hf) else row for row in name_map.rows
+    ]
+    assert rows != list(name_map.rows)
+    model = build_style(style, tiny)
+    load_into(model, NameMap(tuple(rows), name_map.zeros), tiny)
+    assert error_of(model) > 1e-3
+
+
+@pytest.mark.parametrize("info", ["nano", "mingpt", "flat"])
+def test_two_rows_exchanged_are_seen_by_the_map_and_the_logits(tiny: Path, style: str) -> None:
+    name_map = adapted(style, tiny).adaptation.name_map
+    ours = {row.hf: row.ours for row in name_map.rows}
+    other = {"h.{i}.ln_1.weight": "h.{i}.ln_2.weight", "h.{i}.ln_2.weight": "h.{i}.ln_1.weight"}
+    rows = tuple(replace(row, ours=ours[other.get(row.hf, row.hf)]) for row in name_map.rows)
+    model = build_style(style, tiny)
+    assert mapped(NameMap(rows), model) != expected_map(style, model)
+    load_into(model, NameMap(rows, name_map.zeros), tiny)
+    assert error_of(model) > 1e-3
+
+
+def test_one_parameter_off_by_a_little_is_seen(tiny: Path) -> None:
+    model = build_style("nano", tiny)
+    load_into(model, adapted("nano", tiny).adaptation.name_map, tiny)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "h.1.mlp.c_fc.bias" in name)[3] += 0.05
+    assert error_of(model) > 1e-5

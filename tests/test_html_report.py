@@ -1,0 +1,145 @@
+"""The HTML report: what is in it, and that it is safe."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from compat import ParityReport, check_parity
+from compat.dialects import linear
+from compat.html_report import adapt_page, parity_page
+from compat.parity import Difference, TapResult
+from compat.taps import tap_names
+from tests.command_line import Cli
+from tests.pages import (
+    BAD,
+    EVIL,
+    EXACT,
+    GOOD,
+    UNJUDGED,
+    Document,
+    adaptation,
+    evil_page,
+    failing_report,
+    finding,
+    report_of,
+)
+
+
+@pytest.fixture(scope="module")
+def passing(tiny: Path) -> ParityReport:
+    return check_parity("linear", tiny)
+
+
+@pytest.fixture(scope="module")
+def failing(tiny: Path) -> ParityReport:
+    return failing_report(tiny)
+
+
+def test_headline_verdict_and_drawings(passing: ParityReport, failing: ParityReport) -> None:
+    for report, verdict in ((passing, "✓Parity"), (failing, "✗No parity")):
+        page = Document(parity_page(report))
+        assert verdict + report.headline in page.text
+        cells = [at for tag, at in page.tags if tag == "rect" and (at["class"] or "")[:2] == "c-"]
+        assert len([at for at in cells if at["x"] != "0"]) == 2 * len(report.taps)  # no legend
+        assert page.count("rect", **{"class": "hit"}) == 2 * len(report.taps)
+        assert page.count("path", **{"class": "band"}) == 2
+    out = [d for r in failing.taps for d in (r.accumulated, r.local) if not d.within]
+    assert Document(parity_page(failing)).count("path", **{"class": "fail"}) == len(out) + 1
+    assert "h.1.act, local: error" in parity_page(failing)
+
+
+def test_reports_of_both_dialects_share_a_page(passing: ParityReport, tiny: Path) -> None:
+    other = check_parity("conv1d", tiny)
+    page = Document(parity_page(passing, other))
+    assert passing.headline in page.text and other.headline in page.text
+    assert page.count("h1") == 1 and page.count("svg", role="img") == 8
+
+
+def test_without_float64_nothing_accumulated_is_judged() -> None:
+    taps = [TapResult(name, UNJUDGED, GOOD) for name in tap_names(2)]
+    page = Document(parity_page(report_of(taps=taps, calibrated=False)))
+    assert page.count("path", **{"class": "band"}) == 1
+    assert "not judged" in page.text and "no float64 run" in page.text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 5e-324, 1e300])
+@pytest.mark.parametrize("bound", [math.nan, math.inf, 0.0, 1e300, None])
+def test_no_number_breaks_the_drawings(value: float, bound: float | None) -> None:
+    odd = Difference(value, value, False, value, value, bound, bound is None)
+    page = parity_page(report_of(odd, EXACT, odd), report_of(taps=[TapResult("logits", odd, odd)]))
+    Document(page)
+    numbers = re.findall(r'(?:[xy]|cx|cy|x1|y1|width|height|d)="([^"]*)"', page)
+    assert not [text for text in numbers if "nan" in text or "inf" in text or "e" in text]
+
+
+def test_findings_show_the_authors_line() -> None:
+    line = "        self.act = nn.GELU()  # <3"
+    found = finding(code="exact-gelu", file="gpt.py", line=41, source_line=line + "\n", tap=None)
+    page = adapt_page(adaptation(report_of(BAD), found, finding(file=None, line=None)))
+    assert "gpt.py:41" in page and f"<code>{html.escape(line.strip())}</code></pre>" in page
+    assert Document(page).count("pre") == 1
+    assert "No deviation from GPT-2 was found" in adapt_page(adaptation(report_of()))
+
+
+def test_mapping_is_folded_by_layer() -> None:
+    page = adapt_page(adaptation(report_of(), unmatched=["h.0.odd"], tensors=29))
+    for row in linear.NAME_MAP.rows:
+        assert all(f"<code>{name}</code>" in page for name in (row.hf, *row.ours))
+    assert "0 … 2" in page and "28 of 29" in page and "<code>h.0.odd</code>" in page
+
+
+def test_the_verdict_of_an_adaptation_says_why() -> None:
+    for made, word, why in (
+        (adaptation(report_of()), "✓Compatible", "linear computes what transformers computes"),
+        (adaptation(report_of(BAD)), "✗Not compatible", "diverges from transformers at logits"),
+        (adaptation(report_of(), finding()), "✗Not compatible", "a finding breaks parity"),
+        (adaptation(None), "✗Not compatible", "could not be run"),
+        (adaptation(None, unmatched=["a"]), "✗Not compatible", "no place for 1 tensor of demo"),
+    ):
+        text = Document(adapt_page(made)).text
+        assert word in text and why in text.partition(word)[2][:200]
+
+
+def test_every_string_from_outside_is_escaped() -> None:
+    page = evil_page()
+    found = Document(page)
+    assert {"script", "img"}.isdisjoint(tag for tag, _ in found.tags)
+    assert not [key for _, attributes in found.tags for key in attributes if key[:2] == "on"]
+    assert found.text.count(EVIL) > 20
+    parity = Document(parity_page(report_of(model=EVIL, dialect=EVIL)))
+    assert {"script", "img"}.isdisjoint(tag for tag, _ in parity.tags)
+
+
+def test_the_page_needs_nothing_but_itself(failing: ParityReport) -> None:
+    page = adapt_page(adaptation(failing, finding()))
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<script", page)
+    assert page.startswith('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">')
+    assert "default-src 'none'" in html.unescape(page)
+
+
+def test_a_file_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    (tmp_path / "p.html").write_text(parity_page(report_of(model=name)), encoding="utf-8")
+    assert "caf\\udce9" in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+def test_parity_writes_the_page(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    done = cli("parity", "--model", tiny, "--all", "--html", path, "--json")
+    assert (done.code, done.err) == (0, f"wrote {path}\n")
+    assert [report["passed"] for report in done.json()] == [True, True]
+    assert "linear and conv1d and transformers on" in path.read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_wrong_usage(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    assert cli("parity", "--model", tiny, "--html", tmp_path / "no" / "page.html").code == 2
+    assert cli("parity", "--model", tiny, "--html", tmp_path).code == 2
+    full = Path("/dev/full")
+    if full.exists():
+        done = cli("parity", "--model", tiny, "--html", full)
+        assert done.code == 2 and "No space left" in done.err

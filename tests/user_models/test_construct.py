@@ -1,0 +1,290 @@
+"""construct: the checkpoint's sizes, under whatever names and in whatever form they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compat import AdaptError, GPT2Config
+from compat.user_models.construct import construct
+from compat.user_models.target import load_class
+from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
+
+CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
+SIZES = (97, 32, 24, 3, 4)
+NOTHING = "1, 2, 3, 4, 5"
+
+
+def build(tmp_path: Path, source: str, config: GPT2Config = CONFIG, **how: Any) -> Any:
+    path = tmp_path / "own.py"
+    path.write_text(CORE + source)
+    return construct(load_class(f"{path}:GPT"), config, **how)
+
+
+@pytest.mark.parametrize("info", STYLES)
+def test_the_sizes_arrive_in_every_style(tmp_path: Path, style: str) -> None:
+    assert build(tmp_path, STYLES[style]).sizes == SIZES
+
+
+def test_a_dictionary_has_exactly_the_keys_that_the_classes_read(tmp_path: Path) -> None:
+    source = """
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.norm = nn.LayerNorm(c["emb_dim"], eps=c["norm_eps"])
+        self.heads, self.qkv_bias = c["n_heads"], c["qkv_bias"]
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg["n_layers"])])
+        self.drop = nn.Dropout(cfg["drop_rate"])
+
+    def forward(self, ids):
+        return ids[:, -self.cfg["context_length"]:]
+
+    def train_it(self):
+        return self.cfg["learning_speed"]
+"""
+    model = build(tmp_path, source, dataclasses.replace(CONFIG, resid_pdrop=0.3))
+    assert model.cfg == {
+        "n_layers": 3, "drop_rate": 0.3, "emb_dim": 24, "norm_eps": 1e-5, "n_heads": 4,
+        "qkv_bias": True, "context_length": 32,
+    }  # fmt: skip
+    assert type(model.cfg) is dict and len(model.blocks) == 3 and model.blocks[0].heads == 4
+
+
+def test_what_the_checkpoint_says_beside_sizes(tmp_path: Path) -> None:
+    names = (
+        "attn_pdrop resid_pdrop embd_pdrop dropout ln_eps tie_weights qkv_bias head_dim mlp_ratio "
+        "d_ff device"
+    ).split()
+    source = gpt(", " + ", ".join(names), "1, 2, 3, 4, 5, (" + ", ".join(names) + ")")
+    config = dataclasses.replace(
+        CONFIG, attn_pdrop=0.5, resid_pdrop=0.25, embd_pdrop=0.125, layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False, qkv_bias=False, n_inner=72,
+    )  # fmt: skip
+    got = build(tmp_path, source, config).extra
+    assert got == (0.5, 0.25, 0.125, 0.25, 1e-3, False, False, 6, 3, 72, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("signature", "expected"),
+    [
+        ("hidden_size, heads", 24),
+        ("hidden_size, intermediate_size", 24),
+        ("d_model, hidden_size", 96),
+        ("hidden_dim, emb_dim", 96),
+    ],
+)
+def test_hidden_is_the_inner_width_only_beside_a_width(
+    tmp_path: Path, signature: str, expected: int
+) -> None:
+    name = next(n for n in signature.split(", ") if n.startswith("hidden"))
+    assert build(tmp_path, gpt(f", {signature}", f"0, 0, 0, 0, 0, {name}")).extra == expected
+
+
+def test_a_table_that_is_not_the_vocabularys_is_of_positions(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, one, other):
+        super().__init__()
+        self.tables = nn.Embedding(one, 8), nn.Embedding(other, 8)
+        {}
+"""
+    tables = build(tmp_path, source.format("self.head = nn.Linear(8, one)").replace("other", "ctx"))
+    assert [table.num_embeddings for table in tables.tables] == [97, 32]
+    tables = build(tmp_path, source.format("").replace("one", "vocab"))
+    assert [table.num_embeddings for table in tables.tables] == [97, 32]
+
+
+def test_switches_away_from_gpt2_are_off(tmp_path: Path) -> None:
+    source = gpt(", use_rmsnorm=True, pre_norm=False", f"{NOTHING}, (use_rmsnorm, pre_norm)")
+    assert build(tmp_path, source).extra == (False, True)
+
+
+def test_defaults_that_mean_nothing_here_or_are_of_another_kind_stay(tmp_path: Path) -> None:
+    source = gpt(
+        ", vocab_size, magic=3, activation='swish', mlp=None, dropout=nn.Dropout, n_inner=None",
+        "vocab_size, 0, 0, 0, 0, (magic, activation, mlp, dropout, n_inner)",
+    )
+    assert build(tmp_path, source).extra == (3, "swish", None, nn.Dropout, 96)
+    model = build(tmp_path, DATACLASS + gpt(", c: GPTConfig", READ, "self.c = c"))
+    assert (model.c.flash, model.c.activation, model.c.dropout) == ("auto", "tanh-gelu", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [("{'gelu': 1, 'gelu_new': 2}[act]", 2), ("{'relu': 0, 'gelu': 1}[act]", 1)],
+)
+def test_an_activation_goes_by_a_name_that_the_code_knows(
+    tmp_path: Path, reads: str, expected: int
+) -> None:
+    assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
+
+
+def test_globals_of_siblings_are_set_too_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "sizes_here.py").write_text("n_embd = 8\nbatch_size = 5\nn_layer = 2\n")
+    source = "import sizes_here\nfrom sizes_here import n_embd, batch_size\n"
+    source += "n_head = 9\nunused = n_ctx = 1\nT = True\n"
+    use = "batch_size, sizes_here.n_embd, n_embd, sizes_here.n_layer, n_head, T"
+    model = build(tmp_path, source + gpt("", use))
+    assert (model.sizes, model.extra) == ((5, 24, 24, 3, 4), True)
+    assert vars(sys.modules[type(model).__module__])["n_ctx"] == 1
+
+
+def test_globals_are_restored_when_the_constructor_raises(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        CORE
+        + "n_embd = 384\nHP = {'n_head': 7}\n"
+        + gpt("", "", "raise ValueError(n_embd, HP['n_head'])")
+    )
+    cls = load_class(f"{path}:GPT")
+    with pytest.raises(AdaptError, match=r"ValueError: \(24, 4\)"):
+        construct(cls, CONFIG)
+    module = vars(sys.modules[cls.__module__])
+    assert (module["n_embd"], module["HP"]) == (384, {"n_head": 7})
+
+
+def test_a_whole_gpt_runs(tmp_path: Path) -> None:
+    source = """
+n_head = 2
+
+class Block(nn.Module):
+    def __init__(self, n_embd, block_size):
+        super().__init__()
+        self.ln = nn.LayerNorm(n_embd)
+        self.attn = nn.MultiheadAttention(n_embd, n_head, batch_first=True)
+        self.register_buffer("mask", torch.ones(block_size, block_size).triu(1).bool())
+
+    def forward(self, x):
+        y, T = self.ln(x), x.shape[1]
+        return x + self.attn(y, y, y, attn_mask=self.mask[:T, :T], need_weights=False)[0]
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, block_size, n_layer):
+        super().__init__()
+        print("building")
+        self.tok, self.pos = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
+        self.blocks = nn.Sequential(*[Block(n_embd, block_size) for _ in range(n_layer)])
+        self.head = nn.Linear(n_embd, vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.tok(ids) + self.pos(torch.arange(ids.shape[1]))))
+"""
+    model = build(tmp_path, source)
+    assert model(torch.zeros(2, 13, dtype=torch.long)).shape == (2, 13, 97)
+    assert [model.pos.num_embeddings, len(model.blocks), model.blocks[0].attn.num_heads] == [
+        32,
+        3,
+        4,
+    ]
+
+
+def test_what_the_users_code_prints_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line keeps it off its own stdout; a library does not redirect the process's."""
+    build(tmp_path, "print('importing')\n" + gpt("", NOTHING, "print('building')"))
+    assert capsys.readouterr() == ("importing\nbuilding\n", "")
+
+
+# What the caller gives.
+
+
+def test_kwargs_go_over_what_is_worked_out(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, n_layer, magic", "vocab_size, 0, 0, n_layer, 0, magic")
+    model = build(tmp_path, source, kwargs={"n_layer": 7, "magic": [1]})
+    assert (model.sizes, model.extra) == ((97, 0, 0, 7, 0), [1])
+
+
+@pytest.mark.parametrize("info", ["dict", "attributes", "annotated dataclass", "dataclass by name"])
+def test_a_dictionary_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
+    source = STYLES[style]
+    name = source.rpartition("__init__(self, ")[2].partition(")")[0].partition(":")[0]
+    layers = "n_layers" if style == "dict" else "n_layer"
+    assert build(tmp_path, source, kwargs={name: {layers: 7}}).sizes == (97, 32, 24, 7, 4)
+
+
+def test_config_name_is_passed_as_it_is(tmp_path: Path) -> None:
+    source = "\nMINE = SimpleNamespace(vocab_size=1, block_size=2, n_embd=3, n_layer=4, n_head=5)\n"
+    source += gpt(", c, magic=0", f"{READ}, magic")
+    model = build(tmp_path, source, config_name="MINE", kwargs={"magic": 6})
+    assert (model.sizes, model.extra) == ((1, 2, 3, 4, 5), 6)
+    changed = build(tmp_path, source, config_name="MINE", kwargs={"c": {"n_head": 9}})
+    assert changed.sizes == (1, 2, 3, 4, 9)
+    mine = vars(sys.modules[type(changed).__module__])["MINE"]
+    assert isinstance(mine, SimpleNamespace) and mine.n_head == 5
+    source = "\nMINE = {'n': 1, 'm': 2}\n" + gpt(", cfg", f"{NOTHING}, (cfg['n'], cfg['m'])")
+    changed = build(tmp_path, source, config_name="MINE", kwargs={"cfg": {"m": 3}})
+    module = vars(sys.modules[type(changed).__module__])
+    assert (changed.extra, module["MINE"]) == ((1, 3), {"n": 1, "m": 2})
+
+
+# Errors.
+
+ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "argument": (
+        gpt(", vocab_size, foo, bar", NOTHING),
+        {},
+        ["GPT needs the arguments foo, bar", "vocab_size 97, n_positions 32, n_embd 24, n_layer 3",
+         """--kwargs '{"foo": ..., "bar": ...}'"""],
+    ),
+    "key": (
+        gpt(", cfg", '1, cfg["n_embd"], 3, 4, 5, cfg["foo"]'),
+        {},
+        ["the argument cfg.foo", """--kwargs '{"cfg": {"foo": ...}}'"""],
+    ),
+    "attribute": (gpt(", c", "c.n_embd, c.foo, 3, 4, 5"), {}, ["the argument c.foo"]),
+    "field": (
+        DATACLASS.replace("block_size: int = 1024", "foo: str") + gpt(", x: GPTConfig", NOTHING),
+        {},
+        ["the argument x.foo"],
+    ),
+    "config that raises": (
+        f"{DATACLASS}    def __post_init__(self):\n        raise ValueError('not so')\n"
+        + gpt(", x: GPTConfig", NOTHING),
+        {},
+        ["the arguments of GPT cannot be worked out: ValueError: not so", "own.py:24: raise"],
+    ),
+    "unknown kwarg": (
+        gpt(", vocab_size", NOTHING),
+        {"kwargs": {"foo": 1}},
+        ["GPT takes no argument foo; it takes vocab_size"],
+    ),
+    "no config argument": (gpt("", NOTHING), {"config_name": "X"}, ["takes no argument that"]),
+    "no such config": (
+        "\nMINE = {}\n" + gpt(", c", NOTHING),
+        {"config_name": "YOURS"},
+        ["no config 'YOURS' in ", "own.py; there are MINE"],
+    ),
+    "raising": (
+        gpt(", vocab_size", NOTHING, "torch.zeros(2) @ torch.zeros(vocab_size)"),
+        {},
+        ["GPT(vocab_size=97) cannot be built: RuntimeError: ", "own.py:15: torch.zeros(2) @"],
+    ),
+    "exiting": (gpt("", NOTHING, "raise SystemExit(3)"), {}, ["SystemExit: 3\n  at ", "own.py:15"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_is_wrong_and_what_to_do(tmp_path: Path, case: str) -> None:
+    source, how, fragments = ERRORS[case]
+    with pytest.raises(AdaptError) as caught:
+        build(tmp_path, source, **how)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_an_interrupt_passes(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path, gpt("", NOTHING, "raise KeyboardInterrupt"))

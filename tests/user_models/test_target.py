@@ -1,0 +1,300 @@
+"""load_class: classes from files, packages and notebooks, and what is said where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import linecache
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from compat import AdaptError, GPT2Config
+from compat.user_models.construct import construct
+from compat.user_models.target import load_class
+
+GPT = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+"""
+TRAIN = """
+model = GPT()
+open("no such file").read()
+for step in range(100):
+    model(step).backward()
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def notebook(tmp_path: Path, *sources: str) -> Path:
+    """A notebook with these code cells, and prose before each."""
+    prose = {"cell_type": "markdown", "source": ["class GPT is *defined* below"]}
+    code = [{"cell_type": "code", "source": text.splitlines(keepends=True)} for text in sources]
+    cells = [cell for one in code for cell in (prose, one)]
+    return write(tmp_path / "own book.ipynb", json.dumps({"cells": cells, "nbformat": 4}))
+
+
+def refused(target: str, *fragments: str) -> None:
+    with pytest.raises(AdaptError) as caught:
+        load_class(target)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+# Files.
+
+
+def test_a_file_by_its_path(tmp_path: Path) -> None:
+    text = (
+        GPT + "@__import__('dataclasses').dataclass\nclass Config:\n    n: int = 1\nname = __name__"
+    )
+    path = write(tmp_path / "4th try.py", text)
+    before = list(sys.path)
+    module = sys.modules[(cls := load_class(f"{path}:GPT")).__module__]
+    assert (cls.__name__, module.__file__, sys.path) == ("GPT", str(path), before)
+    assert inspect.getsource(cls).startswith("class GPT(nn.Module)")
+    config = vars(module)["Config"](n=3)
+    assert pickle.loads(pickle.dumps(config)) == config and dataclasses.is_dataclass(config)
+    assert type(pickle.loads(pickle.dumps(cls()))) is cls
+    again = load_class(f"{path}:GPT")
+    assert again is not cls and again.__module__ != cls.__module__ != "__main__"
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def test_an_edited_file_and_its_siblings_are_read_anew(tmp_path: Path) -> None:
+    for folder, word in [("a", "one"), ("b", "two"), ("b", "three")]:
+        sibling = write(
+            tmp_path / folder / "same_name_sibling.py", f"WORD = {word!r}\n" * len(word)
+        )
+        text = f"from same_name_sibling import WORD\n{GPT}    word = WORD, {word!r}\n"
+        assert (
+            vars(load_class(f"{write(sibling.with_name('gpt.py'), text)}:GPT"))["word"]
+            == (word,) * 2
+        )
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (5, 6)])
+def test_relative_imports_within_a_package(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    write(tmp_path / "pack_a" / "parts.py", f"SIZE = {sizes[0]}")
+    write(tmp_path / "pack_a" / "deep" / "near.py", f"SIZE = {sizes[1]}")
+    text = "from ..parts import SIZE as A\nfrom .near import SIZE as B\n" + GPT + "    sizes = A, B"
+    cls = load_class(f"{write(tmp_path / 'pack_a' / 'deep' / 'gpt.py', text)}:GPT")
+    assert vars(cls)["sizes"] == sizes
+
+
+def test_a_module_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "pack_b" / "models.py", GPT)
+    monkeypatch.chdir(tmp_path)
+    cls = load_class("pack_b.models:GPT")
+    assert cls.__module__ == "pack_b.models" and load_class("pack_b.models") is cls
+    assert load_class("torch.nn:Linear").__name__ == "Linear"
+    refused("pack_b.modles:GPT", "no module 'pack_b.modles'", "no 'pack_b.modles'", str(tmp_path))
+
+
+def test_a_file_that_trains_at_top_level_is_not_trained(tmp_path: Path) -> None:
+    text = "vocab_size = len(open('no such file').read())\nn_embd = 8\n" + GPT
+    path = write(tmp_path / "gpt.py", text + "        self.sizes = vocab_size, n_embd\n" + TRAIN)
+    model = construct(load_class(f"{path}:GPT"), GPT2Config(vocab_size=97, n_embd=24))
+    assert vars(model)["sizes"] == (97, 24)
+    assert inspect.getsource(type(model)).startswith("class GPT(nn.Module)")
+    assert "model" not in vars(sys.modules[type(model).__module__])
+    write(path, GPT + "import os\nif __name__ == '__main__':" + TRAIN.replace("\n", "\n    "))
+    assert "os" in vars(sys.modules[load_class(f"{path}:GPT").__module__])  # all of it was imported
+
+
+# Which class.
+
+
+def test_the_one_that_is_no_part_of_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "gpt.py", GPT + "from torch.nn import Linear\n")
+    assert load_class(str(path)).__name__ == "GPT"
+    write(path, GPT + "class Other(nn.Module):\n    pass\n")
+    refused(
+        str(path), "has 2 nn.Module classes that are no other's part: GPT, Other", "gpt.py:Other"
+    )
+    refused(str(write(path, "x = 1")), "defines no nn.Module class")
+    assert load_class(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
+
+
+@pytest.mark.parametrize("kind", ["file", "notebook"])
+def test_a_name_that_is_no_model(tmp_path: Path, kind: str) -> None:
+    text = GPT + "class Config:\n    pass\nGPTX = 3\nmade = GPT()\n"
+    path = write(tmp_path / "gpt.py", text) if kind == "file" else notebook(tmp_path, text)
+    refused(f"{path}:Gpt1", "no class 'Gpt1'", "did you mean 'GPT'?", "classes: Block, GPT")
+    refused(f"{path}:Config", "'Config' in ", "is a class, not an nn.Module class; its ")
+    refused(f"{path}:GPTX", "is a int, not an nn.Module class")
+    refused(f"{path}:made", "already built; name its class", ":GPT")
+
+
+# What cannot be imported.
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    write(tmp_path / "my_gpt.py", GPT)
+    refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "did you mean 'my_gpt.py'?")
+    refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "check the path")
+    refused("no/such:GPT", "expected FILE.py:Class, FILE.ipynb:Class or package.module:Class")
+    refused("no_such_module:GPT", "no module 'no_such_module'", "with its suffix")
+
+
+FAULTS: dict[str, tuple[str, list[str]]] = {
+    "raises": ("x = 1\n1 / 0\n", ["ZeroDivisionError: division by zero", "gpt.py:2: 1 / 0"]),
+    "below": (
+        "import json\ndef f():\n    json.loads('{')\n\nf()",
+        ["JSONDecodeError: Expecting", "gpt.py:3: json.loads('{')"],
+    ),
+    "package": (
+        "import no_such_package.part",
+        ["No module named 'no_such_package'", "gpt.py:1", "pip install no_such_package"],
+    ),
+    "renamed": ("raise ModuleNotFoundError('x', name='yaml.y')", ["pip install pyyaml"]),
+    "syntax": ("x = 1\nclass GPT(:\n", ["SyntaxError: ", "gpt.py:2: class GPT(:"]),
+    "sibling": ("import broken_one", ["SyntaxError: ", "broken_one.py:3: def"]),
+    "exit": ("raise SystemExit(2)", ["SystemExit: 2", "gpt.py:1", "under `if __name__ =="]),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_file_that_cannot_be_imported(tmp_path: Path, case: str) -> None:
+    source, fragments = FAULTS[case]
+    write(tmp_path / "broken_one.py", "\n\ndef")
+    path = write(tmp_path / "gpt.py", source)
+    before = list(sys.path), set(sys.modules)
+    refused(f"{path}:GPT", f"{path} cannot be imported: ", *fragments)
+    assert sys.path == before[0] and not {m for m in set(sys.modules) - before[1] if "gpt" in m}
+
+
+def test_an_interrupt_passes(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load_class(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")
+
+
+# Notebooks.
+
+BOOM = "raise RuntimeError('not to be run')\n"
+IMPORTS = "import torch\nfrom torch import nn\nimport no_such_package\n"
+
+
+def test_only_what_the_class_needs_is_run(tmp_path: Path) -> None:
+    cells = [
+        "!pip install torch\n%matplotlib inline\nimport torch\nimport no_such_package\ntorch?\n",
+        "from dataclasses import dataclass\nimport torch.nn as nn\n" + BOOM,
+        "def size():\n    return WIDTH // 2\nWIDTH = 8\ntorch.manual_seed(1 / 0)\n",
+        "%%bash\nclass GPT: this is no Python\n",
+        "@dataclass\nclass Config:\n    n: int = size()\n" + BOOM + "x = loss = B = 1 / 0\n",
+        "%%time\nclass GPT(nn.Module):\n    def __init__(self, config: Config):\n"
+        "        super().__init__()\n        B, x = config.n, 1\n"
+        "        self.parts = [Part(B + x) for loss in range(x)]\n",
+        "class Part(nn.Module):\n    def __init__(self, n):\n        super().__init__()\n"
+        "        self.n = n\n",
+        "this cell is broken\n",
+        TRAIN,
+    ]
+    cls = load_class(f"{notebook(tmp_path, *cells)}:GPT")
+    module = vars(sys.modules[cls.__module__])
+    own = "dataclass nn size WIDTH Config GPT Part"
+    assert {name for name in module if not name.startswith("__")} == set(own.split())
+    assert cls(module["Config"]()).parts[0].n == 5  # type: ignore[attr-defined]
+
+
+def values(tmp_path: Path, cells: list[str]) -> object:
+    """What GPT().get() returns."""
+    write(tmp_path / "pack_c" / "one.py", "N = 1")
+    write(tmp_path / "pack_c" / "two.py", "N = 2")
+    body = "class GPT(nn.Module):\n    def get(self):\n        return "
+    written = [IMPORTS, *(cell.replace("GPT: ", body) for cell in cells)]
+    made = load_class(f"{notebook(tmp_path, *written)}:GPT")()
+    return made.get()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["a = 1", "a = 2", "GPT: a", "a = 3"], 2),
+        (["GPT: a", "a = 3"], 3),
+        (["a = 1", "GPT: a", "a = 2\nGPT: -a", "a = 3"], -2),
+        (["a = 1", "b = a", "a = 2", "GPT: (a, b)"], (2, 1)),
+        (["a = {'x': 1}", "a['y'] = 2; a.update(z=3)", "GPT: a", "a['w'] = 4"],
+         {"x": 1, "y": 2, "z": 3}),
+        (["a = 1\na += 4", "GPT: a"], 5),
+        (["a = 1", "def f():\n    return a", "a = 2", "GPT: f()", "a = 3"], 2),
+        (["b = 3", "a = [b for _ in range(2)]", "b = 4", "GPT: a"], [3, 3]),
+        (["import pack_c.one", "import pack_c.two", "GPT: pack_c.one.N + pack_c.two.N"], 3),
+        (["a, (b, *c) = 1, (2, 3)", "GPT: (a, b, c)"], (1, 2, [3])),
+        (["GPT: a", "def a2(self):\n    return 7\n", "GPT.get = a2", BOOM], 7),
+        (["to = lambda c: lambda f: setattr(c, 'get', f)", "GPT: 1", "@to(GPT)\ndef g(_): pass"],
+         None),
+        (["try:\n    import no_such_package\nexcept ImportError:\n    a = 9", "GPT: a"], 9),
+        (["if True:\n    %pip install x\n    a = 4", "GPT: a"], 4),
+        (["files = !ls\na = (7\n% 4)\n!pip install \\\n  torch", "GPT: a"], 3),
+        (["from os.path import *", "GPT: basename('a/b')"], "b"),
+        (["import os.path, sys\nimport os.path as p", "import os", "GPT: os.path.basename('/b')"],
+         "b"),
+        (["a = [b for b in range(2)]\nb = 1 / 0", "GPT: a"], [0, 1]),
+        (["from __future__ import annotations", "GPT: f()", "def f(x: No = 1):\n    return x"], 1),
+    ],
+)  # fmt: skip
+def test_which_definition_counts(tmp_path: Path, cells: list[str], expected: object) -> None:
+    assert values(tmp_path, cells) == expected
+
+
+def test_lines_are_those_of_the_cell(tmp_path: Path) -> None:
+    cells = [
+        "from torch import nn",
+        "%time\n\nclass GPT(nn.Module):\n    def f(self):\n        1 / 0\n",
+    ]
+    path = notebook(tmp_path, *cells, "class GPT2(GPT):\n    def g(self):\n        pass")
+    cls = load_class(f"{path}:GPT2")
+    module = sys.modules[cls.__module__]
+    filename = vars(module)["GPT"].f.__code__.co_filename
+    assert (module.__file__, filename) == (str(path), f"{path}#cell-2")
+    assert linecache.getline(filename, 5) == "        1 / 0\n"
+    assert inspect.getsource(vars(module)["GPT"].f) == "    def f(self):\n        1 / 0\n"
+    assert inspect.getsource(cls) == "class GPT2(GPT):\n    def g(self):\n        pass\n"
+    assert inspect.getsource(vars(module)["GPT"]).endswith("1 / 0\n")
+    assert type(pickle.loads(pickle.dumps(cls()))) is cls
+
+
+def test_a_config_that_the_class_does_not_mention(tmp_path: Path) -> None:
+    cells = [
+        IMPORTS.replace("import no_such_package\n", ""),
+        "class GPT(nn.Module):\n    def __init__(self, c):\n        super().__init__()\n"
+        "        self.n = c['n']\n",
+        "WIDTH = 5",
+        "CONFIG = {'n': WIDTH * 2}\n" + BOOM,
+    ]
+    cls = load_class(f"{notebook(tmp_path, *cells)}:GPT")
+    assert vars(construct(cls, GPT2Config(), config_name="CONFIG"))["n"] == 10
+    with pytest.raises(AdaptError, match="no config 'CONFIGS'"):
+        construct(cls, GPT2Config(), config_name="CONFIGS")
+
+
+def test_notebooks_that_cannot_be_read(tmp_path: Path) -> None:
+    refused(
+        f"{(path := write(tmp_path / 'a.ipynb', '{'))}:GPT", f"{path} is no notebook: not JSON: "
+    )
+    for text in ("[]", "{}", '{"cells": [{}]}', '{"cells": 3}'):
+        refused(f"{write(path, text)}:GPT", "is no notebook of format 4, with a list of cells")
+    path = notebook(tmp_path, "x = 1", "y = 2\nclass GPT(nn.Module:\n    pass\n")
+    refused(f"{path}:GPT", "SyntaxError: ", f"{path}#cell-2:2: class GPT(nn.Module:")
+    path = notebook(tmp_path, IMPORTS, "class GPT(nn.Module):\n    x = 1 / 0\n")
+    refused(f"{path}:GPT", "ZeroDivisionError", f"{path}#cell-2:2: x = 1 / 0")
+    path = notebook(tmp_path, IMPORTS, "class GPT(no_such_package.Module):\n    pass\n")
+    refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
