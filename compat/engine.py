@@ -1,10 +1,10 @@
-"""An engine: a checkpoint or a model, packed for this machine, ready to generate and to score."""
+"""The engine: any GPT-2 weights, packed for this machine, to generate from and to score with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,102 +15,183 @@ from compat.decoding import Decoder
 from compat.decoding.compiled import CompiledTransformer
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Pack
-from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
+from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
-from compat.decoding.transformer import Embedding, Read, Transformer
-from compat.errors import ConfigError, GenerationError
+from compat.decoding.transformer import Transformer
+from compat.errors import ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
-from compat.generation import generate, stream
+from compat.generation import GenerateOptions, generate, stream
 from compat.layers import as_ids
 from compat.name_map import NameMap
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Unpack
+
 Precision = Literal["float32", "bfloat16", "int8"]
-CHUNK = 128  # positions whose logits are held at once in scoring
+SCORING_CHUNK = 128  # positions whose logits are held at once in scoring
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of an `Engine`, however it is built."""
+
+    dtype: Precision | torch.dtype
+    device: str | torch.device
+    max_batch: int | None
+    compile: bool
+    speculate: Literal["int8", "lookup"] | None
 
 
 class Engine:
-    """GPT-2 run as fast as this machine can, with logits that are proved to be the model's.
+    """GPT-2 run by the fastest kernels of this machine.
+
+    `Engine(model)` takes a dialect's model, or any module with its name map;
+    `Engine.from_pretrained(source)` reads a checkpoint. The weights are read and packed once, so
+    that later changes of the model have no effect.
 
     Args:
-        model_or_source: a dialect's model, any module with a name map, an open checkpoint, or a
-            source as in `load_pretrained`. The weights are read once and packed; later changes of
-            the model are not seen. A safetensors file is mapped, and parts of it may be used
-            where they lie for as long as the engine: do not cut it short or write into it.
+        model: holds the weights.
+        name_map: needed for a module that is not a dialect's model.
+        config: needed for a module that has no `config`, because its tensors do not determine
+            `n_head` and the like.
         dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
             rest in float32.
-        device: where it computes. On the CPU the kernels are chosen by measurement; elsewhere they
-            are torch's own.
-        max_batch: sequences at once, for which the kernels are then chosen; None for any number,
-            with kernels for one.
-        compile: compile the pass of one id, for one sequence at a time, with `torch.compile`: takes
-            about half a minute and a C++ compiler, and pays for long texts in int8.
-        speculate: guess ahead, for one sequence at a time: "int8" by the same weights in 8 bits,
-            "lookup" by what the text had before, the former too where that promises more. The
-            ids are the same as without.
-        name_map: of a module that is not a dialect's.
-        config: of a module that has none; it tells `n_head` and the like.
+        device: where it computes. The kernels are chosen by measurement on the CPU, and are torch's
+            own elsewhere.
+        max_batch: largest number of sequences that are decoded together, for which the kernels are
+            then chosen. None: any number, with kernels for one sequence.
+        compile: compile the decode step of a single sequence with `torch.compile`. It takes about
+            half a minute, needs a C++ compiler, and pays for long texts in int8.
+        speculate: speculative decoding of a single sequence. Draft tokens come from the same
+            weights in 8 bits ("int8"), or from what followed the last tokens earlier in the text
+            ("lookup", prompt lookup); "int8" also uses prompt lookup where that promises more. The
+            generated tokens are the same as without.
 
     Raises:
-        ConfigError: an unknown data type or way to speculate, a device that is not there, no
+        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, no
             config, or no compiler that works.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
     def __init__(
         self,
-        model_or_source: nn.Module | Checkpoint | str | Path,
+        model: nn.Module,
         *,
-        dtype: Precision = "float32",
+        name_map: NameMap | None = None,
+        config: GPT2Config | Mapping[str, Any] | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        if isinstance(model, str | Path | Checkpoint):
+            raise ConfigError(
+                f"model is {short_repr(model)}; expected a module. Use "
+                "Engine.from_pretrained(source) for a checkpoint."
+            )
+        tensors = hf_tensors(model, name_map)
+        self.config = with_head_of(config_of(model, config), tensors)
+        # Clones, because the model may change.
+        self._pack(lambda name: tensors[name].make().clone(), **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path | Checkpoint,
+        *,
+        revision: str | None = None,
+        verify: bool = False,
+        n_head: int | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        """An engine of a checkpoint.
+
+        A safetensors file is memory-mapped, and the engine may use parts of it in place for as long
+        as it exists: do not truncate or overwrite the file.
+
+        Args:
+            source: as in `load_pretrained`, or an open checkpoint.
+            revision: branch, tag or commit on the hub.
+            verify: compare every file with the checksum that the hub states for it.
+            n_head: number of heads, for a file that has no config.
+            options: as of `Engine`.
+        """
+        if not isinstance(source, Checkpoint):
+            source = open_checkpoint(source, revision, verify=verify, n_head=n_head)
+            source.mmap = source.can_be_mapped  # packing its pages makes no other copy of them
+        engine = cls.__new__(cls)
+        engine.config = source.config
+        engine._pack(source.read, **options)
+        return engine
+
+    def _pack(
+        self,
+        weight: Callable[[str], Tensor],
+        *,
+        dtype: Precision | torch.dtype = "float32",
         device: str | torch.device = "cpu",
         max_batch: int | None = None,
         compile: bool = False,
         speculate: Literal["int8", "lookup"] | None = None,
-        name_map: NameMap | None = None,
-        config: GPT2Config | Mapping[str, Any] | None = None,
     ) -> None:
-        if dtype not in ("float32", "bfloat16", "int8"):
+        """Read the weights by Hugging Face's names, and pack them."""
+        precision: Any = str(dtype).removeprefix("torch.")
+        if precision not in ("float32", "bfloat16", "int8"):
             raise ConfigError(f"dtype is {dtype!r}; expected 'float32', 'bfloat16' or 'int8'")
         if speculate not in (None, "int8", "lookup"):
             raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
         if max_batch is not None and max_batch < 1:
-            raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
-        self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
+            raise ConfigError(f"max_batch is {max_batch}; expected 1 or more, or None")
+        self.dtype: Precision = precision
+        self.max_batch, self.speculate = max_batch, speculate
         self.device = _usable(device)
         if compile and (speculate or self.device.type != "cpu"):
-            raise ConfigError("compile is for the CPU, and without speculate")
-        self.config, stored_at = _weights(model_or_source, name_map, config)
+            raise ConfigError(
+                f"compile=True was passed with speculate={speculate!r} and device={device!s}; it "
+                "is for the CPU, and without speculate. Leave one of them out."
+            )
 
-        def read(name: str) -> Tensor:
-            return stored_at(name).to(self.device)
+        def read(name: str) -> list[Tensor]:
+            return [weight(name).to(self.device)]
 
         def fast(precision: str, rows: int) -> Pack:
             return fastest(precision, rows, torch.get_num_threads(), self.device)
 
-        pack = fast(dtype, rows=4 if speculate else min(max_batch or 1, PROMPT))
-        stored = torch.float32 if dtype == "float32" else torch.bfloat16
+        pack = fast(precision, rows=4 if speculate else min(max_batch or 1, PROMPT))
+        stored = torch.float32 if precision == "float32" else torch.bfloat16
         with torch.no_grad():
-            rows = Embedding.of(read, stored)
+            embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
             kind = CompiledTransformer if compile else Transformer
-            self.transformer = kind(self.config, rows, read, pack, ACTIVATIONS[dtype])
-            self._guessers = [Guesser(lookup)]
+            self.transformer = kind(self.config, embedding, read, pack, ACTIVATIONS[precision])
+            self._draft_sources = [DraftSource(prompt_lookup)]
             if speculate == "int8":
                 pack = fast("draft", rows=1)
-                draft = Transformer(self.config, rows, read, pack, ACTIVATIONS["draft"])
-                self._guessers.append(Guesser(ModelDraft(draft)))
+                draft = Transformer(self.config, embedding, read, pack, ACTIVATIONS["draft"])
+                self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:
-        """A batch of its own; `generate` and the like ask for it."""
+        """A decoder with a batch of its own, which `generate` and the like use."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
-        return SpeculativeDecoder(self.transformer, self._guessers)
+        return SpeculativeDecoder(self.transformer, self._draft_sources)
 
-    def generate(self, input_ids: Tensor, **settings: Any) -> Tensor:
-        """Continue ids (B, T); settings and errors as in `compat.generate`."""
-        return generate(self, input_ids, **settings)
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Tensor:
+        """Continue token ids (B, T); arguments and errors as in `compat.generate`."""
+        return generate(self, input_ids, max_new_tokens=max_new_tokens, **options)
 
-    def stream(self, input_ids: Tensor, **settings: Any) -> Any:
-        """The ids (B,) of one new position after another; as in `compat.stream`."""
-        return stream(self, input_ids, **settings)
+    def stream(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[Tensor]:
+        """Yield the ids (B,) of one new position after another; as in `compat.stream`."""
+        return stream(self, input_ids, max_new_tokens=max_new_tokens, **options)
 
     @overload
     def score(self, input_ids: Tensor, *, greedy: Literal[False] = False) -> Tensor: ...
@@ -120,14 +201,14 @@ class Engine:
 
     @torch.no_grad()
     def score(self, input_ids: Tensor, *, greedy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities of ids (B, T), each given those before it: (B, T − 1), in nats.
+        """Log-probabilities (B, T − 1), in nats, of tokens (B, T) given the tokens before them.
 
-        Their negative mean is the loss, and exp of that the perplexity.
+        Their negative mean is the loss, and its exponential the perplexity.
 
         Args:
-            input_ids: (B, T), as a tensor, a NumPy array or lists; up to `n_positions` + 1 ids,
+            input_ids: (B, T), as a tensor, a NumPy array or lists; up to `n_positions` + 1 tokens,
                 because the last one is only predicted.
-            greedy: return a pair: the log-probabilities, and bool (B, T − 1), whether each id is
+            greedy: return a pair: the log-probabilities, and bool (B, T − 1), whether each token is
                 the one that greedy decoding chooses there.
 
         Raises:
@@ -137,15 +218,17 @@ class Engine:
         (B, T), ids, n = given.shape, given.to(self.device), self.config.n_positions
         if T > n + 1:
             raise GenerationError(
-                f"{T} ids; the model has {n} positions, and scores up to {n + 1} ids"
+                f"{T} ids; the model has {n} positions, and scores up to {n + 1} ids. Score a "
+                "longer text in parts."
             )
         cache = self.transformer.new_cache(B)
         scores = torch.zeros(B, T - 1, device=self.device)
         is_greedy = torch.zeros(B, T - 1, dtype=torch.bool, device=self.device)
-        for start in range(0, T - 1, CHUNK):
-            positions = slice(start, min(start + CHUNK, T - 1))
-            logits = self.transformer.logits(self.transformer(ids[:, positions], cache, start))
-            following = ids[:, 1:][:, positions]  # (B, T of this piece)
+        for start in range(0, T - 1, SCORING_CHUNK):
+            positions = slice(start, min(start + SCORING_CHUNK, T - 1))
+            hidden = self.transformer(ids[:, positions], cache.kv, start)
+            logits = self.transformer.logits(hidden)
+            following = ids[:, 1:][:, positions]  # (B, T of this chunk)
             scores[:, positions] = logits.log_softmax(-1).gather(2, following[..., None])[..., 0]
             is_greedy[:, positions] = logits.max(dim=-1).indices == following
         scores, is_greedy = scores.to(given.device), is_greedy.to(given.device)
@@ -153,35 +236,15 @@ class Engine:
 
 
 def _usable(device: str | torch.device) -> torch.device:
-    """The device, once something was put there.
+    """The device, after a tensor was put there and read back.
 
     Raises:
-        ConfigError: it is unknown, or not there.
+        ConfigError: the device is unknown, or missing.
     """
     try:
         there = torch.zeros(1, device=device)
-        there.cpu()  # "meta" has nothing to give back
+        there.cpu()  # which "meta" cannot do
         return there.device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
-
-
-def _weights(
-    model_or_source: nn.Module | Checkpoint | str | Path,
-    name_map: NameMap | None,
-    config: GPT2Config | Mapping[str, Any] | None,
-) -> tuple[GPT2Config, Read]:
-    """The config, and what gives the tensors under Hugging Face's names.
-
-    A safetensors file is mapped: packing its pages makes no other copy of them.
-    """
-    if isinstance(model_or_source, Checkpoint):
-        return model_or_source.config, model_or_source.read
-    if not isinstance(model_or_source, nn.Module):
-        checkpoint = open_checkpoint(model_or_source)
-        checkpoint.mmap = checkpoint.can_be_mapped
-        return checkpoint.config, checkpoint.read
-    tensors = hf_tensors(model_or_source, name_map)
-    found = with_head_of(config_of(model_or_source, config), tensors)
-    return found, lambda name: tensors[name].make().clone()  # the model may change

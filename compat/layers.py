@@ -1,23 +1,45 @@
-"""What both dialects share: the activations, the initial weights and the key/value cache."""
+"""What both dialects share: activations, initial weights, attention scores, KV cache, checks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from compat.config import GPT2Config, as_config
 from compat.errors import CompatError, ConfigError, GenerationError, short_repr
+
+if TYPE_CHECKING:
+    ConfigLike = GPT2Config | Mapping[str, Any]
+
+Self = TypeVar("Self")
+Arguments = ParamSpec("Arguments")
+
+
+def takes_config(
+    init: Callable[Concatenate[Self, GPT2Config, Arguments], None],
+) -> Callable[Concatenate[Self, ConfigLike, Arguments], None]:
+    """Let an `__init__` that takes a GPT2Config take a plain dictionary of its fields as well."""
+
+    @wraps(init)
+    def converting(
+        self: Self, config: ConfigLike, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> None:
+        init(self, as_config(config), *args, **kwargs)
+
+    return converting
 
 
 class GELU(nn.Module):
     """GELU in its tanh form, 0.5x(1 + tanh(√(2/π)(x + 0.044715x³))): any shape to the same shape.
 
     Source: Hendrycks & Gimpel 2016, §2; OpenAI's `gpt-2/src/model.py`. The operations and their
-    order are those of `transformers`' `gelu_new`, so the results agree to the bit.
+    order are those of `transformers`' `gelu_new`, so that the results are bit-identical.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +57,7 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-# Under the names of config.json's `activation_function`.
+# Keys are the values of config.json's `activation_function`.
 ACTIVATIONS: dict[str, type[nn.Module] | tuple[type[nn.Module], dict[str, str]]] = {
     "gelu_new": GELU,
     "gelu": nn.GELU,
@@ -66,14 +88,14 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def initialized(layer: Layer, n_layer: int | None = None) -> Layer:
-    """The layer, with the initial weights of GPT-2: normal with a std of 0.02, and biases of 0.
+    """Set GPT-2's initial weights, normal with a standard deviation of 0.02 and biases of 0.
 
     Source: Radford et al. 2019, §2.3; `transformers`' `GPT2PreTrainedModel._init_weights`.
 
     Args:
-        layer: a module with a `weight` and perhaps a `bias`.
-        n_layer: of a projection onto the residual stream, how many layers the model has. The std is
-            divided by √(2·n_layer), as each layer adds two such projections.
+        layer: a module with a `weight` and perhaps a `bias`. It is returned.
+        n_layer: number of the model's layers, for a projection onto the residual stream. The
+            standard deviation is divided by √(2·n_layer), as each layer adds two such projections.
     """
     std = 0.02 if n_layer is None else 0.02 / math.sqrt(2 * n_layer)
     nn.init.normal_(layer.get_parameter("weight"), std=std)
@@ -82,11 +104,27 @@ def initialized(layer: Layer, n_layer: int | None = None) -> Layer:
     return layer
 
 
+def attention_scores(q: Tensor, k: Tensor, scale: float, upcast: bool = False) -> Tensor:
+    """q·kᵀ · scale: queries (B, H, T, D) and keys (B, H, S, D) → scores (B, H, T, S).
+
+    With `upcast`, the config's `reorder_and_upcast_attn`, they are computed in float32, by the
+    operations of `transformers`' `GPT2Attention._upcast_and_reordered_attn`.
+    """
+    if not upcast:
+        return q @ k.transpose(-2, -1) * scale
+    B, H, T, S = *q.shape[:3], k.shape[2]
+    with torch.autocast(q.device.type, enabled=False):
+        rows = q.float().reshape(B * H, T, -1)
+        columns = k.float().transpose(-2, -1).reshape(B * H, -1, S)
+        out = torch.baddbmm(rows.new_empty(B * H, T, S), rows, columns, beta=0, alpha=scale)
+    return out.view(B, H, T, S)
+
+
 class KVCache:
-    """The keys and values that one attention layer has seen, written in place.
+    """The keys and values of one attention layer, written in place.
 
     Args:
-        capacity: how many positions it can hold.
+        capacity: the number of positions that it can hold.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -95,42 +133,35 @@ class KVCache:
         self.keys = self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add T new positions, (B, H, T, D) each; return all S so far, (B, H, S, D) each."""
-        B, H, T, D = k.shape
+        """Add T positions, (B, H, T, D) each; return all S positions so far, (B, H, S, D) each."""
         if self.length == 0:
-            self.keys, self.values = (
-                k.new_empty(B, H, self.capacity, D),
-                v.new_empty(B, H, self.capacity, D),
-            )
-        old, self.length = self.length, self.length + T
-        self.keys[:, :, old : self.length] = k
-        self.values[:, :, old : self.length] = v
+            self.keys, self.values = self._buffer(k), self._buffer(v)
+        past, self.length = self.length, self.length + k.shape[2]
+        self.keys[:, :, past : self.length] = k
+        self.values[:, :, past : self.length] = v
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def keep(self, rows: Tensor, first: int = 0) -> None:
-        """Go on with these rows of the batch alone, from position `first` on."""
-        old, self.length = self.length, self.length - first
-        self.keys, self.values = (
-            self._copied(held[rows, :, first:old]) for held in (self.keys, self.values)
-        )
+        """Continue with these rows of the batch only, from position `first` on."""
+        keys = self.keys[rows, :, first : self.length]
+        values = self.values[rows, :, first : self.length]
+        self.length = 0
+        self.append(keys, values)
 
-    def _copied(self, held: Tensor) -> Tensor:
-        """Room for `capacity` positions that begins with these, (B, H, S, D)."""
-        B, H, S, D = held.shape
-        room = held.new_empty(B, H, self.capacity, D)
-        room[:, :, :S] = held
-        return room
+    def _buffer(self, like: Tensor) -> Tensor:
+        B, H, _, D = like.shape
+        return like.new_empty(B, H, self.capacity, D)
 
 
 def as_ids(
     input_ids: object, vocab_size: int, error: type[CompatError] = GenerationError
 ) -> Tensor:
-    """Token ids (B, T) as a tensor of int64, checked.
+    """Token ids (B, T) as a checked int64 tensor.
 
     Args:
         input_ids: integers (B, T), as a tensor, a NumPy array or a list of rows of one length.
-        vocab_size: ids are below it.
-        error: raised for anything else.
+        vocab_size: all ids must be below it.
+        error: type of the error that is raised for anything else.
     """
     ids = id_tensor(input_ids, error)
     if fault := fault_in_ids(ids, vocab_size):
@@ -139,13 +170,13 @@ def as_ids(
 
 
 def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> Tensor:
-    """What holds ids as a tensor, of which nothing is checked yet; errors as in `as_ids`."""
+    """Any container of token ids as a tensor, whose values are not checked; errors as `as_ids`."""
     if isinstance(input_ids, Tensor):
         return input_ids
     if isinstance(input_ids, str | bytes):
         raise error(
-            f"input_ids is the text {short_repr(input_ids)}; encode it first, as the tokenizer of "
-            "load_tokenizer does, or call generate_text"
+            f"input_ids is the text {short_repr(input_ids)}; expected token ids. Encode it with "
+            "load_tokenizer(…).encode, or call generate_text."
         )
     try:
         return torch.tensor(_as_lists(input_ids), device="cpu")
@@ -157,33 +188,33 @@ def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> 
 
 
 def _as_lists(value: Any) -> Any:
-    """Rows of arrays or tensors, and arrays of any integer type, as Python's own numbers."""
+    """Rows of arrays or tensors, and arrays of any integer type, as Python's numbers."""
     if isinstance(value, list | tuple):
         return [_as_lists(row) for row in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def fault_in_ids(input_ids: Tensor, vocab_size: int | None) -> str | None:
-    """What is wrong with ids that should be (B, T) whole numbers below `vocab_size`, in words.
+    """An error message for a tensor that does not hold token ids (B, T); None if it does.
 
-    None for `vocab_size` leaves their values unread.
+    With None for `vocab_size` the values are not read.
     """
-    kind = input_ids.dtype
-    whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
-    known = input_ids.layout == torch.strided and not (input_ids.is_meta or input_ids.is_quantized)
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or not (whole and known):
-        where = "" if known else f" ({input_ids.layout}, on {input_ids.device})"
+    dtype = input_ids.dtype
+    integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    dense = input_ids.layout == torch.strided and not (input_ids.is_meta or input_ids.is_quantized)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not (integers and dense):
+        where = "" if dense else f" ({input_ids.layout}, on {input_ids.device})"
         return (
-            f"input_ids are {kind} of shape {list(input_ids.shape)}{where}; expected whole "
-            "numbers (B, T), at least one; an empty prompt may start from the end-of-text id"
+            f"input_ids is a tensor of {dtype} and shape {list(input_ids.shape)}{where}; expected "
+            "integers (B, T), at least one. Start an empty prompt from the end-of-text token."
         )
     if vocab_size is None:
         return None
     low, high = int(input_ids.long().min()), int(input_ids.long().max())
     if low < 0 or high >= vocab_size:
         return (
-            f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
-            f"{vocab_size - 1}; is this prompt encoded by another tokenizer?"
+            f"input_ids contains {low if low < 0 else high}; the vocabulary has ids 0 to "
+            f"{vocab_size - 1}. Encode the prompt with the checkpoint's own tokenizer."
         )
     return None
 
@@ -198,11 +229,12 @@ def check_ids(
     """Refuse ids that the embeddings have no row for.
 
     Nothing is checked while the forward pass is traced or compiled, so that no length and no value
-    of the ids enters the graph. On an accelerator the values are not read, which would wait for it.
+    of the ids enters the graph. On an accelerator the values are not read, because that would wait
+    for the device.
 
     Raises:
-        GenerationError: ids that are not integers (B, T), or are not in the vocabulary; more than
-            there are positions, or than the cache has room for.
+        GenerationError: ids that are not integers (B, T) or not in the vocabulary, more positions
+            than the model has, or more than fit into the cache.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode_stack():
         return
@@ -210,7 +242,7 @@ def check_ids(
         raise GenerationError(
             f"input_ids is a {type(input_ids).__name__}; expected a tensor of integers (B, T)"
         )
-    if input_ids.is_meta:  # shapes alone are computed
+    if input_ids.is_meta:  # only shapes are computed
         return
     vocab_size = _rows(tokens) if input_ids.is_cpu else None
     if fault := fault_in_ids(input_ids, vocab_size):
@@ -218,17 +250,19 @@ def check_ids(
     past, T, n = cache[0].length if cache else 0, input_ids.shape[1], _rows(positions)
     if cache and past + T > cache[0].capacity:
         raise GenerationError(
-            f"{T} ids after {past} cached ones; the cache has {cache[0].capacity} positions"
+            f"{T} ids after {past} cached ones; the cache has {cache[0].capacity} positions. "
+            "Build KVCache with a larger capacity."
         )
     if n is not None and attention_mask is None and past + T > n:
         cached = f" after {past} cached ones" if past else ""
         raise GenerationError(
-            f"{T} ids{cached}; the model has {n} positions; shorten the text, or keep its last part"
+            f"{T} ids{cached}; the model has {n} positions. Shorten the text, or keep its last "
+            "part."
         )
 
 
 def _rows(embedding: nn.Module) -> int | None:
-    """How many an embedding has; None where it was replaced by something else."""
+    """The number of rows of an embedding; None if another kind of module replaced it."""
     weight = getattr(embedding, "weight", None)
     return len(weight) if isinstance(weight, Tensor) else None
 
@@ -236,7 +270,7 @@ def _rows(embedding: nn.Module) -> int | None:
 def position_ids(
     input_ids: Tensor, cache: Sequence[KVCache] | None, attention_mask: Tensor | None
 ) -> Tensor:
-    """Positions of ids (B, T) that follow what the cache holds: (T,), or (B, T) with a mask.
+    """Positions of ids (B, T) that follow the cached ones: (T,), or (B, T) with a mask.
 
     With `attention_mask` (B, S), 0 at padding, only real tokens are counted, so that a left-padded
     prompt starts at position 0.

@@ -45,5 +45,5 @@ def theirs(folder: Path, input_ids: Tensor, new: int, seed: int = 0, **settings:
 
 def greedy(model: Model | PlainBlocks, input_ids: Tensor, new: int, **settings: Any) -> Tensor:
     return generate(
-        model, input_ids, max_new_tokens=new, **{"temperature": 0, "stop": (), **settings}
+        model, input_ids, max_new_tokens=new, **{"temperature": 0, "stop_ids": (), **settings}
     )

@@ -36,6 +36,6 @@ def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
 
 
 if __name__ == "__main__":
-    made = Engine(sys.argv[1], **json.loads(sys.argv[2]))
+    made = Engine.from_pretrained(sys.argv[1], **json.loads(sys.argv[2]))
     growth(made, None)  # what is allocated once
     print(growth(made, [] if sys.argv[3:] else None))

@@ -1,4 +1,4 @@
-"""bench.py generate and quality on the embedded checkpoint: what they say, not how fast it is."""
+"""bench.py generate and quality on the embedded checkpoint: their output, not their timings."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_every_row_has_every_number_with_its_spread(measured: tuple[Any, Path]) 
     assert result["threads"] == 1
 
 
-def test_float32_ids_are_those_of_transformers(measured: tuple[Any, Path]) -> None:
+def test_float32_tokens_are_those_of_transformers(measured: tuple[Any, Path]) -> None:
     [result] = measured[0]
-    same = {row["name"]: row["same_ids"] for row in result["rows"]}
+    same = {row["name"]: row["same_tokens"] for row in result["rows"]}
     assert {*same.values()} == {result["new"]}
 
 
@@ -68,17 +68,17 @@ def test_the_drawing_has_a_bar_for_every_row(measured: tuple[Any, Path]) -> None
     root = ElementTree.parse(drawing).getroot()
     labels = [text.text for text in root.iter(f"{SVG}text")]
     assert all(row["name"] in labels for row in result["rows"])
-    assert len([*root.iter(f"{SVG}rect")]) == 1 + len(result["rows"])  # and the paper
+    assert len([*root.iter(f"{SVG}rect")]) == 1 + len(result["rows"])  # and the background
     rights = [float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect")
               if "x" in bar.attrib]  # fmt: skip
     assert max(rights) < float(root.attrib["width"])
 
 
-def test_a_library_that_is_not_there_is_named_and_one_that_fails_tells_why(
+def test_a_missing_library_is_named_and_a_failing_one_reports_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benchmarks import rounds
+    from benchmarks import measurements
     from benchmarks.peers import Peer
 
     absent = Peer("other", "float32", "float32", "other", "no_such_package_at_all")
@@ -86,7 +86,7 @@ def test_a_library_that_is_not_there_is_named_and_one_that_fails_tells_why(
     stands_in = Peer("engine", "float16 again", "float32", "engine", "compat", True, fails.name)
     needless = Peer("engine", "never", "float32", "engine", "compat", True, absent.name)
     source = ROOT / "compat" / "demo"
-    found = rounds.Rounds(source, tmp_path, 1, True)
+    found = measurements.Measurements(source, tmp_path, 1, True)
     monkeypatch.setattr(found, "bandwidth", lambda: 1e9)
     rows = found.measure([absent, fails, stands_in, needless])["rows"]
     assert [row["name"] for row in rows] == [absent.name, fails.name, stands_in.name]
@@ -109,4 +109,4 @@ def test_the_numbers_of_int8_are_near_float32_on_held_out_text() -> None:
     assert rows["engine float32"]["perplexity"] == pytest.approx(
         rows["transformers float32"]["perplexity"], rel=1e-5
     )
-    assert rows["engine bfloat16"]["agreement"] < 1  # so the comparison is of two things
+    assert rows["engine bfloat16"]["agreement"] < 1  # so that the comparison can fail

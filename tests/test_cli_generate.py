@@ -25,7 +25,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
 
 def expected(folder: Path, prompt: str, **how: Any) -> list[dict[str, Any]]:
     how = {"max_new_tokens": 20, "sampling": Sampling(0), **how}
-    completions = generate_text(Engine(folder), TOKENIZER, [prompt], **how)
+    completions = generate_text(Engine.from_pretrained(folder), TOKENIZER, [prompt], **how)
     return [completion.to_json() for completion in completions]
 
 
@@ -88,7 +88,7 @@ def test_logits_that_are_not_finite_are_2_and_name_the_layer(
     monkeypatch.setattr("compat.cli.generate.load_pretrained", lambda *args: model)
     done = cli("generate", "O", "--model", folder, "--plain", "--json")
     assert (done.code, done.out) == (2, "")
-    assert "h.1.ln_2 is the first hidden state with NaN" in done.err
+    assert "h.1.ln_2 is the first hidden state that contains NaN" in done.err
 
 
 class Typed(io.BytesIO):

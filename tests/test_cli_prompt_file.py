@@ -41,7 +41,7 @@ def run(cli: Cli, folder: Path, file: object, *options: object) -> Outcome:
 
 def expected(folder: Path, n: int = 1, **how: Any) -> list[dict[str, Any]]:
     how = {"seed": 1, "max_new_tokens": 8, "batch_size": 3, "sampling": Sampling(0.8), **how}
-    engine = Engine(folder, max_batch=how["batch_size"])
+    engine = Engine.from_pretrained(folder, max_batch=how["batch_size"])
     completions = generate_text(engine, TOKENIZER, PROMPTS, n=n, **how)
     return [
         {"index": i // n, "sample": i % n, **completion.to_json()}

@@ -26,7 +26,8 @@ def test_greedy_ids_are_those_of_the_cpu(dialect: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_engine_of_a_gpu_scores_as_that_of_the_cpu(dtype: Any) -> None:
     ids = torch.arange(100)[None]
-    cpu, gpu = Engine("demo", dtype=dtype), Engine("demo", dtype=dtype, device="cuda")
+    cpu = Engine.from_pretrained("demo", dtype=dtype)
+    gpu = Engine.from_pretrained("demo", dtype=dtype, device="cuda")
     bound = 1e-4 if dtype == "float32" else 0.1  # nats; measured on no GPU yet
     assert (gpu.score(ids) - cpu.score(ids)).abs().max() < bound
 
@@ -34,6 +35,7 @@ def test_the_engine_of_a_gpu_scores_as_that_of_the_cpu(dtype: Any) -> None:
 @pytest.mark.parametrize("speculate", [None, "int8"])
 def test_the_engine_of_a_gpu_gives_the_ids_of_the_cpu(speculate: Any) -> None:
     ids = torch.arange(100)[None]
-    cpu, gpu = Engine("demo"), Engine("demo", device="cuda", speculate=speculate)
+    cpu = Engine.from_pretrained("demo")
+    gpu = Engine.from_pretrained("demo", device="cuda", speculate=speculate)
     expected = generate(cpu, ids, max_new_tokens=50, temperature=0)
     assert torch.equal(generate(gpu, ids, max_new_tokens=50, temperature=0), expected)

@@ -86,12 +86,12 @@ def test_a_cache_keeps_rows_from_a_position_on_and_its_capacity() -> None:
 @cached_or_not
 def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> None:
     """Each prompt of three is known to end at another place."""
-    whole = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop=())
+    whole = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop_ids=())
     stop = [int(whole[0, 4]), int(whole[1, 9])]
     rows: list[int] = []
     model = load_pretrained(noisy)
     with model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0]))):
-        settings = {"temperature": 0, "stop": stop, "use_cache": use_cache}
+        settings = {"temperature": 0, "stop_ids": stop, "use_cache": use_cache}
         found = generate(model, BATCH, max_new_tokens=20, **settings)
     running = [[stop[0] in row[:n] or stop[1] in row[:n] for row in found[:, 3:].tolist()].count(0)
                for n in range(found.shape[1] - 3)]  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_model_with_a_decoder_of_its_own_is_asked_for_it(tiny: Path) -> None:
         def config(self) -> GPT2Config:
             return ours(tiny).config
 
-        def start(self, prompts: Sequence[Sequence[int]], rehearse: Any = None) -> Tensor:
+        def start(self, prompts: Sequence[Sequence[int]], preview_sampling: Any = None) -> Tensor:
             self.calls.append([list(prompt) for prompt in prompts])
             return self.logits([prompt[-1] for prompt in prompts])
 
@@ -133,9 +133,9 @@ def test_a_model_with_a_decoder_of_its_own_is_asked_for_it(tiny: Path) -> None:
 
     model = Model()
     found = generate(model, torch.tensor([[4, 9], [4, 2]]), max_new_tokens=3, temperature=0,
-                     stop=[11])  # fmt: skip
+                     stop_ids=[11])  # fmt: skip
     assert found.tolist() == [[4, 9, 10, 11, 11], [4, 2, 3, 4, 5]]
     assert model.counting.calls == [[[4, 9], [4, 2]], [10, 3], ("keep", [1]), [4]]
     assert decoder_of(model) is model.counting
-    with pytest.raises(GenerationError, match="use_cache=False needs the readable blocks"):
+    with pytest.raises(GenerationError, match="use_cache=False is for a dialect's model"):
         generate(model, PROMPT, max_new_tokens=1, use_cache=False)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
 from compat.checkpoint import open_checkpoint
-from compat.decoding import static
+from compat.decoding import transformer
 from compat.decoding.matrices import Blas
-from compat.decoding.transformer import Embedding, Transformer
+from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS
 from compat.engine import Engine
 from compat.parity.check import Reference
@@ -36,7 +36,7 @@ def source(make_checkpoint: MakeCheckpoint) -> Path:
 
 def logits_of(engine: Engine, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        hidden = engine.transformer(ids, engine.transformer.new_cache(len(ids)), 0)
+        hidden = engine.transformer(ids, engine.transformer.new_cache(len(ids)).kv, 0)
         return engine.transformer.logits(hidden)
 
 
@@ -54,11 +54,11 @@ def test_logits_are_within_the_calibrated_bound_of_parity(
     reference = Reference(open_checkpoint(source), torch_dtype)
     ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected, exact = reference.logits(ids)
-    engine = Engine(source, dtype=dtype)
+    engine = Engine.from_pretrained(source, dtype=dtype)
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert result.passed
-    engine.transformer.embedding.wpe.mul_(1.1)  # and a wrong engine is not
+    engine.transformer.wpe.mul_(1.1)  # and a wrong engine is not
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert not result.passed
@@ -84,7 +84,7 @@ def test_every_field_of_the_config_counts(
     ids = torch.arange(30)[None]
     with torch.no_grad():
         expected = noisy_reference(**config)(ids).logits
-    assert relative(logits_of(Engine(folder), ids), expected) < 1e-5
+    assert relative(logits_of(Engine.from_pretrained(folder), ids), expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
@@ -97,7 +97,7 @@ def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     texts = [torch.randint(97, (n + steps,), generator=generator).tolist() for n in lengths]
     blocks = load_pretrained(source)
-    decoder = Engine(source, dtype=dtype).decoder()
+    decoder = Engine.from_pretrained(source, dtype=dtype).decoder()
     found = decoder.start([text[:n] for text, n in zip(texts, lengths, strict=True)])
     rows = list(range(len(texts)))
     for step in range(steps + 1):
@@ -115,13 +115,13 @@ def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data:
 
 
 @pytest.mark.parametrize("speculate", [None, "lookup"])
-@pytest.mark.parametrize("piece", [1, 7, 20, 64])
-def test_prompts_may_be_read_in_pieces(
-    source: Path, speculate: Any, piece: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chunk", [1, 7, 20, 64])
+def test_prompts_may_be_read_in_chunks(
+    source: Path, speculate: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static, "PIECE", piece)
+    monkeypatch.setattr(transformer, "PREFILL_CHUNK", chunk)
     texts = [torch.arange(40).tolist(), [5, 3, 9]] if speculate is None else [list(range(40))]
-    found = Engine(source, speculate=speculate).decoder().start(texts)
+    found = Engine.from_pretrained(source, speculate=speculate).decoder().start(texts)
     blocks = load_pretrained(source)
     for row, text in zip(found, texts, strict=True):
         with torch.no_grad():
@@ -132,10 +132,10 @@ def test_prompts_may_be_read_in_pieces(
 def test_an_engine_of_a_model_is_that_of_its_checkpoint(source: Path, dialect: str) -> None:
     ids = torch.arange(20)[None]
     from_model = logits_of(Engine(load_pretrained(source, dialect)), ids)
-    assert torch.equal(from_model, logits_of(Engine(source), ids))
+    assert torch.equal(from_model, logits_of(Engine.from_pretrained(source), ids))
 
 
-def test_an_engine_of_somebodys_module_takes_a_map_and_a_config(source: Path) -> None:
+def test_an_engine_of_a_users_module_takes_a_map_and_a_config(source: Path) -> None:
     model = load_pretrained(source, "conv1d")
     config, ids = model.config, torch.arange(20)[None]
     del model.config
@@ -143,7 +143,7 @@ def test_an_engine_of_somebodys_module_takes_a_map_and_a_config(source: Path) ->
     with pytest.raises(ConfigError, match="has no GPT2Config"):
         Engine(model, name_map=name_map)
     engine = Engine(model, name_map=name_map, config=config)
-    assert torch.equal(logits_of(engine, ids), logits_of(Engine(source), ids))
+    assert torch.equal(logits_of(engine, ids), logits_of(Engine.from_pretrained(source), ids))
 
 
 # Greedy ids, scores.
@@ -151,14 +151,14 @@ def test_an_engine_of_somebodys_module_takes_a_map_and_a_config(source: Path) ->
 
 def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
     model = noisy_reference(n_positions=64)
-    engine = Engine(source)
+    engine = Engine.from_pretrained(source)
     for seed in range(10):
         ids = torch.randint(97, (1, 8), generator=torch.Generator().manual_seed(seed))
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=56, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
-        found = engine.generate(ids, max_new_tokens=56, temperature=0, stop=())
+        found = engine.generate(ids, max_new_tokens=56, temperature=0, stop_ids=())
         assert torch.equal(found, expected), seed
 
 
@@ -167,12 +167,14 @@ def test_scores_are_those_of_transformers(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("compat.engine")
-    monkeypatch.setattr(module, "CHUNK", 10)
+    monkeypatch.setattr(module, "SCORING_CHUNK", 10)
     ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         logits = noisy_reference(n_positions=64)(ids).logits[:, :-1]
     expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(Engine(source).score(ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        Engine.from_pretrained(source).score(ids), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
@@ -180,17 +182,19 @@ def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
     with torch.no_grad():
         logits = noisy_reference(n_positions=64)(ids[:, :64]).logits
     expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(Engine(source).score(ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        Engine.from_pretrained(source).score(ids), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 65])
 def test_greedy_choices_are_reported_beside_the_scores(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("compat.engine"), "CHUNK", 10)
-    engine = Engine(source)
+    monkeypatch.setattr(importlib.import_module("compat.engine"), "SCORING_CHUNK", 10)
+    engine = Engine.from_pretrained(source)
     ids = engine.generate(torch.tensor([[5, 17], [9, 44]]), max_new_tokens=62, temperature=0,
-                          stop=())  # fmt: skip
+                          stop_ids=())  # fmt: skip
     ids = torch.cat([ids, torch.tensor([[1], [2]])], dim=1)
     ids[0, 30] = (ids[0, 30] + 1) % 97
     ids = ids[:, :length]
@@ -205,7 +209,7 @@ def test_greedy_choices_are_reported_beside_the_scores(
 
 
 def test_scores_of_ids_in_any_container(source: Path) -> None:
-    engine, ids = Engine(source), torch.tensor([[5, 17, 60]])
+    engine, ids = Engine.from_pretrained(source), torch.tensor([[5, 17, 60]])
     for same in (ids.tolist(), ids.numpy(), ids.to(torch.uint8)):
         assert torch.equal(engine.score(same), engine.score(ids))
     with pytest.raises(GenerationError, match="input_ids is the text 'Hello'"):
@@ -221,7 +225,7 @@ def test_scores_of_ids_in_any_container(source: Path) -> None:
 )
 def test_ids_that_cannot_be_scored_are_refused(source: Path, ids: Tensor, message: str) -> None:
     with pytest.raises(GenerationError, match=message):
-        Engine(source).score(ids)
+        Engine.from_pretrained(source).score(ids)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +242,13 @@ def test_arguments_that_mean_nothing_are_refused(
     source: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Engine(source, **arguments)
+        Engine.from_pretrained(source, **arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(source: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cuda', which cannot be used"):
-        Engine(source, device="cuda")
+        Engine.from_pretrained(source, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
@@ -253,7 +257,7 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
     """What is made without a device lands on torch's default one, where nothing can be computed."""
     ids, text = torch.tensor([[5, 17, 60]]), torch.arange(40)[None]
     device = torch.device("cpu")
-    expected = Engine(source, dtype=dtype)
+    expected = Engine.from_pretrained(source, dtype=dtype)
 
     def unequal(engine: Engine) -> list[Tensor]:
         decoder, (first, row, last) = engine.decoder(), ([7, 8], [1], [9])
@@ -264,31 +268,35 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
 
     with torch.device("meta"):
         assert torch.zeros(1).is_meta
-        engine = Engine(source, dtype=dtype, speculate=speculate, device=device)
-        found = engine.generate(ids, max_new_tokens=30, temperature=0, stop=())
+        engine = Engine.from_pretrained(source, dtype=dtype, speculate=speculate, device=device)
+        found = engine.generate(ids, max_new_tokens=30, temperature=0, stop_ids=())
         scores = engine.score(text)
         batch = [] if speculate else unequal(engine)
     if speculate:
-        assert engine._guessers[-1].rate > 0.7  # where it began: guesses came true
+        assert engine._draft_sources[-1].rate > 0.7  # its initial value: draft tokens were accepted
     else:
         assert torch.equal(torch.cat(batch), torch.cat(unequal(expected)))
-    assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop=()))
+    assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop_ids=()))
     assert torch.equal(scores, expected.score(text))
 
 
 def test_more_prompts_than_there_is_room_for_are_refused(source: Path) -> None:
-    with pytest.raises(GenerationError, match="3 prompts at once; this engine has room for 2"):
-        Engine(source, max_batch=2).decoder().start([[1], [2], [3]])
+    with pytest.raises(
+        GenerationError, match="3 prompts were passed at once; this decoder has room for 2"
+    ):
+        Engine.from_pretrained(source, max_batch=2).decoder().start([[1], [2], [3]])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) -> None:
     before = torch.get_num_threads()
     ids = torch.arange(8)[None]
-    expected = generate(load_pretrained(source), ids, max_new_tokens=40, temperature=0, stop=())
+    expected = generate(load_pretrained(source), ids, max_new_tokens=40, temperature=0, stop_ids=())
     try:
         torch.set_num_threads(threads)
-        found = Engine(source).generate(ids, max_new_tokens=40, temperature=0, stop=())
+        found = Engine.from_pretrained(source).generate(
+            ids, max_new_tokens=40, temperature=0, stop_ids=()
+        )
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found, expected)
@@ -298,15 +306,15 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
     """The partner of the tests above: c_proj is square, and passes every shape when turned."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
-    def read(name: str) -> Tensor:
+    def read(name: str) -> list[Tensor]:
         tensor = checkpoint.read(name)
-        return Transpose().load(tensor)[0] if name == "h.1.attn.c_proj.weight" else tensor
+        return list(Transpose().load(tensor)) if name == "h.1.attn.c_proj.weight" else [tensor]
 
     with torch.no_grad():
-        embedding = Embedding.of(read, torch.float32)
+        embedding = checkpoint.read("wte.weight"), checkpoint.read("wpe.weight")
         wrong = Transformer(checkpoint.config, embedding, read, Blas, torch.float32)
-        logits = wrong.logits(wrong(ids, wrong.new_cache(1), 0))
-    assert relative(logits, logits_of(Engine(source), ids)) > 0.01
+        logits = wrong.logits(wrong(ids, wrong.new_cache(1).kv, 0))
+    assert relative(logits, logits_of(Engine.from_pretrained(source), ids)) > 0.01
 
 
 @pytest.mark.parametrize("speculate", [None, "lookup"])
@@ -314,16 +322,20 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
     ("tensor", "at", "tap"),
     [
         ("wpe.weight", 0, "embed"),
-        ("h.1.attn.c_attn.bias", -1, "h.1.c_attn"),
-        ("h.1.attn.c_attn.bias", 0, "h.1.c_attn"),  # of q: torch's fast attention hides it
+        ("h.1.attn.c_attn.bias", -1, "h.1.v"),
+        ("h.1.attn.c_attn.bias", 0, "h.1.q"),  # torch's fused attention hides it
         ("h.1.mlp.c_fc.weight", 0, "h.1.fc"),
-        ("ln_f.bias", 0, "logits"),
+        ("ln_f.bias", 0, "ln_f"),
     ],
 )
 def test_logits_that_are_not_finite_name_the_first_layer(
     state: State, write: Write, tensor: str, at: int, tap: str, speculate: Any
 ) -> None:
     state[tensor].view(-1)[at] = torch.nan
-    engine = Engine(open_checkpoint(write(state), check_finite=False), speculate=speculate)
-    with pytest.raises(GenerationError, match=f" {tap} is the first hidden state with NaN"):
+    engine = Engine.from_pretrained(
+        open_checkpoint(write(state), check_finite=False), speculate=speculate
+    )
+    with pytest.raises(
+        GenerationError, match=f" {tap} is the first hidden state that contains NaN"
+    ):
         engine.generate(torch.arange(5)[None], max_new_tokens=2, temperature=0)

@@ -28,7 +28,9 @@ def wide(make_checkpoint: MakeCheckpoint) -> Path:
 def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> None:
     ids = torch.randint(50257, (10, 32), generator=torch.Generator().manual_seed(0))
     expected = theirs(wide, ids, 512, min_new_tokens=512)
-    found = Engine(wide).generate(ids, max_new_tokens=512, temperature=0, stop=())
+    found = Engine.from_pretrained(wide).generate(
+        ids, max_new_tokens=512, temperature=0, stop_ids=()
+    )
     assert torch.equal(found, expected)
     assert len(set(expected[:, 32:].flatten().tolist())) > 100
 

@@ -97,7 +97,7 @@ def test_the_same_seed_draws_transformers_tokens(
             BATCH,
             max_new_tokens=40,
             generator=torch.Generator().manual_seed(seed),
-            stop=(),
+            stop_ids=(),
             use_cache=use_cache,
             **settings,
         )
@@ -126,13 +126,13 @@ def test_draws_come_from_the_generator_alone(noisy: Path) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     runs = [
-        generate(ours(noisy), PROMPT, max_new_tokens=20, generator=generator, stop=())
+        generate(ours(noisy), PROMPT, max_new_tokens=20, generator=generator, stop_ids=())
         for generator in (torch.Generator().manual_seed(s) for s in (3, 3, 4))
     ]
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
-    assert torch.equal(generate(ours(noisy), PROMPT, max_new_tokens=20, stop=()), runs[0])
+    assert torch.equal(generate(ours(noisy), PROMPT, max_new_tokens=20, stop_ids=()), runs[0])
 
 
 @each_dialect

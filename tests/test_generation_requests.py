@@ -43,7 +43,7 @@ def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
     filler = stop if pad is None else pad
     expected = stopped(whole, 3, {stop}, filler)
     assert expected != whole.tolist()
-    found = greedy(ours(folder), BATCH, 40, stop=[stop], use_cache=use_cache)
+    found = greedy(ours(folder), BATCH, 40, stop_ids=[stop], use_cache=use_cache)
     assert found.tolist() == expected
     assert torch.equal(found, theirs(folder, BATCH, 40, eos_token_id=stop, pad_token_id=filler))
 
@@ -51,7 +51,7 @@ def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
 def test_generation_ends_with_the_last_row(noisy: Path) -> None:
     whole = greedy(ours(noisy), BATCH, 30)
     stop = {int(row[3 + i]) for i, row in enumerate(whole)}
-    found = greedy(ours(noisy), BATCH, 30, stop=stop)
+    found = greedy(ours(noisy), BATCH, 30, stop_ids=stop)
     assert found.shape[0] == 3
     assert 4 <= found.shape[1] <= 6
     assert found.tolist() == stopped(whole, 3, stop, min(stop))
@@ -61,7 +61,7 @@ def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
     whole = greedy(ours(noisy), PROMPT, 20)
     prompt_id = next(i for i in range(97) if i not in whole[0, 3:].tolist())
     prompt = torch.tensor([[prompt_id, 5]])
-    assert greedy(ours(noisy), prompt, 1, stop=[prompt_id]).shape == (1, 3)
+    assert greedy(ours(noisy), prompt, 1, stop_ids=[prompt_id]).shape == (1, 3)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -73,7 +73,7 @@ def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
         max_new_tokens=60,
         temperature=1.5,
         generator=torch.Generator().manual_seed(seed),
-        stop=(7, 30),
+        stop_ids=(7, 30),
     )
     expected = theirs(
         noisy,
@@ -100,11 +100,11 @@ def test_the_config_says_what_ends_a_text(
     unused = next(i for i in range(97) if i not in whole[0].tolist())
     ends = make_checkpoint(n_positions=256, eos_token_id=[unused, stop] if as_list else stop)
     expected = stopped(whole, 3, {stop}, stop)
-    found = greedy(ours(ends), PROMPT, 30, stop=None)
+    found = greedy(ours(ends), PROMPT, 30, stop_ids=None)
     assert found.tolist() == expected != whole.tolist()
-    assert torch.equal(greedy(ours(ends), PROMPT, 30, stop=()), whole)
+    assert torch.equal(greedy(ours(ends), PROMPT, 30, stop_ids=()), whole)
     endless = make_checkpoint(n_positions=256, eos_token_id=None)
-    assert torch.equal(greedy(ours(endless), PROMPT, 30, stop=None), whole)
+    assert torch.equal(greedy(ours(endless), PROMPT, 30, stop_ids=None), whole)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_suppressed_ids_never_come_as_if_their_logits_were_minus_infinity(
             max_new_tokens=40,
             suppress_tokens=suppressed,
             generator=torch.Generator().manual_seed(5),
-            stop=(),
+            stop_ids=(),
             **settings,
         )
 

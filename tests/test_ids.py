@@ -44,7 +44,7 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_ids_may_come_in_any_container(tiny: Path, container: str) -> None:
-    settings: Any = {"max_new_tokens": 5, "temperature": 0, "stop": ()}
+    settings: Any = {"max_new_tokens": 5, "temperature": 0, "stop_ids": ()}
     expected = generate(ours(tiny), torch.tensor(IDS), **settings)
     given = CONTAINERS[container]()
     assert torch.equal(generate(ours(tiny), given, **settings).long(), expected)
@@ -53,7 +53,7 @@ def test_ids_may_come_in_any_container(tiny: Path, container: str) -> None:
 
 
 NO_IDS: dict[str, tuple[Any, str]] = {
-    "text": ("Hello", "input_ids is the text 'Hello'; encode it first"),
+    "text": ("Hello", "input_ids is the text 'Hello'; expected token ids"),
     "bytes": (b"Hello", "input_ids is the text b'Hello'"),
     "texts": ([["Hello"]], "input_ids is a list that cannot be read as ids"),
     "none": (None, "input_ids is a NoneType"),
@@ -65,8 +65,8 @@ NO_IDS: dict[str, tuple[Any, str]] = {
     "whole fractions": (np.array([[1.0]]), "float32"),
     "truth values": ([[True]], "bool"),
     "huge": ([[2**70]], "cannot be read as ids"),
-    "beyond": (np.array([[97]]), "hold 97; the vocabulary has ids 0 to 96"),
-    "below": ([[-1]], "hold -1"),
+    "beyond": (np.array([[97]]), "contains 97; the vocabulary has ids 0 to 96"),
+    "below": ([[-1]], "contains -1"),
     "objects": (np.array([[object()]]), "cannot be read as ids"),
     "a dictionary": ({"input_ids": IDS}, "input_ids is a dict"),
     "without values": (torch.zeros(1, 2, dtype=torch.long, device="meta"), "on meta"),
@@ -94,7 +94,7 @@ SETTINGS = [
         for value in (2.0, None, "2", True, math.nan, torch.tensor(2), [2], -1)
     ],
     *[("suppress_tokens", value) for value in (5, "5", [1.5], [True], [None])],
-    *[("stop", value) for value in (5, "stop", [1.5], ["."], [None])],
+    *[("stop_ids", value) for value in (5, "stop", [1.5], ["."], [None])],
     *[("generator", value) for value in (0, "seed", torch.default_generator.initial_seed)],
     *[("attention_mask", value) for value in ("110", [[1, 1, 1]], 1)],
 ]
@@ -115,7 +115,7 @@ def test_settings_of_another_type_are_one_error(tiny: Path, name: str, value: An
 def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
     def drawn(**settings: Any) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        return generate(ours(tiny), PROMPT, generator=generator, stop=(), **settings)
+        return generate(ours(tiny), PROMPT, generator=generator, stop_ids=(), **settings)
 
     found = drawn(max_new_tokens=np.int64(4), top_k=np.int32(5), temperature=np.float32(0.5))
     assert torch.equal(found, drawn(max_new_tokens=4, top_k=5, temperature=0.5))
@@ -129,8 +129,8 @@ def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
     ("ids", "message"),
     [
         (torch.zeros(1, 33, dtype=torch.long), "33 ids; the model has 32 positions"),
-        (torch.tensor([[97]]), "hold 97; the vocabulary has ids 0 to 96"),
-        (torch.tensor([[-1]]), "hold -1"),
+        (torch.tensor([[97]]), "contains 97; the vocabulary has ids 0 to 96"),
+        (torch.tensor([[-1]]), "contains -1"),
         (torch.tensor([[0.5]]), "float32"),
         (torch.tensor([1, 2]), r"shape \[2\]"),
         ([[1, 2]], "input_ids is a list; expected a tensor"),

@@ -222,7 +222,8 @@ import torch
 from compat import Engine
 from compat.decoding import kernels
 kernels.seconds = lambda packs, *_: [1.0] * len(packs)
-print(Engine({str(tiny)!r}).generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1])
+engine = Engine.from_pretrained({str(tiny)!r})
+print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1])
 """
     keep = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "USER")}
     done = subprocess.run(
@@ -264,12 +265,12 @@ def test_a_busy_machine_is_measured_again_later(
     calls.clear()
     assert kernels.fastest("float32", 1, 7) is Linear
     assert not calls  # not for every engine
-    now, idle = now + kernels.AGAIN_AFTER + 1, True
+    now, idle = now + kernels.REMEASURE_AFTER + 1, True
     calls = fake_seconds(monkeypatch, Blas=1.0, Linear=2.0)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert list(json.loads(memory.read_text()).values()) == ["Blas"]
     calls.clear()
-    now += 10 * kernels.AGAIN_AFTER
+    now += 10 * kernels.REMEASURE_AFTER
     assert kernels.fastest("float32", 1, 7) is Blas
     assert not calls
 

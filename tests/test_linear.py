@@ -97,9 +97,9 @@ def test_layer_norm_in_other_precisions(x: Tensor, dtype: torch.dtype) -> None:
 def test_feed_forward_has_4722432_parameters(x: Tensor) -> None:
     feed_forward = noisy(linear.FeedForward(NOTEBOOK))
     assert count(feed_forward) == 4_722_432
-    widen, _, narrow = feed_forward.layers
-    inner = torch.nn.functional.gelu(x @ widen.weight.T + widen.bias, approximate="tanh")
-    by_hand = inner @ narrow.weight.T + narrow.bias
+    expand, _, project = feed_forward.layers
+    inner = torch.nn.functional.gelu(x @ expand.weight.T + expand.bias, approximate="tanh")
+    by_hand = inner @ project.weight.T + project.bias
     torch.testing.assert_close(feed_forward(x), by_hand, atol=1e-4, rtol=1e-5)
 
 

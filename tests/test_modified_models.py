@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from compat import GenerationError, PlainBlocks, generate, load_pretrained
 from compat.decoding import decoder_of
-from compat.decoding.of_model import FastBlocks
-from compat.decoding.unmodified import _newly_built, is_unmodified
+from compat.decoding.fast_path import _freshly_built, is_unmodified
+from compat.decoding.static import StaticDecoder
 from compat.dialects import Model, conv1d, linear
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import each_dialect
@@ -144,7 +144,7 @@ def blocks_shared(model: Model, _: pytest.MonkeyPatch) -> None:
 @edit
 def class_patched(model: Model, patch: pytest.MonkeyPatch) -> None:
     kind = type(part(model, 0, "ln_1"))
-    if kind in (linear.LayerNorm, conv1d.LayerNorm):
+    if kind in (linear.LayerNorm, nn.LayerNorm):
         forward = kind.forward
         patch.setattr(kind, "forward", lambda self, x: forward(self, x) * 1.5)
 
@@ -330,7 +330,7 @@ def texts(model: Model | PlainBlocks, **settings: Any) -> list[Tensor]:
     """Greedy ids, and ids drawn by a seed."""
     return [
         generate(
-            model, PROMPTS, max_new_tokens=4, stop=(), temperature=temperature,
+            model, PROMPTS, max_new_tokens=4, stop_ids=(), temperature=temperature,
             generator=torch.Generator().manual_seed(4), **settings,
         )
         for temperature in (0, 1.3)
@@ -370,7 +370,7 @@ def test_any_edits_together(source: Path, dialect: str, names: list[str]) -> Non
         fast, plain = texts(model), texts(PlainBlocks(model))
         assert all(map(torch.equal, fast, plain))
         assert torch.equal(fast[0], greedy_by_forward(model))
-        assert isinstance(decoder_of(model), FastBlocks) == (set(names) <= ALIKE)
+        assert isinstance(decoder_of(model), StaticDecoder) == (set(names) <= ALIKE)
 
 
 class Shifted(TorchFunctionMode):
@@ -402,13 +402,13 @@ def test_what_intercepts_torch_is_heeded(source: Path, dialect: str, surrounding
 def test_ordinary_surroundings_keep_the_fast_pass(source: Path, dialect: str, mode: Any) -> None:
     model = load_pretrained(source, dialect)
     with mode():
-        assert isinstance(decoder_of(model), FastBlocks)
+        assert isinstance(decoder_of(model), StaticDecoder)
 
 
 def test_libraries_that_wrap_torch_keep_the_fast_pass(source: Path) -> None:
     """torch's compiler wraps `nn.Module.__init__` once it is imported."""
 
-    assert isinstance(decoder_of(load_pretrained(source)), FastBlocks)
+    assert isinstance(decoder_of(load_pretrained(source)), StaticDecoder)
 
 
 def test_a_patch_from_before_compat_was_imported_is_seen() -> None:
@@ -417,7 +417,7 @@ import torch
 linear = torch.nn.functional.linear
 torch.nn.functional.linear = lambda *args: 2 * linear(*args)
 from compat import GPT2Config
-from compat.decoding.unmodified import _newly_built, is_unmodified
+from compat.decoding.fast_path import _freshly_built, is_unmodified
 from compat.dialects.linear import GPTModel
 config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=5, n_positions=4)
 print(is_unmodified(GPTModel(config).eval()))
@@ -432,7 +432,7 @@ print(is_unmodified(GPTModel(config).eval()))
 def test_building_the_model_to_compare_with_draws_no_random_numbers(source: Path) -> None:
     model = load_pretrained(source)
     before = torch.get_rng_state()
-    _newly_built.cache_clear()
+    _freshly_built.cache_clear()
     assert is_unmodified(model)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -457,5 +457,7 @@ def test_values_that_are_not_finite_are_found_in_a_modified_model(
     names = ["block_removed", "block_skipped", "module_added"]
     with edited(source, dialect, names) as model:
         part(model, 1, "mlp.c_fc").bias.data[0] = torch.nan
-        with pytest.raises(GenerationError, match=r"h\.1\.fc is the first hidden state with NaN"):
+        with pytest.raises(
+            GenerationError, match=r"h\.1\.fc is the first hidden state that contains NaN"
+        ):
             generate(model, PROMPTS, max_new_tokens=1)

@@ -11,6 +11,7 @@ from compat import GenerationError, generate, load_pretrained, stream
 from compat.checkpoint import open_checkpoint
 from compat.decoding.not_finite import first_not_finite
 from compat.dialects import Model, get_dialect
+from compat.taps import expand_taps
 from tests.conftest import State, Write
 from tests.generation_common import BATCH, PROMPT, each_dialect, greedy, ours
 
@@ -49,7 +50,7 @@ def test_a_value_planted_in_a_tensor_is_found_where_it_first_shows(
             generate(model, PROMPT, max_new_tokens=2, temperature=temperature)
         message = str(caught.value)
         assert "not finite" in message
-        assert f" {tap} is the first hidden state with {value} in it" in message
+        assert f" {tap} is the first hidden state that contains {value}" in message
 
 
 @each_dialect
@@ -61,7 +62,7 @@ def test_float16_overflow_names_the_layer_and_the_remedy(tiny: Path, dialect: st
         model.get_parameter(name).mul_(30_000)
     with pytest.raises(GenerationError) as caught:
         greedy(model, PROMPT, 4)
-    assert "h.1.fc is the first hidden state with" in str(caught.value)
+    assert "h.1.fc is the first hidden state that contains" in str(caught.value)
     assert "65,504" in str(caught.value) and "bfloat16" in str(caught.value)
 
 
@@ -74,7 +75,7 @@ def test_the_row_that_is_at_fault_is_looked_at(
     head = {"lm_head.weight": state["wte.weight"].nan_to_num()}
     model = unchecked(write({**state, **head}))
     assert torch.isfinite(model(torch.tensor([[8, 7, 6]]))).all()
-    with pytest.raises(GenerationError, match=r"after 3 ids, embed is the first"):
+    with pytest.raises(GenerationError, match=r"after 3 tokens, embed is the first"):
         greedy(model, torch.tensor(ids), 2)
 
 
@@ -82,8 +83,8 @@ def test_a_value_that_comes_up_later_is_told_then(state: State, write: Write, ti
     """The position of the third new id has it."""
     state["wpe.weight"][len(PROMPT[0]) + 2, 0] = torch.inf
     model = unchecked(write(state))
-    steps, found = stream(model, PROMPT, max_new_tokens=9, temperature=0, stop=()), []
-    with pytest.raises(GenerationError, match=r"after 6 ids, embed is the first"):
+    steps, found = stream(model, PROMPT, max_new_tokens=9, temperature=0, stop_ids=()), []
+    with pytest.raises(GenerationError, match=r"after 6 tokens, embed is the first"):
         for ids in steps:
             found.append(int(ids))
     assert found == greedy(ours(tiny), PROMPT, 3)[0, 3:].tolist()
@@ -92,5 +93,6 @@ def test_a_value_that_comes_up_later_is_told_then(state: State, write: Write, ti
 @each_dialect
 def test_a_finite_model_has_no_such_place(tiny: Path, dialect: str) -> None:
     model: Model = ours(tiny, dialect)
-    assert first_not_finite(model, BATCH) is None
+    taps = expand_taps(get_dialect(dialect).taps, n_layer=3)
+    assert first_not_finite(model, taps, lambda: model(BATCH)) is None
     assert not any(module._forward_hooks for module in model.modules())

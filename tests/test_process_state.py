@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
     "generate": lambda folder, new: generate(
         load_pretrained(folder, "linear"), torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0
     ),
-    "Engine": lambda folder, new: Engine(folder),
+    "Engine": lambda folder, new: Engine.from_pretrained(folder),
     "save_pretrained": lambda folder, new: save_pretrained(load_pretrained(folder, "linear"), new),
     "inspect_checkpoint": lambda folder, new: inspect_checkpoint(folder),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from compat import Engine, generate, load_pretrained
-from compat.decoding import decoder_of, memory
+from compat.decoding import decoder_of, matrices
 
 IDS = torch.tensor([[5, 17, 60]])
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def continued(model: Any, ids: Tensor = IDS) -> list[int]:
-    return generate(model, ids, max_new_tokens=8, temperature=0, stop=())[0].tolist()
+    return generate(model, ids, max_new_tokens=8, temperature=0, stop_ids=())[0].tolist()
 
 
 class Texts(Dataset[list[int]]):
@@ -50,7 +50,7 @@ class Texts(Dataset[list[int]]):
 @pytest.mark.parametrize("kind", ["engine", "model"])
 def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
     """Parent and child go on with different ids from one prompt; neither sees the other's."""
-    model = Engine(tiny) if kind == "engine" else load_pretrained(tiny)
+    model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     alone = decoder_of(model)
     alone.start(IDS.tolist())
     expected = [alone.step(torch.tensor([7])), alone.step(torch.tensor([9]))]
@@ -60,7 +60,7 @@ def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
     if child == 0:
         try:
             with torch.inference_mode():
-                decoder.cache.both.fill_(100.0)  # type: ignore[attr-defined]
+                decoder.cache.kv.fill_(100.0)  # type: ignore[attr-defined]
             os._exit(0)
         finally:
             os._exit(1)
@@ -71,16 +71,16 @@ def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
 
 def test_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows, where neither of these names exists."""
-    monkeypatch.delattr(memory.mmap, "MAP_PRIVATE", raising=False)
-    monkeypatch.delattr(memory.mmap, "MAP_ANONYMOUS", raising=False)
-    made = memory.private_memory(100)
+    monkeypatch.delattr(matrices.mmap, "MAP_PRIVATE", raising=False)
+    monkeypatch.delattr(matrices.mmap, "MAP_ANONYMOUS", raising=False)
+    made = matrices.private_memory(100)
     assert made[:] == bytes(100)
 
 
 @needs_fork
 @pytest.mark.parametrize("kind", ["engine", "model"])
 def test_forked_workers_of_a_data_loader_generate(tiny: Path, kind: str) -> None:
-    model = Engine(tiny) if kind == "engine" else load_pretrained(tiny)
+    model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     loader = DataLoader(
         Texts(model), batch_size=None, num_workers=2, multiprocessing_context="fork"
     )
@@ -97,7 +97,7 @@ def test_spawned_workers_of_a_data_loader_generate(tiny: Path) -> None:
 
 def by_an_engine(folder: Path) -> list[int]:
     torch.set_num_threads(1)
-    return continued(Engine(folder))
+    return continued(Engine.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])

@@ -128,7 +128,7 @@ def test_logits_that_are_not_finite_are_refused(value: float, temperature: float
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        ({"temperature": 1e-45}, "temperature 1e-45 is too small"),
+        ({"temperature": 1e-45}, "temperature is 1e-45, which is too small"),
         ({"repetition_penalty": 1e38}, r"repetition_penalty 1e\+38"),
     ],
     ids=str,
@@ -142,7 +142,7 @@ def test_settings_beyond_float32_are_refused(setting: dict[str, Any], named: str
 
 def test_suppressing_every_id_or_one_that_is_none_is_refused() -> None:
     logits = torch.zeros(1, 3)
-    with pytest.raises(GenerationError, match="every id"):
+    with pytest.raises(GenerationError, match="has all 3 ids"):
         Sampling(suppress_tokens=(0, 1, 2, 1)).scores(logits, [[]])
     for strange in (3, -1):
         with pytest.raises(GenerationError, match=f"has {strange}; .* 0 to 2"):

@@ -162,7 +162,7 @@ def test_a_trained_model_generates_the_same_text_in_transformers(
     save_pretrained(model, tmp_path, tokenizer="demo")
     assert all(not torch.equal(before[name], value) for name, value in stored(tmp_path).items())
     prompt = torch.tensor([tokenizer.encode("ROMEO:\nI ")])
-    ours = generate(model.eval(), prompt, max_new_tokens=40, temperature=0, stop=())
+    ours = generate(model.eval(), prompt, max_new_tokens=40, temperature=0, stop_ids=())
     theirs = in_transformers(tmp_path).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

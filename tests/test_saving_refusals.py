@@ -106,7 +106,12 @@ def test_a_model_of_ones_own_needs_a_map_and_a_config(old: Path, tiny: Path) -> 
         config=config,
     )
     refused(
-        old, ConfigError, "unknown dialect", MyGPT2(), dialect_or_name_map="mine", config=config
+        old,
+        ConfigError,
+        "dialect is 'mine'; expected one of linear, conv1d",
+        MyGPT2(),
+        dialect_or_name_map="mine",
+        config=config,
     )
 
 

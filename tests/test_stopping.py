@@ -40,15 +40,15 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(
     expected, new, shown = cut(whole, stop), NewText(DEMO, stop), ""
     for token_id in ids:
         new.add(token_id)
-        assert new.sure.startswith(shown) and expected.startswith(new.sure)
-        held = new.so_far[len(new.sure) :]
+        assert new.final.startswith(shown) and expected.startswith(new.final)
+        held = new.so_far[len(new.final) :]
         assert held == "" or any(s.startswith(held) and s != held for s in stop)
-        shown = new.sure
+        shown = new.final
         if new.stopped:
             break
     assert new.stopped == (expected != whole)
     new.end()
-    assert new.sure == new.so_far == expected
+    assert new.final == new.so_far == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_stop_string_across_tokens_is_held_back_until_it_is_none(
     new, seen = NewText(DEMO, [stop]), []
     for token_id in ids:
         new.add(token_id)
-        seen.append(new.sure)
+        seen.append(new.final)
     assert (seen, new.stopped) == (shown, stopped)
 
 
@@ -83,7 +83,7 @@ def test_of_several_in_one_token_the_first_complete_one_counts_or_the_longest(
     new = NewText(DEMO, stop)
     for token_id in DEMO.encode("the king"):
         new.add(token_id)
-    assert (new.sure, new.stopped) == (text, True)
+    assert (new.final, new.stopped) == (text, True)
 
 
 def test_characters_of_several_bytes() -> None:
@@ -92,7 +92,7 @@ def test_characters_of_several_bytes() -> None:
     seen = []
     for token_id in ids_of_bytes(DEMO, "caé😀é!".encode()):
         new.add(token_id)
-        seen.append(new.sure)
+        seen.append(new.final)
     assert seen == ["c", "ca", "ca", "ca", "ca", "ca", "ca", "caé😀", "caé😀", "caé😀", "caé😀"]
     assert new.stopped
 
@@ -102,10 +102,10 @@ def test_what_is_held_back_or_incomplete_comes_at_the_end(stop: list[str]) -> No
     new = NewText(DEMO, stop)
     for token_id in ids_of_bytes(DEMO, b"axy" + "é".encode()[:1]):
         new.add(token_id)
-    assert new.sure == ("a" if stop else "axy")
+    assert new.final == ("a" if stop else "axy")
     assert new.so_far == "axy"
     new.end()
-    assert new.sure == "axy\ufffd"
+    assert new.final == "axy\ufffd"
 
 
 def test_a_character_that_the_prompt_began_belongs_to_the_new_text() -> None:
@@ -113,4 +113,4 @@ def test_a_character_that_the_prompt_began_belongs_to_the_new_text() -> None:
     new = NewText(DEMO, (), ids[:2])
     assert new.prompt == "a"
     new.add(ids[2])
-    assert new.sure == "é"
+    assert new.final == "é"

@@ -94,7 +94,7 @@ def generate_command(
     checkpoint = open_checkpoint(model, revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
     if speculate or (prompt_file is None and n == 1):
-        batch_size = 1  # guesses are for one text at a time; and here there is no more than one
+        batch_size = 1  # speculation is for one text at a time; and here there is no more than one
     runs = (
         PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
         if plain
@@ -104,7 +104,7 @@ def generate_command(
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
         "stop": stop or (),
-        "stop_ids": stop_id or (),
+        "stop_ids": (*checkpoint.config.stop_ids, *(stop_id or ())),
         "seed": seed,
         "overflow": overflow.value,
         "logprobs": logprobs,
@@ -133,7 +133,7 @@ def _engine(
     max_batch: int,
 ) -> Engine:
     checkpoint.mmap = checkpoint.can_be_mapped  # it is read once, to be packed
-    return Engine(
+    return Engine.from_pretrained(
         checkpoint,
         dtype=dtype.value if dtype else "float32",
         max_batch=max_batch,

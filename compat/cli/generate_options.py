@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from compat.cli.common import MAX_SEED
-from compat.generation.writing import DEFAULT_NEW_TOKENS
+from compat.generation.text import DEFAULT_NEW_TOKENS
 
 
 class OverflowName(str, Enum):

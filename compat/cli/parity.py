@@ -97,7 +97,7 @@ def parity_command(
     input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
     models: list[str | Engine] = [d.value for d in DialectName] if every else [dialect.value]
     if engine is not None:
-        models = [Engine(checkpoint, dtype=engine.value)]
+        models = [Engine.from_pretrained(checkpoint, dtype=engine.value)]
     reports = []
     for one in models:
         report = check_parity(

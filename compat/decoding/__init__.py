@@ -1,8 +1,8 @@
-"""Logits, one id after another: by the readable blocks, or as fast as the machine can."""
+"""Decoding: logits by prefill and decode steps, from a model's own modules or by a fast path."""
 
-from compat.decoding.decoder import Choose, Decoder, HasDecoder, Rehearse, left_pad
+from compat.decoding.decoder import Choose, Decoder, HasDecoder, PreviewSampling, left_pad
+from compat.decoding.fast_path import decoder_of
 from compat.decoding.not_finite import NotFiniteError
-from compat.decoding.of_model import decoder_of
 from compat.decoding.plain import PlainBlocks, PlainDecoder
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "NotFiniteError",
     "PlainBlocks",
     "PlainDecoder",
-    "Rehearse",
+    "PreviewSampling",
     "decoder_of",
     "left_pad",
 ]

@@ -1,73 +1,88 @@
-"""What computes the logits, one id after another."""
+"""The interface of all decoders: logits, one decode step after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
+from torch import Tensor, tensor
 
 from compat.config import GPT2Config
 from compat.errors import GenerationError
 
-# Logits (1, V) of the id after a text's ids → the id that will be chosen there. The function that
-# gives it begins a rehearsal: what it draws is drawn again, in earnest, by whoever chooses.
+# Chooses a token from logits (1, V) and the tokens before it, as the caller will choose it.
+# `PreviewSampling` returns a function that draws ahead. The caller draws the same numbers again.
 Choose = Callable[[Tensor, Sequence[int]], int]
-Rehearse = Callable[[], Choose]
+PreviewSampling = Callable[[], Choose]
 
 
 class Decoder(Protocol):
-    """A batch of sequences that grows by an id each at a time; its state is the cache."""
+    """A batch of sequences that grow by one token at a time. Its state is the KV cache."""
 
     @property
     def config(self) -> GPT2Config:
-        """Of the model."""
+        """The model's config."""
 
-    def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
-        """Begin a new batch: float32 logits (B, V) of the id after each prompt, of any lengths.
+    def start(
+        self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
+    ) -> Tensor:
+        """Prefill: begin a new batch.
 
-        `rehearse` tells how the ids of a sequence alone will be chosen, to those who guess ahead.
+        Args:
+            prompts: token ids of each sequence, of any lengths.
+            preview_sampling: how the tokens of a single sequence will be chosen, for drafts of
+                speculative decoding. None: greedily.
+
+        Returns:
+            float32 logits (B, V) of the token after each prompt.
         """
 
     def step(self, ids: Tensor) -> Tensor:
-        """Add an id to each sequence, (B,): float32 logits (B, V) of the id after it."""
+        """Decode step: add a token to each sequence, (B,); float32 logits (B, V) of the next."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch alone, in this order."""
+        """Continue with these rows of the batch only, in this order."""
 
     def why_not_finite(self, context: Sequence[int]) -> str:
-        """Where the first value comes up that is not finite, in words."""
+        """A message that says where the first non-finite value of a forward pass appears."""
 
 
 @runtime_checkable
 class HasDecoder(Protocol):
-    """A model with a way of its own to decode."""
+    """A model that brings its own decoder."""
 
     def decoder(self) -> Decoder:
         """A decoder with a batch of its own."""
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
-    """Refuse an empty batch, an empty prompt, and more prompts than there is room for.
+def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None) -> None:
+    """Refuse an empty batch, an empty prompt, and more prompts than `max_batch`.
 
     Raises:
         GenerationError: one of these.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
-        raise GenerationError("a prompt is empty; start from the end-of-text id instead")
-    if most is not None and len(prompts) > most:
-        raise GenerationError(f"{len(prompts)} prompts at once; this engine has room for {most}")
+        raise GenerationError(
+            "a prompt is empty; at least one token is expected. Start from the end-of-text token."
+        )
+    if max_batch is not None and len(prompts) > max_batch:
+        raise GenerationError(
+            f"{len(prompts)} prompts were passed at once; this decoder has room for {max_batch}. "
+            "Pass fewer, or build the engine with a larger max_batch."
+        )
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Unequal prompts as one batch: ids (B, T) and attention mask (B, T), 0 at the padding.
+    """Make one batch of prompts of different lengths, with padding on the left.
+
+    Returns:
+        Token ids (B, T) and the attention mask (B, T), which is 0 at the padding.
 
     Raises:
-        GenerationError: no prompt, or an empty one.
+        GenerationError: there is no prompt, or an empty one.
     """
     check_prompts(prompts)
     T = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, mask

@@ -1,4 +1,4 @@
-"""Which matrix product this machine does fastest: measured once, then remembered on disk."""
+"""Selection of the fastest matrix product on this machine: measured once, then kept on disk."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ import torch
 from compat.decoding.matrices import (
     Blas,
     Int8,
-    Int8Both,
-    Int8Pairs,
+    Int8DynamicActivations,
+    Int8TwoTerm,
     Linear,
     OneDnn,
     Pack,
     int8_weight_only,
 )
 
-# The last of each is of documented operators only, and works everywhere.
+# The last candidate of each precision uses documented operators only, and works everywhere.
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
     "float32": (OneDnn, Blas, Linear),
     "bfloat16": (OneDnn, Blas, Linear),
-    "int8": (Int8Pairs, int8_weight_only, Int8),
-    "draft": (Int8Both, Int8Pairs, int8_weight_only, Int8),
+    "int8": (Int8TwoTerm, int8_weight_only, Int8),
+    "draft": (Int8DynamicActivations, Int8TwoTerm, int8_weight_only, Int8),
 }
 ACTIVATIONS = {
     "float32": torch.float32,
@@ -40,39 +40,39 @@ ACTIVATIONS = {
     "int8": torch.float32,
     "draft": torch.float32,
 }
-# Relative RMS of a product of random numbers: several times what each precision leaves.
+# Relative RMS error of a product of random numbers: several times the precision's rounding error.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "draft": 3e-2}
 CPU = torch.device("cpu")
-AGAIN_AFTER = 60.0  # seconds for which a measurement on a busy machine is used
-LAYERS = 3  # for each candidate: more than the nearest caches hold
-PROMPT = 64  # ids read at once
+REMEASURE_AFTER = 60.0  # seconds for which a measurement on a busy machine is valid
+LAYERS = 3  # of gpt2 for each candidate, which is more than the processor's caches hold
+PROMPT = 64  # tokens of the measured prefill
 
 
 def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:
-    """The fastest of the candidates that work here; on an accelerator, the first.
+    """Select the fastest of the candidates that work here; on an accelerator, the first.
 
-    If the machine was idle but for the measurement (`was_idle`), and a second one agrees, the name
-    is remembered, on disk too. Otherwise it holds for a minute and in this process only; an engine
-    that is built later, or by another process, measures again.
+    If the machine was otherwise idle (`was_idle`) and a second measurement agrees, the result is
+    kept on disk. Otherwise it is valid for a minute and in this process only; an engine that is
+    built later, or by another process, measures again.
 
     Args:
         precision: "float32", "bfloat16", "int8", or "draft", which may be less exact.
-        rows: multiplied at a time.
-        threads: that torch computes with.
-        device: where the weights lie.
+        rows: number of rows that are multiplied at a time.
+        threads: number of torch's threads.
+        device: device of the weights.
     """
     working = _working(precision, device)
     if device != CPU:
         return next(iter(working.values()))
-    place = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(working)}"
+    key = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(working)}"
     with _measuring:
-        if _chosen.get(place, _NEVER).until < time.monotonic():
-            _chosen[place] = _remembered_or_measured(place, precision, rows, working)
-        return working[_chosen[place].name]
+        if _chosen.get(key, _NEVER).until < time.monotonic():
+            _chosen[key] = _remembered_or_measured(key, precision, rows, working)
+        return working[_chosen[key].name]
 
 
 class _Choice(NamedTuple):
-    """The name of a kernel, and until when it holds, in seconds of `time.monotonic`."""
+    """The name of a kernel, and the time of `time.monotonic` until which it is valid."""
 
     name: str
     until: float
@@ -80,11 +80,11 @@ class _Choice(NamedTuple):
 
 _NEVER = _Choice("", -math.inf)
 _chosen: dict[str, _Choice] = {}
-_measuring = Lock()  # two at once would slow each other down
+_measuring = Lock()  # two measurements at once would slow each other down
 
 
 def _after_fork() -> None:
-    """The lock may be held by a thread that this process does not have."""
+    """Replace the lock, which a thread that does not exist in this process may hold."""
     global _measuring
     _measuring = Lock()
 
@@ -100,63 +100,64 @@ def _working(precision: str, device: torch.device) -> dict[str, Pack]:
 
 
 def _remembered_or_measured(
-    place: str, precision: str, rows: int, working: dict[str, Pack]
+    key: str, precision: str, rows: int, working: dict[str, Pack]
 ) -> _Choice:
     known = _read_memory()
-    if known.get(place) in working:
-        return _Choice(known[place], math.inf)
+    if known.get(key) in working:
+        return _Choice(known[key], math.inf)
     name, idle = _measured(precision, rows, working)
     if not idle or (name, True) != _measured(precision, rows, working):
-        return _Choice(name, time.monotonic() + AGAIN_AFTER)
-    _write_memory({**known, place: name})
+        return _Choice(name, time.monotonic() + REMEASURE_AFTER)
+    _write_memory({**known, key: name})
     return _Choice(name, math.inf)
 
 
 def _measured(precision: str, rows: int, working: dict[str, Pack]) -> tuple[str, bool]:
-    """The name of the fastest, and whether the machine was idle but for the measurement."""
+    """The name of the fastest kernel, and whether the machine was otherwise idle."""
     wall, running = time.perf_counter(), time.thread_time()
-    taken = seconds(list(working.values()), ACTIVATIONS[precision], rows)
+    costs = seconds(list(working.values()), ACTIVATIONS[precision], rows)
     wall, running = time.perf_counter() - wall, time.thread_time() - running
-    return min(zip(taken, working, strict=True))[1], was_idle(wall, running)
+    return min(zip(costs, working, strict=True))[1], was_idle(wall, running)
 
 
 def was_idle(wall: float, running: float) -> bool:
-    """Whether the machine was, but for a measurement.
+    """Whether the machine was otherwise idle during a measurement.
 
-    A thread that computes runs all the time, or spins until torch's other threads are done. Where
-    others compute, it waits: for a processor, or asleep for a thread of torch that waits for one.
+    A computing thread runs all the time, or spins until torch's other threads are done. On a busy
+    machine it waits for a processor, or sleeps until a thread of torch has got one.
 
     Args:
         wall: seconds that the measurement took.
-        running: seconds of these that the measuring thread ran.
+        running: seconds in which the measuring thread ran.
     """
     return wall - running < 0.1 * wall + 0.01
 
 
 def forget() -> None:
-    """Everything known in this process."""
+    """Forget all choices of this process."""
     _chosen.clear()
     _working.cache_clear()
 
 
 def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
-    """Whether it runs there and gives the right product."""
+    """Whether a kernel runs on the device and computes the right product."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
-    given = [tensor.to(device, ACTIVATIONS[precision]) for tensor in (weight, bias, x)]
+    w, b, inputs = (tensor.to(device, ACTIVATIONS[precision]) for tensor in (weight, bias, x))
     try:
-        found = pack(given[0], given[1])(given[2]).cpu().double()
-    except Exception:  # an operator that is gone, or not for this machine
+        found = pack(w, b)(inputs).cpu().double()
+    except Exception:  # operator removed, or unsupported on this CPU
         return False
     error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     return bool(error < TOLERANCE[precision])
 
 
-def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 7) -> list[float]:
-    """What an id costs each of them, generated and in a prompt: the best times of a few.
+def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 7) -> list[float]:
+    """The cost of a token with each kernel: of a decode step, and of its part in a prefill.
 
-    They have their turns one after another, so that noise hits all alike.
+    Each is the best of several times. The kernels are timed in turns, so that noise affects all of
+    them alike.
     """
     block = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     sizes = [*block * LAYERS, (768, 50257 * LAYERS // 12)]  # a quarter of gpt2, and of its head
@@ -167,15 +168,15 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 
     for count in (rows, PROMPT):
         inputs = {size: draw(count, size) for size in (768, 3072)}
         times: list[list[float]] = [[] for _ in packs]
-        for _ in range(rounds):
-            for taken, matrices in zip(times, packed, strict=True):
+        for _ in range(repeats):
+            for results, matrices in zip(times, packed, strict=True):
                 start = time.perf_counter()
                 for matrix, (size, _) in zip(matrices, sizes, strict=True):
                     matrix(inputs[size])
-                taken.append(time.perf_counter() - start)
-        # Rows that are read in one prompt count as so many ids, the others as one each of a text.
+                results.append(time.perf_counter() - start)
+        # The rows of a prefill are tokens of one text, those of a decode step of several texts.
         share = 1 if count == rows else 1 / count
-        costs = [cost + min(taken) * share for cost, taken in zip(costs, times, strict=True)]
+        costs = [cost + min(results) * share for cost, results in zip(costs, times, strict=True)]
     return costs
 
 
@@ -188,18 +189,18 @@ def _machine() -> str:
 
 
 def _memory() -> Path | None:
-    """The file with what was measured; None where no folder for it is known."""
+    """The file of measured choices; None if no folder for it can be found."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):  # which the standard says to ignore
+    if not os.path.isabs(root):  # the XDG standard says to ignore these
         try:
             root = str(Path.home() / ".cache")
-        except (RuntimeError, KeyError):  # neither HOME nor an entry for the user
+        except (RuntimeError, KeyError):  # neither HOME nor a user entry
             return None
     return Path(root) / "gpt2-compat" / "kernels.json"
 
 
 def _read_memory() -> dict[str, str]:
-    """What was measured before; nothing of a file that something else wrote or damaged."""
+    """The choices on disk; none if the file is damaged or was written by another program."""
     memory = _memory()
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(memory.read_text("utf-8")) if memory and memory.is_file() else {}
@@ -209,7 +210,7 @@ def _read_memory() -> dict[str, str]:
 
 
 def _write_memory(known: dict[str, str]) -> None:
-    """Whole or not at all; where it cannot be written, it is measured again."""
+    """Write the choices atomically; failures are ignored, and cost a measurement later."""
     memory = _memory()
     if memory is None:
         return

@@ -1,160 +1,191 @@
-"""Ways to multiply by a matrix that never changes, of which the machine's fastest is taken.
+"""Packed matrix products: one module for each way to multiply by a weight that does not change.
 
-Each packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out). Some use
-operators that torch does not document; those may go, and are taken only where they work.
+Each packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out). Several
+use operators that torch does not document. `kernels` selects these only where they work.
+
+The tensors are plain attributes, which are faster to read than registered buffers. `torch.compile`
+treats both as constants when it freezes weights.
 """
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.decoding.memory import private_memory
+# Packs a weight and a bias. The module maps x (M, in) to x · weight + bias (M, out).
+Pack = Callable[[Tensor, Tensor | None], nn.Module]
+QUANTIZED_AT_ONCE = 256  # columns, so that they stay in the processor's cache
 
 
-class Matrix(Protocol):
-    """A packed weight with its bias: (M, in) → (M, out)."""
+def private_memory(size: int) -> mmap.mmap:
+    """Allocate `size` bytes of zeros, of which a forked child process gets a copy of its own.
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x · weight + bias."""
+    The memory comes straight from the system: pages take no space until they are written to, and go
+    back to the system when the last tensor on them is deleted. Python's own default on Unix would
+    be memory that parent and child share. Windows has neither fork nor these flags.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return mmap.mmap(-1, size, **flags)
 
 
-PIECE = 256  # rows quantized at a time, in the cache
-Pack = Callable[[Tensor, Tensor | None], Matrix]
-
-
-class Blas:
-    """torch's matrix product on the layout that the weight has; its memory is not copied."""
+class Blas(nn.Module):
+    """torch's matrix product in the layout of the weight, which is not copied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
 
-def side_by_side(matrices: Sequence[Matrix]) -> Matrix:
-    """One that concatenates the products of several, whose weights need not be copied together."""
-    if len(matrices) == 1:
-        return matrices[0]
-    return lambda x: torch.cat([matrix(x) for matrix in matrices], dim=1)
+class Concatenated(nn.Module):
+    """Several products side by side, such as q, k and v whose weights are separate tensors."""
+
+    def __init__(self, matrices: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(matrices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([matrix(x) for matrix in self.matrices], dim=1)
 
 
-class Linear:
-    """torch's `F.linear` on the `[out, in]` layout."""
+class Linear(nn.Module):
+    """`F.linear` on the layout `[out, in]`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight.t().contiguous(), bias
+        super().__init__()
+        self.weight = weight.t().contiguous()
+        self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
-class OneDnn:
-    """oneDNN on a weight in its own blocked layout."""
+class OneDnn(nn.Module):
+    """oneDNN on a weight in oneDNN's own blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
         ops: Any = torch.ops.mkldnn
         self.weight = ops._reorder_linear_weight(weight.t(), None)
-        self.bias, self.multiply = bias, ops._linear_pointwise
+        self.bias = bias
+        self.multiply = ops._linear_pointwise
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         product: Tensor = self.multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [in, out] in whole numbers −127 … 127 (out, in), and the step of each row (out,)."""
-    step = torch.empty(weight.shape[1], device=weight.device)
-    # Memory that goes back to the system when it is packed, where the allocator would keep it.
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a weight [in, out] symmetrically: int8 values (out, in) and scales (out,)."""
+    scale = torch.empty(weight.shape[1], device=weight.device)
+    # The allocator would keep this memory after the weight is packed.
     memory = private_memory(weight.numel())
-    whole = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])  # on the CPU
-    least = torch.finfo(torch.float32).tiny
-    for start in range(0, len(whole), PIECE):
-        rows = slice(start, start + PIECE)
+    qweight = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])  # on the CPU
+    smallest = torch.finfo(torch.float32).tiny
+    for start in range(0, len(qweight), QUANTIZED_AT_ONCE):
+        rows = slice(start, start + QUANTIZED_AT_ONCE)
         columns = weight[:, rows].float()
-        step[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=least)
-        whole[rows] = (columns / step[rows]).round_().t()
-    return whole.to(weight.device), step
+        scale[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=smallest)
+        qweight[rows] = (columns / scale[rows]).round_().t()
+    return qweight.to(weight.device), scale
 
 
-class Int8:
-    """8-bit weights, made wide for every product: slow, but of documented operators only."""
+class Int8(nn.Module):
+    """int8 weights, converted to the activations' type for every product.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.whole, self.step = quantized(weight)
-        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, F.linear(x, self.whole.to(x.dtype)), self.step)
-
-
-class Int8Pairs:
-    """8-bit weights by activations of 15 bits, which the product gets as two rows of 8.
-
-    x = step · (whole + rest / 127), with one step for each row of x. While reading the weights
-    takes the time, the second row costs nothing.
+    This is slow, but all its operators are documented.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        ops: Any = torch.ops.onednn
-        whole, self.step = quantized(weight)
-        self.weight = ops.qlinear_prepack(whole, None)
-        self.zeros = torch.zeros_like(self.step, dtype=torch.int32)
-        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
-        self.multiply = ops.qlinear_pointwise
+        super().__init__()
+        qweight, scale = quantize(weight)
+        self.qweight = qweight
+        self.scale = scale
+        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        M = len(x)
-        step = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)  # (M, 1)
-        whole = x / step
-        pairs = torch.cat([whole, whole.frac().mul_(127)])  # (2M, in)
-        products = self.multiply(
-            pairs.to(torch.int8), 1.0, 0, self.weight, self.step, self.zeros, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        return torch.addcmul(self.bias, products[:M].add(products[M:], alpha=1 / 127), step)
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, F.linear(x, self.qweight.to(x.dtype)), self.scale)
 
 
-class Int8WeightOnly:
-    """8-bit weights by bfloat16 activations."""
+class Int8TwoTerm(nn.Module):
+    """int8 weights and activations of 15 bits, which are split into two int8 terms.
+
+    x = scale · (high + low / 127), with one scale for each row of x. The kernel multiplies both
+    terms as two rows. While reading the weights takes the time, the second row costs nothing.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        ops: Any = torch.ops.onednn
+        qweight, scale = quantize(weight)
+        self.qweight = ops.qlinear_prepack(qweight, None)
+        self.scale = scale
+        self.zero_points = torch.zeros_like(scale, dtype=torch.int32)
+        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
+        self.multiply = ops.qlinear_pointwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        M = len(x)
+        x_scale = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)  # (M, 1)
+        high = x / x_scale
+        terms = torch.cat([high, high.frac().mul_(127)])  # (2M, in)
+        products = self.multiply(
+            terms.to(torch.int8), 1.0, 0, self.qweight, self.scale, self.zero_points, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return torch.addcmul(self.bias, products[:M].add(products[M:], alpha=1 / 127), x_scale)
+
+
+class Int8WeightOnly(nn.Module):
+    """int8 weights and bfloat16 activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
         ops: Any = torch.ops.aten
-        self.whole, self.step = quantized(weight)
-        self.ones = torch.ones_like(self.step, dtype=torch.bfloat16)
-        self.bias = torch.zeros_like(self.step) if bias is None else bias.float()
+        qweight, scale = quantize(weight)
+        self.qweight = qweight
+        self.scale = scale
+        self.ones = torch.ones_like(scale, dtype=torch.bfloat16)
+        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
         self.multiply = ops._weight_int8pack_mm
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product = self.multiply(x.bfloat16(), self.whole, self.ones).float()
-        return torch.addcmul(self.bias, product, self.step)
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.multiply(x.bfloat16(), self.qweight, self.ones).float()
+        return torch.addcmul(self.bias, product, self.scale)
 
 
-def int8_weight_only(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """torch's kernel reads inputs in blocks of 32, and beyond the end of those that have fewer."""
+def int8_weight_only(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Int8WeightOnly, or Int8 where the number of inputs is not a multiple of 32.
+
+    torch's kernel reads inputs in blocks of 32, and would read beyond the end of a shorter block.
+    """
     return (Int8 if weight.shape[0] % 32 else Int8WeightOnly)(weight, bias)
 
 
-class Int8Both:
-    """8-bit weights by 8-bit activations, with one step for all rows: for drafts of one row."""
+class Int8DynamicActivations(nn.Module):
+    """int8 weights and int8 activations with one scale for all rows, for drafts of one row."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
         ops: Any = torch.ops.quantized
-        whole, step = quantized(weight)
-        with warnings.catch_warnings():  # torch means to drop its tensors of whole numbers
+        qweight, scale = quantize(weight)
+        with warnings.catch_warnings():  # torch announces the end of its quantized tensors
             warnings.simplefilter("ignore")
             tensor = torch._make_per_channel_quantized_tensor(
-                whole, step.double(), torch.zeros_like(step, dtype=torch.long), 0
+                qweight, scale.double(), torch.zeros_like(scale, dtype=torch.long), 0
             )
-            self.weight = ops.linear_prepack(tensor, None if bias is None else bias.float())
+            self.packed = ops.linear_prepack(tensor, None if bias is None else bias.float())
         self.multiply = ops.linear_dynamic
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self.multiply(x, self.weight, False)
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.multiply(x, self.packed, False)
         return product

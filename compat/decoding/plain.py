@@ -1,4 +1,4 @@
-"""The readable blocks, one id after another."""
+"""Decoding by the dialects' own modules."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from compat.decoding.decoder import Rehearse, left_pad
-from compat.decoding.not_finite import first_not_finite, n_blocks, why_not_finite
-from compat.dialects import Model
+from compat.decoding.decoder import PreviewSampling, left_pad
+from compat.decoding.not_finite import first_not_finite, not_finite_message
+from compat.dialects import Model, dialect_of
 from compat.errors import GenerationError
 from compat.layers import KVCache
+from compat.taps import expand_taps
 
 
 class PlainDecoder:
-    """The readable blocks as they are, with their key/value cache and left padding.
+    """A dialect's model run by its own `forward`, with its KV cache and left padding.
 
-    A model whose blocks do not fill the cache, such as one with a part that computes without it,
-    computes all positions anew for every id.
+    If the blocks do not fill the cache, because a part of the model was replaced by one that
+    computes without it, every step computes all positions again.
 
     Args:
         model: a dialect's model in eval mode, modified or not.
-        use_cache: False computes all positions anew for every id.
+        use_cache: False computes all positions again in every step.
 
     Raises:
         GenerationError: the model is in training mode.
@@ -32,38 +33,40 @@ class PlainDecoder:
     def __init__(self, model: Model, use_cache: bool = True) -> None:
         if model.training:
             raise GenerationError(
-                "the model is in training mode, with dropout on; call model.eval() first"
+                "the model is in training mode, in which dropout is active. Call model.eval()."
             )
         self.model, self.config = model, model.config
-        self.ids_alone = not _takes_cache(model)
-        self.use_cache = use_cache and not self.ids_alone
+        self.takes_ids_only = not _takes_cache(model)
+        self.use_cache = use_cache and not self.takes_ids_only
 
     @torch.no_grad()
-    def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
+    def start(
+        self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
+    ) -> Tensor:
         ids, mask = left_pad(prompts)
         device = next(self.model.parameters()).device
-        self._ids = ids.to(device)  # without a cache every id is read again
+        self._ids = ids.to(device)  # all of them, for steps without a cache
         self._mask = None if mask.all() else mask.to(device)
-        blocks = n_blocks(self.model) if self.use_cache else 0
-        self._cache = [KVCache(self.config.n_positions) for _ in range(blocks)]
-        logits = self._read(self._ids)
+        layers = _n_blocks(self.model) if self.use_cache else 0
+        self._cache = [KVCache(self.config.n_positions) for _ in range(layers)]
+        logits = self._forward(self._ids)
         if any(layer.length != self._ids.shape[1] for layer in self._cache):
             self._cache = []
-            logits = self._read(self._ids)
+            logits = self._forward(self._ids)
         return logits
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        new = ids[:, None]
+        ids = ids[:, None]
         if self._mask is not None:
-            self._mask = torch.cat([self._mask, torch.ones_like(new)], dim=1)
+            self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=1)
         if self._cache:
-            return self._read(new)
-        self._ids = torch.cat([self._ids, new], dim=1)
-        return self._read(self._ids)
+            return self._forward(ids)
+        self._ids = torch.cat([self._ids, ids], dim=1)
+        return self._forward(self._ids)
 
     def keep(self, rows: Tensor) -> None:
-        """As in `Decoder`; columns that were the padding of longer sequences go with them."""
+        """As in `Decoder`. Columns that are padding in all remaining rows are removed."""
         padding = 0
         if self._mask is not None:
             mask = self._mask[rows]
@@ -74,27 +77,29 @@ class PlainDecoder:
             layer.keep(rows, padding)
 
     def why_not_finite(self, context: Sequence[int]) -> str:
-        """As in `Decoder`, by tap."""
-        some = next(self.model.parameters())
-        ids = torch.tensor([context], device=some.device)
-        return why_not_finite(first_not_finite(self.model, ids), some.dtype, context)
+        parameter, dialect = next(self.model.parameters()), dialect_of(self.model)
+        ids = torch.tensor([context], device=parameter.device)
+        taps = expand_taps(dialect.taps, _n_blocks(self.model)) if dialect else []
+        found = first_not_finite(self.model, taps, lambda: self.model(ids))
+        return not_finite_message(found, parameter.dtype, len(context))
 
-    def _read(self, ids: Tensor) -> Tensor:
-        if self.ids_alone:
-            if self._mask is not None:
-                raise GenerationError(
-                    f"{type(self.model).__name__}.forward was replaced by one that takes no "
-                    "attention_mask; give prompts of one length, or one at a time"
-                )
-            return self.model(ids)[:, -1].float()  # type: ignore[no-any-return]
-        logits: Tensor = self.model(
-            ids, self._cache or None, self._mask, logits_to_keep=1
-        )  # (B, 1, V)
-        return logits[:, -1].float()
+    def _forward(self, ids: Tensor) -> Tensor:
+        """float32 logits (B, V) of the last position."""
+        if not self.takes_ids_only:
+            logits = self.model(ids, self._cache or None, self._mask, logits_to_keep=1)
+        elif self._mask is None:
+            logits = self.model(ids)
+        else:
+            raise GenerationError(
+                f"{type(self.model).__name__}.forward was replaced by one that takes no "
+                "attention_mask, which prompts of different lengths need. Pass prompts of one "
+                "length, or one at a time."
+            )
+        return logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 def _takes_cache(model: Model) -> bool:
-    """Whether `forward` can be called as the dialects': a replaced one may take ids alone."""
+    """Whether `forward` has the dialects' signature. A replaced one may take ids only."""
     try:
         signature(model.forward).bind(None, None, None, logits_to_keep=1)
     except TypeError:
@@ -102,12 +107,21 @@ def _takes_cache(model: Model) -> bool:
     return True
 
 
+def _n_blocks(model: Model) -> int:
+    """The number of blocks, which differs from the config once blocks were removed or added."""
+    dialect = dialect_of(model)
+    if dialect is None:
+        return model.config.n_layer
+    blocks = model.get_submodule(dialect.block_path.removesuffix(".{i}"))
+    return len(blocks._modules)  # children() would count a block that occurs twice once
+
+
 class PlainBlocks:
-    """A model whose readable blocks are to run as they are, where a faster decoder could."""
+    """A model that is to be run by its own `forward`, although a faster decoder could."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def decoder(self) -> PlainDecoder:
-        """The blocks, with a cache of their own."""
+        """A decoder with a KV cache of its own."""
         return PlainDecoder(self.model)

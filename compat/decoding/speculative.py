@@ -1,4 +1,4 @@
-"""Guessing ahead: the logits of several guessed ids are computed in one pass."""
+"""Speculative decoding: one forward pass computes the logits of several draft tokens."""
 
 from __future__ import annotations
 
@@ -8,140 +8,155 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compat.decoding.decoder import Choose, Rehearse, check_prompts
+from compat.decoding.decoder import Choose, PreviewSampling, check_prompts
 from compat.decoding.not_finite import NotFiniteError
-from compat.decoding.static import TransformerDecoder
 from compat.decoding.transformer import Cache, Transformer
 
-# The ids so far, of which the cache holds all but the last; how many ids to guess; how the model's
-# logits will be chosen from. → the guesses.
+# Proposes draft tokens. Arguments: the tokens so far, the number of drafts, the model's cache,
+# which holds all tokens but the last, and the function that will choose tokens from logits.
 Draft = Callable[[list[int], int, Cache, Choose], list[int]]
-TAIL = 3  # ids that have to be the same for a lookup; what follows two is seldom the same
+
+LOOKUP_LENGTH = 3  # tokens that must match; what followed two of them is seldom what follows again
+INITIAL_RATE = 0.7  # of acceptance
 
 
-class Guesser:
-    """A source of guesses, and what is known of it: how many come true, and what one costs.
+class DraftSource:
+    """Proposes draft tokens, and tracks their acceptance rate and what one of them costs.
 
     Args:
-        draft: makes the guesses.
+        draft: proposes the tokens.
     """
 
-    MOST = 15  # with the id before them 16, which a pass reads nearly as fast as one
+    MAX_TOKENS = 15  # 16 with the token before them, which one pass reads nearly as fast as one
 
     def __init__(self, draft: Draft) -> None:
-        self.draft, self.rate, self.seconds = draft, 0.7, 0.0
+        self.draft, self.rate, self.seconds = draft, INITIAL_RATE, 0.0
 
-    def guess(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
-        """Up to `count` guesses, timed."""
+    def propose(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
+        """Up to `count` draft tokens, whose cost is measured."""
         start = time.perf_counter()
-        guesses = self.draft(ids, count, cache, choose)
-        if guesses:
-            taken = (time.perf_counter() - start) / len(guesses)
-            self.seconds = mixed(self.seconds or taken, taken, 0.1)
-        return guesses
+        tokens = self.draft(ids, count, cache, choose)
+        if tokens:
+            cost = (time.perf_counter() - start) / len(tokens)
+            self.seconds = moving_average(self.seconds or cost, cost, 0.1)
+        return tokens
 
-    def learn(self, right: bool) -> None:
-        """Whether a guess came true whose predecessors had."""
-        self.rate = mixed(self.rate, float(right))
+    def observe(self, accepted: bool) -> None:
+        """Count a draft token whose predecessors were all accepted."""
+        self.rate = moving_average(self.rate, float(accepted))
 
-    def forget(self) -> None:
-        """Nothing was guessed for a while, for its rate; a text may have become easier."""
-        self.rate = mixed(self.rate, 0.7, 0.02)
+    def decay(self) -> None:
+        """Move the rate toward its initial value while this source is not used.
 
-    def best(self, read: float) -> tuple[float, int]:
-        """The most ids a second, and the number of guesses for it, if a pass takes `read` seconds.
-
-        Of k guesses, 1 + rate + … + rate^k ids are expected to come.
+        The text may have become easier to predict.
         """
-        seconds = max(self.seconds or read / 4, read / 40)  # a longer pass takes longer, a little
-        ids, best = 0.0, (0.0, 0)
-        for count in range(self.MOST + 1):
-            ids += self.rate**count
-            best = max(best, (ids / (read + count * seconds), count))
+        self.rate = moving_average(self.rate, INITIAL_RATE, 0.02)
+
+    def best(self, pass_seconds: float) -> tuple[float, int]:
+        """The highest expected tokens per second, and the number of draft tokens that gives it.
+
+        With k draft tokens at acceptance rate r, 1 + r + … + r^k tokens are expected from a forward
+        pass (Leviathan et al. 2023, §3.1).
+        """
+        # A longer pass takes a little longer, even where drafts are free.
+        cost = max(self.seconds or pass_seconds / 4, pass_seconds / 40)
+        expected, best = 0.0, (0.0, 0)
+        for count in range(self.MAX_TOKENS + 1):
+            expected += self.rate**count
+            best = max(best, (expected / (pass_seconds + count * cost), count))
         return best
 
 
-def mixed(before: float, now: float, share: float = 0.05) -> float:
-    """A mean in which what is long ago counts less."""
-    return before + share * (now - before)
+def moving_average(average: float, value: float, weight: float = 0.05) -> float:
+    """The exponential moving average after a new value."""
+    return average + weight * (value - average)
 
 
-class SpeculativeDecoder(TransformerDecoder):
-    """One sequence, whose next ids are guessed and read together.
+class SpeculativeDecoder:
+    """One sequence, of which several tokens are drafted and then verified in one forward pass.
 
-    A guess that turns out right finds its logits ready; what follows a wrong one is overwritten.
-    Whoever chooses ids sees the model's own logits only, so that greedy and drawn ids are those
-    without guesses: there is no acceptance test that could shift the distribution. To guess what
-    will be drawn, a draft draws from its own logits by the same random numbers.
+    The logits of an accepted draft token are already computed; cache entries of rejected ones are
+    overwritten. Tokens are always chosen from the model's own logits, so that greedy and sampled
+    tokens are those without speculation: there is no acceptance test that could shift the
+    distribution. To predict a sampled token, a draft model samples with the same random numbers.
 
     Args:
         transformer: computes the logits.
-        guessers: they learn from one text for the next; at equal gain the first is asked first.
+        sources: of draft tokens. What they learn from one text helps with the next one. At equal
+            expected gain the first is used.
     """
 
-    def __init__(self, transformer: Transformer, guessers: Sequence[Guesser]) -> None:
-        self.transformer, self.guessers = transformer, guessers
-        self.seconds = 0.0  # of a pass
+    def __init__(self, transformer: Transformer, sources: Sequence[DraftSource]) -> None:
+        self.transformer, self.config = transformer, transformer.config
+        self.sources = sources
+        self.pass_seconds = 0.0
 
     @torch.inference_mode()
-    def start(self, prompts: Sequence[Sequence[int]], rehearse: Rehearse | None = None) -> Tensor:
-        """Logits (1, V) of the id after the prompt."""
+    def start(
+        self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
+    ) -> Tensor:
         check_prompts(prompts, 1)
         self.ids = list(prompts[0])
-        self.rehearse = rehearse or (lambda: greedy)
+        self.preview_sampling = preview_sampling or (lambda: greedy)
         self.cache = self.transformer.new_cache(1)
-        self.ready: list[tuple[int, Tensor]] = []  # guesses, and the logits after each
-        hidden = self.read_prompts([self.ids], self.cache)
+        self.verified: list[tuple[int, Tensor]] = []  # draft tokens, and the logits after each
+        hidden = self.transformer.prefill([self.ids], self.cache)
         return self.transformer.logits(hidden[:, -1])
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
-        """Logits (1, V) of the id after this one, (1,)."""
         self.ids.append(int(ids))
-        if self.ready:
-            guess, logits = self.ready.pop(0)
-            self.guesser.learn(guess == self.ids[-1])
-            if guess == self.ids[-1]:
+        if self.verified:
+            token, logits = self.verified.pop(0)
+            self.source.observe(token == self.ids[-1])
+            if token == self.ids[-1]:
                 return logits
-        guesses = self._guesses()
+        drafts = self._propose()
         start = time.perf_counter()
-        read = torch.tensor([[self.ids[-1], *guesses]], device=self.transformer.device)
-        hidden = self.transformer(read, self.cache, len(self.ids) - 1)
-        logits = self.transformer.logits(hidden[0])  # (1 + guesses, V)
-        taken = time.perf_counter() - start
-        self.seconds = mixed(self.seconds or taken, taken, 0.1)
-        self.ready = [(guess, logits[None, j]) for j, guess in enumerate(guesses, start=1)]
+        tokens = torch.tensor([[self.ids[-1], *drafts]], device=self.transformer.device)
+        hidden = self.transformer(tokens, self.cache.kv, len(self.ids) - 1)
+        logits = self.transformer.logits(hidden[0])  # (1 + drafts, V)
+        seconds = time.perf_counter() - start
+        self.pass_seconds = moving_average(self.pass_seconds or seconds, seconds, 0.1)
+        self.verified = [(token, logits[None, j]) for j, token in enumerate(drafts, start=1)]
         return logits[None, 0]
 
     def keep(self, rows: Tensor) -> None:
-        """There is one row."""
+        """There is only one row."""
 
-    def _guesses(self) -> list[int]:
-        """From the source that promises most and has any; none while no pass was timed."""
-        if not self.seconds:
+    def why_not_finite(self, context: Sequence[int]) -> str:
+        return self.transformer.why_not_finite(context)
+
+    def _propose(self) -> list[int]:
+        """Draft tokens of the source with the highest expected gain that has any.
+
+        There are none until a forward pass was timed.
+        """
+        if not self.pass_seconds:
             return []
         room = self.config.n_positions - len(self.ids)
-        options = [(*guesser.best(self.seconds), guesser) for guesser in self.guessers]
-        for _, count, guesser in sorted(options, key=lambda option: -option[0]):
+        options = [(*source.best(self.pass_seconds), source) for source in self.sources]
+        for _, count, source in sorted(options, key=lambda option: -option[0]):
             count = min(count, room)
-            guesses = guesser.guess(self.ids, count, self.cache, self.rehearse()) if count else []
-            if guesses:
-                self.guesser = guesser
-                return guesses
-        for guesser in self.guessers:
-            guesser.forget()
+            if count and (
+                tokens := source.propose(self.ids, count, self.cache, self.preview_sampling())
+            ):
+                self.source = source
+                return tokens
+        for source in self.sources:
+            source.decay()
         return []
 
 
 def greedy(logits: Tensor, ids: Sequence[int]) -> int:
-    """The likeliest id."""
+    """The most likely token."""
     return int(logits.argmax())
 
 
 class ModelDraft:
-    """Guesses by a less exact model with a cache of the same kind.
+    """Draft tokens of a less exact model that shares the cache.
 
-    It writes the keys and values of what it guesses where the exact ones come right after.
+    Its keys and values of the draft tokens are overwritten by the exact ones right after.
     """
 
     def __init__(self, transformer: Transformer) -> None:
@@ -155,19 +170,22 @@ class ModelDraft:
                 last = torch.tensor(ids[-1:], device=self.transformer.device)
                 logits = self.transformer.next_logits(last, cache, len(ids) - 1)
                 ids.append(choose(logits, ids))
-            # NaN, which some products of whole numbers refuse: the model itself will tell better.
+            # Some int8 kernels refuse NaN. The model itself will raise the better error.
             except (NotFiniteError, RuntimeError):
                 break
         return ids[n:]
 
 
-def lookup(ids: list[int], count: int, *_: object) -> list[int]:
-    """Guesses from the text itself: what followed its last ids when they stood there before."""
-    tail = ids[-TAIL:]
-    for at in range(len(ids) - 1, TAIL - 1, -1):
-        if ids[at - TAIL : at] == tail:
+def prompt_lookup(ids: list[int], count: int, *_: object) -> list[int]:
+    """Draft tokens from the text itself: what followed the last occurrence of its last tokens.
+
+    Source: Saxena 2023, "Prompt lookup decoding".
+    """
+    tail = ids[-LOOKUP_LENGTH:]
+    for at in range(len(ids) - 1, LOOKUP_LENGTH - 1, -1):
+        if ids[at - LOOKUP_LENGTH : at] == tail:
             text = list(ids)
-            for step in range(count):  # beyond what stands there, as a text that repeats itself
+            for step in range(count):  # beyond the end of `ids`, the text repeats itself
                 text.append(text[at + step])
             return text[len(ids) :]
     return []

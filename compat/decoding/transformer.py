@@ -1,257 +1,270 @@
-"""GPT-2 on packed weights and a static cache.
+"""GPT-2 on packed weights with a preallocated KV cache: the forward pass of the engine.
 
-B batch, T time, S seen so far, N positions there are, C channels, H heads, D head size.
+B batch, T tokens of a pass, S positions up to the last of them, N positions of the model,
+C channels, H heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from functools import cached_property, partial
-from itertools import starmap, zip_longest
+from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.checkpoint.checks import all_finite
 from compat.config import GPT2Config
-from compat.decoding.matrices import Matrix, Pack, side_by_side
-from compat.decoding.memory import private_memory
+from compat.decoding.matrices import Concatenated, Pack, private_memory
+from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.layers import activation
+from compat.taps import Tap, expand_taps
 
-Read = Callable[[str], Tensor]  # Hugging Face's name of a tensor → the tensor, `[in, out]`
+PREFILL_CHUNK = 256  # positions read at once
 
+# From Hugging Face's name to the tensor, `[in, out]`. The list has several where a model keeps q, k
+# and v as separate tensors, and is empty for a bias that the model lacks.
+Read = Callable[[str], list[Tensor]]
 
-class Block(NamedTuple):
-    """One layer: norms as (weight, bias), projections packed."""
-
-    ln_1: tuple[Tensor, Tensor]
-    c_attn: Matrix
-    attn_proj: Matrix
-    ln_2: tuple[Tensor, Tensor]
-    c_fc: Matrix
-    mlp_proj: Matrix
-
-
-class Embedding(NamedTuple):
-    """The rows of ids and of positions, (V, C) and (N, C).
-
-    Keys and values have their data type, and everything is where they are.
-    """
-
-    wte: Tensor
-    wpe: Tensor
-
-    @classmethod
-    def of(cls, read: Read, dtype: torch.dtype) -> Embedding:
-        """Read from a checkpoint or model."""
-        return cls(read("wte.weight").to(dtype), read("wpe.weight").to(dtype))
+TAPS = (
+    Tap("embed", "h.0", at="input"),
+    Tap("h.{i}.ln_1", "h.{i}.ln_1"),
+    Tap("h.{i}.q", "h.{i}.c_attn", part=0),
+    Tap("h.{i}.k", "h.{i}.c_attn", part=1),
+    Tap("h.{i}.v", "h.{i}.c_attn", part=2),
+    Tap("h.{i}.heads", "h.{i}.attn_proj", at="input"),
+    Tap("h.{i}.attn", "h.{i}.attn_proj"),
+    Tap("h.{i}.resid_mid", "h.{i}.ln_2", at="input"),
+    Tap("h.{i}.ln_2", "h.{i}.ln_2"),
+    Tap("h.{i}.fc", "h.{i}.c_fc"),
+    Tap("h.{i}.act", "h.{i}.act"),
+    Tap("h.{i}.mlp", "h.{i}.mlp_proj"),
+    Tap("h.{i}.out", "h.{i}"),
+    Tap("ln_f", "ln_f"),
+    Tap("logits", "lm_head"),
+)
 
 
 class Cache:
-    """Keys and values of every layer, (L, 2, B, H, N, D), written in place."""
+    """Keys and values of every layer, preallocated for all positions and written in place.
+
+    Attributes:
+        kv: (L, 2, B, H, N, D).
+    """
 
     def __init__(self, config: GPT2Config, batch: int, like: Tensor) -> None:
         L, N, H = config.n_layer, config.n_positions, config.n_head
         shape = (L, 2, batch, H, N, config.d_head)
         if like.is_cpu:  # zeros that take no memory until they are written to
             self.memory = private_memory(prod(shape) * like.itemsize)
-            self.both = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
+            self.kv = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
         else:
-            self.both = like.new_zeros(shape)
+            self.kv = like.new_zeros(shape)
 
     @cached_property
-    def apart(self) -> list[Tensor]:
-        """Keys and values of each layer, (B, H, N, D), on the same memory, but as tensors of their
-        own: the compiler copies what is written to through a view of something larger."""
-        dtype, shape = self.both.dtype, self.both.shape[2:]
+    def per_layer(self) -> list[Tensor]:
+        """Each layer's keys and values (2, B, H, N, D), as tensors of their own on the same memory.
+
+        The compiler copies a tensor that is written to through a view of a larger one.
+        """
+        dtype, shape = self.kv.dtype, self.kv.shape[1:]
         count = prod(shape)
         starts = range(0, len(self.memory), count * dtype.itemsize)
-        take = partial(torch.frombuffer, self.memory, dtype=dtype, count=count)
-        return [take(offset=start).view(shape) for start in starts]
+        layer = partial(torch.frombuffer, self.memory, dtype=dtype, count=count)
+        return [layer(offset=start).view(shape) for start in starts]
 
     def keep(self, rows: Tensor, length: int) -> None:
-        """Go on with these rows of the batch alone, of which `length` positions are in use."""
+        """Continue with these rows of the batch, of which `length` positions are in use."""
         B = len(rows)
-        self.both[:, :, :B, :, :length] = self.both[:, :, rows, :, :length]
-        self.both = self.both[:, :, :B]
+        self.kv[:, :, :B, :, :length] = self.kv[:, :, rows, :, :length]
+        self.kv = self.kv[:, :, :B]
 
 
-class Transformer:
+class Norm(nn.Module):
+    """Layer normalization on weights of a checkpoint: (…, C) → (…, C)."""
+
+    def __init__(self, eps: float, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.eps, self.weight, self.bias = eps, weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Block(nn.Module):
+    """One pre-norm layer: hidden states (B·T, C) → (B·T, C)."""
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        layer_idx: int,
+        norm: Callable[[str], nn.Module],
+        matrix: Callable[[str], nn.Module],
+    ) -> None:
+        super().__init__()
+        name = f"h.{layer_idx}"
+        self.n_head, self.scale = config.n_head, config.attention_scale(layer_idx)
+        self.ln_1, self.ln_2 = norm(f"{name}.ln_1"), norm(f"{name}.ln_2")
+        self.c_attn = matrix(f"{name}.attn.c_attn")
+        self.attn_proj = matrix(f"{name}.attn.c_proj")
+        self.c_fc = matrix(f"{name}.mlp.c_fc")
+        self.act = _activation(config.activation_function)
+        self.mlp_proj = matrix(f"{name}.mlp.c_proj")
+
+    def forward(
+        self, x: Tensor, into: Tensor, index: Any, seen: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Add the layer's output to x.
+
+        Args:
+            x: (B·T, C).
+            into: part of the cache that takes the new keys and values (2, B, H, T, D) at `index`.
+            index: indices of the new positions in `into`, or `...`.
+            seen: keys and values (2, B, H, S, D) that the tokens may attend to, the new ones too.
+            mask: True where a token may attend, (T, S) or (B, 1, 1, S). None: T is 1, or all
+                positions are new and the mask is causal.
+        """
+        M, B = len(x), into.shape[1]
+        qkv = self.c_attn(self.ln_1(x)).to(into.dtype)  # (B·T, 3C)
+        qkv = qkv.view(B, M // B, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        into[index] = qkv[1:]
+        keys, values = seen.unbind(0)  # (B, H, S, D)
+        context = F.scaled_dot_product_attention(
+            qkv[0],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=M > B and mask is None,
+            scale=self.scale,
+        )  # (B, H, T, D)
+        x = x + self.attn_proj(context.transpose(1, 2).reshape(M, -1).to(x.dtype))
+        return x + self.mlp_proj(self.act(self.c_fc(self.ln_2(x))))
+
+
+class Transformer(nn.Module):
     """The forward pass.
 
     Args:
         config: of the checkpoint.
-        embedding: may be shared with another one.
-        read: gives the other weights, one after another.
-        pack: makes a matrix of a weight and a bias.
+        embedding: rows of tokens (V, C) and of positions (N, C), which several models may share.
+            The cache has their data type, and all tensors are on their device.
+        read: returns the other weights, one after another.
+        pack: makes a matrix product of a weight and a bias.
         dtype: of the activations.
-        parts: gives the tensors whose concatenation is the fused query, key and value, where the
-            model has them apart; None reads the fused one.
     """
 
     def __init__(
         self,
         config: GPT2Config,
-        embedding: Embedding,
+        embedding: tuple[Tensor, Tensor],
         read: Read,
         pack: Pack,
         dtype: torch.dtype,
-        parts: Callable[[str], Sequence[Tensor]] | None = None,
     ) -> None:
-        # torch's fast attention hides a NaN in queries and keys; its plain form shows it.
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.wte, self.wpe = embedding
+        self.device = self.wte.device
+        # torch's fused attention hides a NaN in queries and keys. Its plain form shows it.
         self.attention: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-        def vector(name: str) -> Tensor:
-            return read(name).to(dtype)
+        def cast(name: str) -> list[Tensor]:
+            return [tensor.to(dtype) for tensor in read(name)]
 
-        def norm(name: str) -> tuple[Tensor, Tensor]:
-            return vector(f"{name}.weight"), vector(f"{name}.bias")
+        def norm(name: str) -> nn.Module:
+            parameters = cast(f"{name}.weight") + cast(f"{name}.bias")
+            return Norm(config.layer_norm_epsilon, *parameters)
 
-        def matrix(name: str) -> Matrix:
-            return pack(vector(f"{name}.weight"), vector(f"{name}.bias"))
-
-        def qkv(name: str) -> Matrix:
-            weights, biases = (
-                [tensor.to(dtype) for tensor in (parts(part) if parts else [read(part)])]
-                for part in (f"{name}.weight", f"{name}.bias")
-            )
-            if not all(map(all_finite, [*weights, *biases])):
+        def matrix(name: str) -> nn.Module:
+            weights, biases = cast(f"{name}.weight"), cast(f"{name}.bias")
+            if name.endswith("c_attn") and not all(map(all_finite, [*weights, *biases])):
                 self.attention = partial(sdpa_kernel, SDPBackend.MATH)
-            return side_by_side(list(starmap(pack, zip_longest(weights, biases))))
+            products = [pack(*parameters) for parameters in zip_longest(weights, biases)]
+            return products[0] if len(products) == 1 else Concatenated(products)
 
-        self.config, self.dtype, self.embedding = config, dtype, embedding
-        self.device = embedding.wte.device
-        # The head, for which most memory is needed, while there is nothing else yet.
-        shared = config.tie_word_embeddings and embedding.wte.dtype == dtype
-        head = embedding.wte if shared else vector("lm_head.weight")
-        self.head = pack(head.t(), None)
+        # The head is packed first: it needs most memory, and nothing else is there yet.
+        shared = config.tie_word_embeddings and self.wte.dtype == dtype
+        head = self.wte if shared else cast("lm_head.weight")[0]
+        self.lm_head = pack(head.t(), None)
         del head
-        self.blocks = [
-            Block(
-                norm(f"h.{i}.ln_1"),
-                qkv(f"h.{i}.attn.c_attn"),
-                matrix(f"h.{i}.attn.c_proj"),
-                norm(f"h.{i}.ln_2"),
-                matrix(f"h.{i}.mlp.c_fc"),
-                matrix(f"h.{i}.mlp.c_proj"),
-            )
-            for i in range(config.n_layer)
-        ]
+        self.h = nn.ModuleList(Block(config, i, norm, matrix) for i in range(config.n_layer))
         self.ln_f = norm("ln_f")
-        self.scales = [config.attention_scale(i) for i in range(config.n_layer)]
-        self.act = _activation(config.activation_function)
         N = config.n_positions
-        # What each position may look at.
-        self.seen = torch.ones(N, N, dtype=torch.bool, device=self.device).tril()
+        self.causal = torch.ones(N, N, dtype=torch.bool, device=self.device).tril()
+        self.eval()
 
     def new_cache(self, batch: int) -> Cache:
-        """Room for so many sequences."""
-        return Cache(self.config, batch, self.embedding.wte)
+        """An empty cache for `batch` sequences."""
+        return Cache(self.config, batch, self.wte)
 
-    def __call__(self, ids: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
-        """Read ids (B, T) that follow `start` cached positions: hidden states (B, T, C).
+    def forward(self, tokens: Tensor, kv: Tensor | Sequence[Tensor], start: int | Tensor) -> Tensor:
+        """Hidden states (B, T, C) of tokens (B, T), whose keys and values are added to the cache.
 
-        `start` is a number, or (B,) where sequences of different lengths get one id each.
+        Args:
+            tokens: (B, T).
+            kv: the cache of the positions before `start`, as `Cache.kv` or `Cache.per_layer`.
+            start: position of the first token, or (B,) with T = 1 for sequences of different
+                lengths.
         """
-        T, (wte, wpe) = ids.shape[1], self.embedding
-        x, mask = wte[ids].to(self.dtype), None  # (B, T, C)
+        B, T = tokens.shape
+        into: Sequence[Tensor] = kv
+        mask = None
         if isinstance(start, int):
-            end = start + T
-            x = x + wpe[start:end]
+            positions: Any = slice(start, start + T)
+            S = start + T
+            index: Any = (..., positions, slice(None))
             if T > 1 and start:
-                mask = self.seen[start:end, :end]
-            into = cache.both[:, :, :, :, start:end].unbind(0)
+                mask = self.causal[positions, :S]
+            if isinstance(kv, Tensor):  # one slice of all layers instead of one for each
+                into, index = kv[index].unbind(0), ...
         else:
-            end = int(start.max()) + 1
-            rows = torch.arange(len(ids), device=self.device)
-            x = x + wpe[start][:, None]
-            mask = self.seen[start, :end][:, None, None]  # (B, 1, 1, S)
-            into = cache.both.unbind(0)
-        seen = cache.both[:, :, :, :, :end].unbind(0)  # of each layer (2, B, H, S, D)
+            S, positions = int(start.max()) + 1, start[:, None]
+            rows = torch.arange(B, device=self.device)[:, None, None]
+            heads = torch.arange(self.config.n_head, device=self.device)[:, None]
+            index = (slice(None), rows, heads, positions[:, None])
+            mask = self.causal[start, :S][:, None, None]  # (B, 1, 1, S)
+        if isinstance(kv, Tensor):
+            seen: Sequence[Tensor] = kv[..., :S, :].unbind(0)
+        else:
+            seen = [layer[..., :S, :] for layer in kv]
+        x = (self.wte[tokens].to(self.dtype) + self.wpe[positions]).view(B * T, -1)
         with self.attention():
-            for i, block in enumerate(self.blocks):
-                h = self._norm(x, block.ln_1)
-                q, new = self._heads(block.c_attn, h)
-                if isinstance(start, int):
-                    into[i].copy_(new)
-                else:
-                    into[i][:, rows, :, start] = new[:, :, :, 0].transpose(0, 1)
-                x = x + self._attention(i, block.attn_proj, q, seen[i], mask)
-                h = self._norm(x, block.ln_2).view(-1, x.shape[-1])
-                x = x + block.mlp_proj(self.act(block.c_fc(h))).view_as(x)
-        return x
+            for i, block in enumerate(self.h):
+                x = block(x, into[i], index, seen[i], mask)
+        return x.view(B, T, -1)
+
+    def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """Hidden states (B, T, C) of prompts of one length, read in chunks to bound the memory."""
+        chunks = torch.tensor(rows, device=self.device).split(PREFILL_CHUNK, dim=1)
+        return torch.cat(
+            [self(ids, cache.kv, n * PREFILL_CHUNK) for n, ids in enumerate(chunks)], dim=1
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (…, C) → logits (…, V) in float32."""
-        h = self._norm(hidden, self.ln_f)
-        return self.head(h.reshape(-1, h.shape[-1])).float().view(*h.shape[:-1], -1)
+        """Hidden states (…, C) → float32 logits (…, V)."""
+        x = self.ln_f(hidden).reshape(-1, hidden.shape[-1])
+        logits: Tensor = self.lm_head(x).float()
+        return logits.view(*hidden.shape[:-1], -1)
 
-    def next_logits(self, ids: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
-        """Read one id of each sequence, (B,): logits (B, V) of the id after it."""
-        return self.logits(self(ids[:, None], cache, start)[:, 0])
+    def next_logits(self, tokens: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
+        """Decode step: tokens (B,) → float32 logits (B, V) of the token after each."""
+        return self.logits(self(tokens[:, None], cache.kv, start)[:, 0])
 
-    @torch.no_grad()
-    def first_not_finite(self, context: Sequence[int]) -> tuple[str, str] | None:
-        """Where, reading these ids, a value first is NaN or infinite, and which of the two."""
-        ids = torch.tensor([context], device=self.device)
-        faults = list[tuple[str, str]]()
+    def why_not_finite(self, context: Sequence[int]) -> str:
+        """The error message for non-finite logits after a context."""
 
-        def look(name: str, value: Tensor) -> Tensor:
-            if not torch.isfinite(value).all():
-                faults.append((name, "NaN" if value.isnan().any() else "an infinity"))
-            return value
+        def run() -> Tensor:
+            return self.logits(self.prefill([context], self.new_cache(1)))
 
-        def watched(name: str, matrix: Matrix) -> Matrix:
-            return lambda x: look(name, matrix(x))
-
-        look("embed", self.embedding.wte[ids] + self.embedding.wpe[: len(context)])
-        shadow = copy(self)
-        shadow.blocks = [
-            block._replace(
-                c_attn=watched(f"h.{i}.c_attn", block.c_attn),
-                attn_proj=watched(f"h.{i}.attn", block.attn_proj),
-                c_fc=watched(f"h.{i}.fc", block.c_fc),
-                mlp_proj=watched(f"h.{i}.mlp", block.mlp_proj),
-            )
-            for i, block in enumerate(self.blocks)
-        ]
-        look("logits", self.logits(shadow(ids, self.new_cache(1), 0)))
-        return faults[0] if faults else None
-
-    def _heads(self, c_attn: Matrix, h: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, C) → queries (B, H, T, D), keys and values (2, B, H, T, D)."""
-        B, T, C = h.shape
-        qkv = c_attn(h.view(B * T, C)).to(self.embedding.wte.dtype)
-        heads = qkv.view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
-        return heads[0], heads[1:]
-
-    def _attention(
-        self, i: int, proj: Matrix, q: Tensor, seen: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Queries (B, H, T, D) → (B, T, C)."""
-        B, _, T, _ = q.shape
-        keys, values = seen.unbind(0)  # (B, H, S, D)
-        heads = F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=T > 1 and mask is None,
-            scale=self.scales[i],
-        )
-        rows = heads.transpose(1, 2).reshape(B * T, -1).to(self.dtype)
-        return proj(rows).view(B, T, -1)
-
-    def _norm(self, x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], *norm, self.config.layer_norm_epsilon)
+        found = first_not_finite(self, expand_taps(TAPS, self.config.n_layer), run)
+        return not_finite_message(found, self.dtype, len(context))
 
 
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The tanh form by torch's one kernel, where the blocks write it out."""
+def _activation(name: str) -> nn.Module:
+    """The module of an activation: for the tanh form torch's one kernel, which is faster."""
     return activation("gelu_pytorch_tanh" if name == "gelu_new" else name)

@@ -1,4 +1,4 @@
-"""The sets of blocks that ship with compat; one file each holds its modules, name map and taps."""
+"""The dialects: two implementations of GPT-2, each in one file with its name map and taps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Block = linear.TransformerBlock | conv1d.TransformerBlock
 
 @dataclass(frozen=True)
 class Dialect:
-    """One set of blocks; `block_path` is where block `{i}` hangs in the model."""
+    """An implementation of GPT-2; `block_path` is the path of block `{i}` in the model."""
 
     name: str
     model_class: type[Model]
@@ -45,16 +45,16 @@ DIALECTS = {
 
 
 def get_dialect(name: str) -> Dialect:
-    """The dialect of that name.
+    """The dialect with this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such dialect.
     """
     if not isinstance(name, str) or name not in DIALECTS:
-        raise ConfigError(f"unknown dialect {short_repr(name)}; there are {', '.join(DIALECTS)}")
+        raise ConfigError(f"dialect is {short_repr(name)}; expected one of {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 
 def dialect_of(model: nn.Module) -> Dialect | None:
-    """The dialect whose GPTModel this is, or None for any other module."""
+    """The dialect of a model; None for any other module."""
     return next((d for d in DIALECTS.values() if isinstance(model, d.model_class)), None)

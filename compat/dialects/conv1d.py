@@ -1,36 +1,30 @@
-"""The original's blocks: OpenAI's names, fused qkv, Conv1D with weights stored as `[in, out]`.
+"""The `conv1d` dialect: OpenAI's names, fused q, k and v, and weights stored as `[in, out]`.
 
-Operations and their order are those of `transformers`' eager GPT-2 (`modeling_gpt2.py`), so the
-results agree to the bit. B batch, T time, S time with the cached past, C channels, H heads,
-D head size, V vocabulary.
+The operations and their order are those of `transformers`' eager GPT-2 (`modeling_gpt2.py`), so
+that the results are bit-identical.
+
+B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, check_ids, initialized, position_ids
+from compat.config import GPT2Config
+from compat.layers import (
+    KVCache,
+    activation,
+    attention_scores,
+    check_ids,
+    initialized,
+    position_ids,
+    takes_config,
+)
 from compat.name_map import NameMap, Row, Same
 from compat.taps import Tap
-
-
-class LayerNorm(nn.Module):
-    """Layer normalisation by torch's kernel: (…, C) → (…, C); `bias=False` drops the shift."""
-
-    def __init__(self, n_embd: int, eps: float = 1e-5, bias: bool = True) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(n_embd))
-        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Conv1D(nn.Module):
@@ -58,11 +52,11 @@ class Conv1D(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Widen, bend, narrow: (B, T, C) → (B, T, C)."""
+    """Expand to 4C, apply the activation, project back to C: (B, T, C) → (B, T, C)."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        config = as_config(config)
         self.c_fc = Conv1D(config.d_inner, config.n_embd)
         self.act = activation(config.activation_function)
         self.c_proj = initialized(Conv1D(config.n_embd, config.d_inner), config.n_layer)
@@ -74,31 +68,21 @@ class FeedForward(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal self-attention with one fused projection for q, k and v: (B, T, C) → (B, T, C)."""
+    """Causal self-attention, softmax(q·kᵀ/√D)·v for every head: (B, T, C) → (B, T, C).
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+    One fused projection computes q, k and v. Source: Vaswani et al. 2017, §3.2.
+    """
+
+    @takes_config
+    def __init__(self, config: GPT2Config, layer_idx: int = 0) -> None:
         super().__init__()
-        config = as_config(config)
         self.n_head, self.d_head = config.n_head, config.d_head
-        self.scale = config.attention_scale(layer_idx)
+        self.scale = config.attention_scale(layer_idx)  # 1/√D
         self.upcast = config.reorder_and_upcast_attn
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd, bias=config.qkv_bias)
         self.c_proj = initialized(Conv1D(config.n_embd, config.n_embd), config.n_layer)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q·kᵀ, scaled: (B, H, T, D) and (B, H, S, D) → (B, H, T, S)."""
-        if not self.upcast:
-            return q @ k.transpose(-2, -1) * self.scale
-        B, H, T, S = *q.shape[:3], k.shape[2]
-        with torch.autocast(q.device.type, enabled=False):
-            rows = q.float().reshape(B * H, T, -1)
-            columns = k.float().transpose(-2, -1).reshape(B * H, -1, S)
-            out = torch.baddbmm(
-                rows.new_empty(B * H, T, S), rows, columns, beta=0, alpha=self.scale
-            )
-        return out.view(B, H, T, S)
 
     def forward(
         self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
@@ -111,28 +95,34 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
 
-        scores = self.scores(q, k)  # (B, H, T, S)
+        scores = self.scores(q, k)  # q·kᵀ/√D, (B, H, T, S)
         S = scores.shape[-1]
-        hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
+        # True where a key lies in the future of the query.
+        masked = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
         if attention_mask is not None:
-            hidden = hidden | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
+            masked = masked | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
         # The lowest finite number: −∞ would turn the rows of padding tokens into NaN.
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
 
         probs = self.attn_dropout(scores.softmax(dim=-1).to(v.dtype))
-        heads = (probs @ v).transpose(1, 2).reshape(B, T, C)  # merged again
-        return self.resid_dropout(self.c_proj(heads))
+        context = (probs @ v).transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.resid_dropout(self.c_proj(context))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled dot products: (B, H, T, D) and (B, H, S, D) → (B, H, T, S)."""
+        return attention_scores(q, k, self.scale, self.upcast)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention and feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
+    """Pre-norm block: x + attention(norm(x)), then x + feed-forward(norm(x)), (B, T, C) each."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config, layer_idx: int = 0) -> None:
         super().__init__()
-        config = as_config(config)
-        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
+        C, eps, bias = config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias
+        self.ln_1 = nn.LayerNorm(C, eps, bias=bias)
         self.attn = MultiHeadAttention(config, layer_idx)
-        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
+        self.ln_2 = nn.LayerNorm(C, eps, bias=bias)
         self.mlp = FeedForward(config)
 
     def forward(
@@ -143,16 +133,19 @@ class TransformerBlock(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """The whole GPT-2 with its language-model head: ids (B, T) → logits (B, T, V)."""
+    """GPT-2 with its language-model head: token ids (B, T) → logits (B, T, V)."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.config = config = as_config(config)
+        self.config = config
         self.wte = initialized(nn.Embedding(config.vocab_size, config.n_embd))
         self.wpe = initialized(nn.Embedding(config.n_positions, config.n_embd))
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(TransformerBlock(config, i) for i in range(config.n_layer))
-        self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
+        self.ln_f = nn.LayerNorm(
+            config.n_embd, config.layer_norm_epsilon, bias=config.layer_norm_bias
+        )
         self.lm_head = initialized(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -164,10 +157,13 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T); of the last `logits_to_keep` positions if it is not 0.
+        """Logits (B, T, V) of token ids (B, T).
 
-        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
-        the cached past too.
+        Args:
+            input_ids: (B, T).
+            cache: one KVCache for each layer; the ids follow the cached ones.
+            attention_mask: (B, S), 0 at padding, for the cached past too.
+            logits_to_keep: compute the logits of this many last positions; 0 computes all.
         """
         check_ids(input_ids, cache, attention_mask, self.wte, self.wpe)
         positions = position_ids(input_ids, cache, attention_mask)
@@ -175,31 +171,25 @@ class GPTModel(nn.Module):
         for i, block in enumerate(self.h):
             x = block(x, cache[i] if cache else None, attention_mask)
         x = self.ln_f(x)
-        return self.lm_head(x[:, -logits_to_keep:])  # -0 keeps them all
+        if logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        return self.lm_head(x)  # (B, T, V)
 
 
-# The layout is Hugging Face's own, so every tensor keeps its name.
-NAME_MAP = NameMap(
-    (
-        Row("wte.weight", ("wte.weight",), Same()),
-        Row("wpe.weight", ("wpe.weight",), Same()),
-        Row("h.{i}.ln_1.weight", ("h.{i}.ln_1.weight",), Same()),
-        Row("h.{i}.ln_1.bias", ("h.{i}.ln_1.bias",), Same()),
-        Row("h.{i}.attn.c_attn.weight", ("h.{i}.attn.c_attn.weight",), Same()),
-        Row("h.{i}.attn.c_attn.bias", ("h.{i}.attn.c_attn.bias",), Same()),
-        Row("h.{i}.attn.c_proj.weight", ("h.{i}.attn.c_proj.weight",), Same()),
-        Row("h.{i}.attn.c_proj.bias", ("h.{i}.attn.c_proj.bias",), Same()),
-        Row("h.{i}.ln_2.weight", ("h.{i}.ln_2.weight",), Same()),
-        Row("h.{i}.ln_2.bias", ("h.{i}.ln_2.bias",), Same()),
-        Row("h.{i}.mlp.c_fc.weight", ("h.{i}.mlp.c_fc.weight",), Same()),
-        Row("h.{i}.mlp.c_fc.bias", ("h.{i}.mlp.c_fc.bias",), Same()),
-        Row("h.{i}.mlp.c_proj.weight", ("h.{i}.mlp.c_proj.weight",), Same()),
-        Row("h.{i}.mlp.c_proj.bias", ("h.{i}.mlp.c_proj.bias",), Same()),
-        Row("ln_f.weight", ("ln_f.weight",), Same()),
-        Row("ln_f.bias", ("ln_f.bias",), Same()),
-        Row("lm_head.weight", ("lm_head.weight",), Same()),
-    )
+# The layout is Hugging Face's own, so that every tensor keeps its name.
+NAMES = (
+    "wte.weight",
+    "wpe.weight",
+    *(
+        f"h.{{i}}.{layer}.{kind}"
+        for layer in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        for kind in ("weight", "bias")
+    ),
+    "ln_f.weight",
+    "ln_f.bias",
+    "lm_head.weight",
 )
+NAME_MAP = NameMap(tuple(Row(name, (name,), Same()) for name in NAMES))
 
 TAPS = (
     Tap("embed", "h.0", at="input"),

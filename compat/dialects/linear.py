@@ -1,26 +1,33 @@
-"""The notebooks' blocks: every formula written out, nn.Linear, separate query, key and value.
+"""The `linear` dialect of the notebooks: formulas written out, nn.Linear, separate q, k and v.
 
-B batch, T time, S time with the cached past, C channels, H heads, D head size, V vocabulary.
+B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from compat.config import GPT2Config, as_config
-from compat.layers import KVCache, activation, check_ids, initialized, position_ids
+from compat.config import GPT2Config
+from compat.layers import (
+    KVCache,
+    activation,
+    attention_scores,
+    check_ids,
+    initialized,
+    position_ids,
+    takes_config,
+)
 from compat.name_map import NameMap, Row, Same, Split, Transpose
 from compat.taps import Tap
 
 
 class LayerNorm(nn.Module):
-    """Zero mean, unit variance over the channels, then scale and shift: (…, C) → (…, C).
+    """Normalize the channels to mean 0 and variance 1, then scale and shift: (…, C) → (…, C).
 
-    Source: Ba et al. 2016, eq. 4. `bias=False` drops the shift.
+    `bias=False` drops the shift. Source: Ba et al. 2016, eq. 4.
     """
 
     def __init__(self, n_embd: int, eps: float = 1e-5, bias: bool = True) -> None:
@@ -30,27 +37,26 @@ class LayerNorm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(n_embd)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Half precision is too coarse for sums: such an x is computed in float32.
+        # Half precision is too coarse for sums; such an x is normalized in float32.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = wide.mean(dim=-1, keepdim=True)  # (…, 1)
-        var = (wide - mean).pow(2).mean(dim=-1, keepdim=True)  # biased: over C, not over C − 1
-        normed = (wide - mean) / torch.sqrt(var + self.eps)
-        out = normed * self.scale
+        centred = wide - wide.mean(dim=-1, keepdim=True)
+        var = centred.pow(2).mean(dim=-1, keepdim=True)  # (…, 1), over C and not over C − 1
+        out = centred / torch.sqrt(var + self.eps) * self.scale
         if self.shift is not None:
             out = out + self.shift
         return out.to(x.dtype)
 
 
 class FeedForward(nn.Module):
-    """Widen, bend, narrow: (B, T, C) → (B, T, C)."""
+    """Expand to 4C, apply the activation, project back to C: (B, T, C) → (B, T, C)."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        config = as_config(config)
         self.layers = nn.Sequential(
-            initialized(nn.Linear(config.n_embd, config.d_inner)),
+            initialized(nn.Linear(config.n_embd, config.d_inner)),  # (B, T, 4C)
             activation(config.activation_function),
-            initialized(nn.Linear(config.d_inner, config.n_embd), config.n_layer),
+            initialized(nn.Linear(config.d_inner, config.n_embd), config.n_layer),  # (B, T, C)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,12 +69,12 @@ class MultiHeadAttention(nn.Module):
     Source: Vaswani et al. 2017, §3.2.
     """
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config, layer_idx: int = 0) -> None:
         super().__init__()
-        config = as_config(config)
         C = config.n_embd
         self.n_head, self.d_head = config.n_head, config.d_head
-        self.scale = config.attention_scale(layer_idx)
+        self.scale = config.attention_scale(layer_idx)  # 1/√D
         self.upcast = config.reorder_and_upcast_attn
         self.W_query = initialized(nn.Linear(C, C, bias=config.qkv_bias))
         self.W_key = initialized(nn.Linear(C, C, bias=config.qkv_bias))
@@ -85,29 +91,31 @@ class MultiHeadAttention(nn.Module):
         v = self.W_value(x).view(B, T, self.n_head, self.d_head).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
-        if self.upcast:
-            q, k = q.float(), k.float()
 
-        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, T, S)
+        scores = self.scores(q, k)  # q·kᵀ/√D, (B, H, T, S)
         S = scores.shape[-1]
-        # True where a key lies in the future.
-        hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
+        # True where a key lies in the future of the query.
+        masked = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
         if attention_mask is not None:
-            hidden = hidden | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
+            masked = masked | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)
         # The lowest finite number: −∞ would turn the rows of padding tokens into NaN.
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
 
         probs = self.dropout(scores.softmax(dim=-1).to(v.dtype))
-        heads = (probs @ v).transpose(1, 2).reshape(B, T, C)  # merged again
-        return self.out_proj(heads)
+        context = (probs @ v).transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.out_proj(context)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled dot products: (B, H, T, D) and (B, H, S, D) → (B, H, T, S)."""
+        return attention_scores(q, k, self.scale, self.upcast)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention and feed-forward, each with a shortcut: (B, T, C) → (B, T, C)."""
+    """Pre-norm block: x + attention(norm(x)), then x + feed-forward(norm(x)), (B, T, C) each."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any], layer_idx: int = 0) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config, layer_idx: int = 0) -> None:
         super().__init__()
-        config = as_config(config)
         self.attention = MultiHeadAttention(config, layer_idx)
         self.feedforward = FeedForward(config)
         self.norm1 = LayerNorm(config.n_embd, config.layer_norm_epsilon, config.layer_norm_bias)
@@ -122,11 +130,12 @@ class TransformerBlock(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """The whole GPT-2 with its language-model head: ids (B, T) → logits (B, T, V)."""
+    """GPT-2 with its language-model head: token ids (B, T) → logits (B, T, V)."""
 
-    def __init__(self, config: GPT2Config | Mapping[str, Any]) -> None:
+    @takes_config
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.config = config = as_config(config)
+        self.config = config
         self.tok_emb = initialized(nn.Embedding(config.vocab_size, config.n_embd))
         self.pos_emb = initialized(nn.Embedding(config.n_positions, config.n_embd))
         self.drop_emb = nn.Dropout(config.embd_pdrop)
@@ -145,10 +154,13 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T); of the last `logits_to_keep` positions if it is not 0.
+        """Logits (B, T, V) of token ids (B, T).
 
-        `cache` holds one KVCache per layer; `attention_mask` (B, S) is 0 at padding and covers
-        the cached past too.
+        Args:
+            input_ids: (B, T).
+            cache: one KVCache for each layer; the ids follow the cached ones.
+            attention_mask: (B, S), 0 at padding, for the cached past too.
+            logits_to_keep: compute the logits of this many last positions; 0 computes all.
         """
         check_ids(input_ids, cache, attention_mask, self.tok_emb, self.pos_emb)
         positions = position_ids(input_ids, cache, attention_mask)
@@ -156,7 +168,9 @@ class GPTModel(nn.Module):
         for i, block in enumerate(self.trf_blocks):
             x = block(x, cache[i] if cache else None, attention_mask)
         x = self.final_norm(x)
-        return self.out_head(x[:, -logits_to_keep:])  # -0 keeps them all
+        if logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        return self.out_head(x)  # (B, T, V)
 
 
 NAME_MAP = NameMap(

@@ -1,13 +1,14 @@
-"""Text from a GPT-2."""
+"""Generation of token ids and of text."""
 
-from compat.generation.generate import generate, stream
-from compat.generation.sampling import Sampling
-from compat.generation.text import TextStream, generate_text, stream_text
-from compat.generation.writing import Completion
+from compat.generation.generate import GenerateOptions, generate, stream
+from compat.generation.sampling import Sampling, SamplingOptions
+from compat.generation.text import Completion, TextStream, generate_text, stream_text
 
 __all__ = [
     "Completion",
+    "GenerateOptions",
     "Sampling",
+    "SamplingOptions",
     "TextStream",
     "generate",
     "generate_text",

@@ -1,4 +1,4 @@
-"""Settings of a request: numbers that are numbers, and ids that are ids."""
+"""Checks of request settings."""
 
 from __future__ import annotations
 
@@ -10,41 +10,55 @@ from typing import Any
 from compat.errors import GenerationError, short_repr
 
 
-def is_whole(value: object) -> bool:
-    """Whether a setting is an integer, NumPy's included; in Python True is one, but not here."""
+def is_integer(value: object) -> bool:
+    """Whether a setting is an integer, NumPy's included, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:
-    """Whether a setting is a real number, neither NaN nor infinite nor too large for a float."""
+    """Whether a setting is a real number that a float can hold, and neither NaN nor infinite."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """A setting that is an integer.
+def check_integer(name: str, value: object, least: int) -> None:
+    """Refuse anything but an integer from `least` on.
 
     Raises:
-        GenerationError: it is something else, or below `least`.
+        GenerationError: the setting is something else.
     """
-    if not is_whole(value) or value < least:
+    if not is_integer(value) or value < least:  # type: ignore[operator]
         raise GenerationError(
             f"{name} is {short_repr(value)}; expected at least {least}, an integer"
         )
-    return int(value)
 
 
-def token_ids(name: str, values: Any) -> tuple[int, ...]:
-    """A setting that is a collection of ids.
+def check_token_ids(name: str, values: Any) -> tuple[int, ...]:
+    """A setting that is a collection of token ids, as a tuple.
 
     Raises:
-        GenerationError: it is something else.
+        GenerationError: the setting is something else.
     """
     ids = tuple(values) if isinstance(values, Iterable) else (None,)
-    if isinstance(values, str | bytes) or not all(map(is_whole, ids)):
+    if isinstance(values, str | bytes) or not all(map(is_integer, ids)):
         raise GenerationError(
             f"{name} is {short_repr(values)}; expected token ids, such as (50256,)"
         )
     return tuple(map(int, ids))
+
+
+def check_room(T: int, max_new_tokens: int, n_positions: int) -> None:
+    """Refuse a prompt of T tokens and more new ones than the model has positions for.
+
+    Raises:
+        GenerationError: the message states both lengths and the limit.
+    """
+    check_integer("max_new_tokens", max_new_tokens, least=0)
+    if T + max_new_tokens > n_positions:
+        raise GenerationError(
+            f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}; the model "
+            f"has {n_positions} positions. Ask for at most {max(0, n_positions - T)} new tokens, "
+            "or shorten the prompt."
+        )

@@ -1,4 +1,4 @@
-"""The loop around a decoder."""
+"""The loop of decode steps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from compat.decoding import Decoder, NotFiniteError, Rehearse
+from compat.decoding import Decoder, NotFiniteError, PreviewSampling
 
 
-def rounds(
+def decode_loop(
     decoder: Decoder,
     contexts: list[list[int]],
     choose: Callable[[Tensor, list[int]], Tensor],
     ends: Callable[[int, int], bool],
-    rehearse: Rehearse | None = None,
+    preview_sampling: PreviewSampling | None = None,
 ) -> Iterator[dict[int, int]]:
-    """The new id of every running sequence, {index: id}, round after round until all have ended.
+    """Yield the new token of every running sequence, {index: id}, until all sequences have ended.
 
     Args:
-        decoder: starts on the contexts; a sequence that has ended leaves its batch.
-        contexts: the ids of each sequence; they grow by the new ones.
+        decoder: starts on the contexts. A sequence that has ended leaves its batch.
+        contexts: token ids of each sequence, to which the new ones are appended.
         choose: from logits (B, V) and the indices of their B sequences to new ids (B,).
-        ends: whether a sequence, by its index, ends with this id; asked after the id was yielded.
-        rehearse: how the ids of a sequence alone will be chosen.
+        ends: whether a sequence, by its index, ends with this id. Called after the id was yielded.
+        preview_sampling: how the tokens of a single sequence will be chosen.
 
     Raises:
-        GenerationError: logits that are not finite; it names the first layer with such values.
+        GenerationError: logits that are not finite. It names the first layer with such values.
     """
     live = list(range(len(contexts)))
-    logits = decoder.start(contexts, rehearse if len(contexts) == 1 else None)
+    logits = decoder.start(contexts, preview_sampling if len(contexts) == 1 else None)
     while True:
         try:
             ids = choose(logits, live)
@@ -41,11 +41,11 @@ def rounds(
         for i, token_id in found.items():
             contexts[i].append(token_id)
         yield found
-        going = [row for row, (i, token_id) in enumerate(found.items()) if not ends(i, token_id)]
-        if not going:
+        running = [row for row, (i, token_id) in enumerate(found.items()) if not ends(i, token_id)]
+        if not running:
             return
-        if len(going) < len(live):
-            rows = torch.tensor(going, device=ids.device)
+        if len(running) < len(live):
+            rows = torch.tensor(running, device=ids.device)
             decoder.keep(rows)
-            live, ids = [live[row] for row in going], ids[rows]
+            live, ids = [live[row] for row in running], ids[rows]
         logits = decoder.step(ids)

@@ -1,10 +1,11 @@
-"""From logits to the next ids, with `transformers`' semantics."""
+"""Sampling: from logits to the next tokens, with the semantics of `transformers`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,28 +13,41 @@ from torch import Tensor
 from compat.checkpoint.checks import all_finite
 from compat.decoding import Choose, NotFiniteError
 from compat.errors import GenerationError, short_repr
-from compat.generation.checks import is_finite, is_whole, token_ids
+from compat.generation.checks import check_token_ids, is_finite, is_integer
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    suppress_tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next id is chosen, in the order and the arithmetic of `transformers` 5.
+    """How the next token is chosen, in the order and the arithmetic of `transformers` 5.
 
-    Repetition penalty, suppressed ids, temperature, top-k, top-p, min-p, then one draw from the
-    softmax, all in float32, so that the same seed draws the same ids. Greedy choice (temperature 0)
-    looks at the first two alone.
+    Repetition penalty, suppressed tokens, temperature, top-k, top-p, min-p, then one draw from the
+    softmax, all in float32, so that the same seed draws the same tokens. Greedy decoding
+    (temperature 0) applies only the first two.
 
     Args:
-        temperature: 0 is greedy, below 1 sharper, above 1 flatter.
-        top_k: draw from the k likeliest ids only, and those that tie with the last.
-        top_p: draw from the smallest set of likeliest ids whose probabilities reach p.
-        min_p: draw from the ids at least p times as likely as the likeliest.
-        repetition_penalty: above 1 makes ids less likely that the text has already: positive logits
-            are divided by it, negative ones multiplied (Keskar et al. 2019, §4.1). 1 or None: off.
-        suppress_tokens: ids never to be chosen, such as those of a padded vocabulary.
+        temperature: 0 is greedy; values below 1 sharpen the distribution, values above 1 flatten
+            it.
+        top_k: sample from the k most likely tokens, and those that tie with the last of them.
+        top_p: sample from the smallest set of most likely tokens whose probabilities reach p.
+        min_p: sample from the tokens at least p times as likely as the most likely one.
+        repetition_penalty: values above 1 make tokens less likely that occur in the text: positive
+            logits are divided by it, negative ones multiplied (Keskar et al. 2019, §4.1). 1 and
+            None switch it off.
+        suppress_tokens: token ids that are never chosen, such as those of a padded vocabulary.
 
     Raises:
-        GenerationError: a setting that means nothing, with its value and what is expected.
+        GenerationError: a setting out of range, with its value and the expected range.
     """
 
     temperature: float = 1.0
@@ -45,46 +59,49 @@ class Sampling:
 
     def __post_init__(self) -> None:
         t, k, p, m = self.temperature, self.top_k, self.top_p, self.min_p
-        if not (is_finite(t) and t >= 0):
-            raise GenerationError(
-                f"temperature is {short_repr(t)}; expected 0 (greedy) or a number above it"
-            )
-        if k is not None and not (is_whole(k) and k >= 1):
-            raise GenerationError(
-                f"top_k is {short_repr(k)}; expected an integer, at least 1, or None for all ids"
-            )
-        if p is not None and not (is_finite(p) and 0 < p <= 1):
-            raise GenerationError(f"top_p is {short_repr(p)}; expected above 0 and up to 1")
-        if m is not None and not (is_finite(m) and 0 <= m <= 1):
-            raise GenerationError(f"min_p is {short_repr(m)}; expected 0 to 1")
         penalty = self.repetition_penalty
-        if penalty is not None and not (is_finite(penalty) and penalty > 0):
-            raise GenerationError(
-                f"repetition_penalty is {short_repr(penalty)}; expected a number above 0, 1 for "
-                f"none"
-            )
-        token_ids("suppress_tokens", self.suppress_tokens)
+        checks = [
+            ("temperature", is_finite(t) and t >= 0, "0 (greedy) or a number above it"),
+            (
+                "top_k",
+                k is None or (is_integer(k) and k >= 1),
+                "an integer, at least 1, or None for all tokens",
+            ),
+            ("top_p", p is None or (is_finite(p) and 0 < p <= 1), "above 0 and up to 1"),
+            ("min_p", m is None or (is_finite(m) and 0 <= m <= 1), "0 to 1"),
+            (
+                "repetition_penalty",
+                penalty is None or (is_finite(penalty) and penalty > 0),
+                "a number above 0, or 1 for none",
+            ),
+        ]
+        for name, valid, expected in checks:
+            if not valid:
+                raise GenerationError(
+                    f"{name} is {short_repr(getattr(self, name))}; expected {expected}"
+                )
+        check_token_ids("suppress_tokens", self.suppress_tokens)
 
     def scores(self, logits: Tensor, seen: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """What ids are drawn by: logits (B, V) → float32 scores (B, V), −∞ where none may be.
+        """Logits (B, V) → float32 scores (B, V) to draw from, −∞ for tokens that are excluded.
 
         Args:
             logits: of the last position.
-            seen: the ids of each row's prompt and continuation, without padding; the repetition
-                penalty alone looks at them.
+            seen: token ids of each row's prompt and continuation, without padding, for the
+                repetition penalty.
 
         Raises:
-            GenerationError: logits that are not finite (`NotFiniteError`), or not after so small a
-                temperature or so large a penalty; no id that could be chosen.
+            GenerationError: logits that are not finite (`NotFiniteError`), a temperature too small
+                or a penalty too large for float32, or no token left to choose.
         """
         logits = logits.float()
         scores = logits
         if self.repetition_penalty not in (None, 1):
-            scores = _penalised(scores, seen, float(self.repetition_penalty or 1))
+            scores = _penalized(scores, seen, float(self.repetition_penalty or 1))
         if self.temperature > 0:
             scores = scores / self.temperature
         if not all_finite(scores):
-            self._explain(logits)
+            self._raise_not_finite(logits)
         if self.suppress_tokens:
             scores = scores.index_fill(1, self._suppressed(scores), -math.inf)
         if self.temperature == 0:
@@ -96,23 +113,23 @@ class Sampling:
         return scores if self.min_p is None else _min_p(scores, self.min_p)
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """What `draw` draws from: scores (B, V) → (B, V) that add up to 1; one 1 where greedy."""
+        """Scores (B, V) → probabilities (B, V) of `draw`; of greedy decoding they are 0 and 1."""
         if self.temperature == 0:
-            likeliest = scores.argmax(dim=-1, keepdim=True)
-            return torch.zeros_like(scores).scatter(1, likeliest, 1.0)
+            most_likely = scores.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(scores).scatter(1, most_likely, 1.0)
         return scores.softmax(dim=-1)
 
     def draw(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One id per row, scores (B, V) → (B,); None is torch's global source of randomness."""
+        """Scores (B, V) → one token id per row (B,). None is torch's global generator."""
         if self.temperature == 0:
             return scores.max(dim=-1).indices  # several times as fast as argmax
         drawn = torch.multinomial(self.probabilities(scores), 1, generator=generator)
         return drawn.squeeze(1)
 
-    def rehearsal(self, generator: torch.Generator | None = None) -> Choose:
-        """Chooses as will be chosen with this generator, which stays as it is.
+    def preview(self, generator: torch.Generator | None = None) -> Choose:
+        """A function that chooses tokens as `draw` will, by a copy of the generator.
 
-        Equal logits therefore give equal ids, and similar ones mostly.
+        For equal logits it chooses the same tokens, and for similar logits mostly.
         """
         given = torch.default_generator if generator is None else generator
         copy = given.clone_state() if self.temperature else None
@@ -124,29 +141,32 @@ class Sampling:
 
     def _suppressed(self, scores: Tensor) -> Tensor:
         V, ids = scores.shape[-1], set(self.suppress_tokens)
-        if strange := [token_id for token_id in ids if not 0 <= token_id < V]:
+        if unknown := [token_id for token_id in ids if not 0 <= token_id < V]:
             raise GenerationError(
-                f"suppress_tokens has {strange[0]}; the vocabulary has ids 0 to {V - 1}"
+                f"suppress_tokens has {unknown[0]}; the vocabulary has ids 0 to {V - 1}"
             )
         if len(ids) == V:
-            raise GenerationError("suppress_tokens has every id of the vocabulary; none is left")
+            raise GenerationError(
+                f"suppress_tokens has all {V} ids of the vocabulary; at least one must be left"
+            )
         return torch.tensor(sorted(ids), device=scores.device)
 
-    def _explain(self, logits: Tensor) -> None:
+    def _raise_not_finite(self, logits: Tensor) -> None:
         if not all_finite(logits):
             raise NotFiniteError("the model's logits are not finite")
         if self.repetition_penalty in (None, 1):
             raise GenerationError(
-                f"temperature {self.temperature} is too small to divide by; 0 is greedy"
+                f"temperature is {self.temperature}, which is too small to divide the logits by. "
+                "Pass 0 for greedy decoding."
             )
         raise GenerationError(
             f"temperature {self.temperature} and repetition_penalty {self.repetition_penalty} take "
-            "the logits beyond float32; expected numbers nearer to 1"
+            "the logits out of the range of float32. Pass numbers closer to 1."
         )
 
 
-def _penalised(scores: Tensor, seen: Sequence[Sequence[int]] | Tensor, penalty: float) -> Tensor:
-    """Ids that a row has seen made less likely, once however often it has seen them."""
+def _penalized(scores: Tensor, seen: Sequence[Sequence[int]] | Tensor, penalty: float) -> Tensor:
+    """Make the tokens that a row has seen less likely, however often it has seen them."""
     hit = torch.zeros_like(scores, dtype=torch.bool)
     for row, ids in zip(hit, seen, strict=True):
         row[torch.as_tensor(ids, dtype=torch.long, device=scores.device)] = True
@@ -161,7 +181,7 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
 def _top_p(scores: Tensor, p: float) -> Tensor:
     ascending, order = scores.sort(dim=-1)
     dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - p
-    dropped[:, -1] = False  # the likeliest id always stays
+    dropped[:, -1] = False  # the most likely token always stays
     return scores.masked_fill(dropped.scatter(1, order, dropped), -math.inf)
 
 

@@ -1,4 +1,4 @@
-"""New text as its ids come, up to a stop string."""
+"""Incremental decoding of new tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from compat.tokenizer import Tokenizer
 
 
 class NewText:
-    """The text of new ids, of which the part that no later id can take back is `sure`.
+    """The text of new tokens. The part that no later token can change is `final`.
 
-    A tail that may be the beginning of a stop string is held back, and so are the bytes of a
-    character that is not complete. The stop string that is complete first ends the text before it,
-    wherever the borders of the tokens are; of those complete at once, the longest.
+    A tail that may be the beginning of a stop string is held back, and so are the bytes of an
+    incomplete character. The text ends before the stop string that is complete first, even across
+    the boundaries of tokens. If several are complete at once, the longest counts.
 
     Args:
-        tokenizer: has the bytes of every id.
-        stop: strings that end the text and are no part of it.
-        prompt_ids: what came before, `prompt` as text; a character that it leaves incomplete
-            belongs to the new text.
+        tokenizer: maps every token to its bytes.
+        stop: strings that end the text and are not part of it.
+        prompt_ids: tokens of the prompt, whose text becomes `prompt`. A character that they leave
+            incomplete belongs to the new text.
     """
 
     def __init__(
@@ -28,33 +28,33 @@ class NewText:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.prompt = self._decoder.decode(tokenizer.decode_bytes(prompt_ids))
-        self.sure, self._held, self.stopped = "", "", False
+        self.final, self._held, self.stopped = "", "", False
 
     @property
     def so_far(self) -> str:
-        """All text there is, held back or not."""
-        return self.sure + self._held
+        """The whole text, including what is held back."""
+        return self.final + self._held
 
     def add(self, token_id: int) -> None:
-        """One more id; once `stopped`, no more are expected."""
+        """Add a token; after `stopped` became true, no more are expected."""
         self._read(self._decoder.decode(self._tokenizer.decode_bytes([token_id])))
 
     def end(self) -> None:
-        """No more ids come: what was held back is sure."""
+        """There are no more tokens: what was held back is final."""
         if not self.stopped:
             self._read(self._decoder.decode(b"", final=True))
-            self.sure, self._held = self.so_far, ""
+            self.final, self._held = self.so_far, ""
 
     def _read(self, piece: str) -> None:
         text = self._held + piece
         if ends := [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]:
-            self.sure, self._held, self.stopped = self.sure + text[: min(ends)[1]], "", True
+            self.final, self._held, self.stopped = self.final + text[: min(ends)[1]], "", True
             return
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self.sure, self._held = self.sure + text[: len(text) - held], text[len(text) - held :]
+        self.final, self._held = self.final + text[: len(text) - held], text[len(text) - held :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the text's last characters are the beginning of the stop string."""
+    """The number of last characters of the text that are the beginning of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

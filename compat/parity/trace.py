@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import ParityError, listed
-from compat.taps import Tap
+from compat.taps import Tap, hook_tap
 
 Trace = dict[str, Tensor]
 
@@ -82,31 +82,9 @@ def trace_one(model: nn.Module, tap: Tap, input_ids: Tensor) -> Tensor:
 
 
 def _hook(module: nn.Module, tap: Tap, recorded: Trace, forced: Tensor | None) -> Any:
-    """Record one tap when its module runs, and replace it; the handle is a context manager."""
+    """Record a copy of one tap when its module runs, and replace it with `forced`."""
 
-    def on_output(_module: nn.Module, _args: Any, output: Any) -> Any:
-        value = output[tap.item] if isinstance(output, tuple) else output
-        # A clone: an in-place residual would rewrite what was captured.
-        recorded[tap.name] = _part(value, tap).detach().clone()
-        if forced is None:
-            return None
-        value = value.clone()
-        _part(value, tap).copy_(forced)
-        if not isinstance(output, tuple):
-            return value
-        return (*output[: tap.item], value, *output[tap.item + 1 :])
+    def record(value: Tensor) -> None:
+        recorded[tap.name] = value.detach().clone()
 
-    def on_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        recorded[tap.name] = _part(args[tap.item], tap).detach().clone()
-        if forced is not None:
-            # In place: the shortcut around a norm holds the very tensor that enters the norm.
-            _part(args[tap.item], tap).copy_(forced)
-
-    if tap.at == "input":
-        return module.register_forward_pre_hook(on_input)
-    return module.register_forward_hook(on_output)
-
-
-def _part(value: Tensor, tap: Tap) -> Tensor:
-    """The tap's third of a fused tensor, a view; all of it where no part is named."""
-    return value if tap.part is None else value.chunk(3, dim=-1)[tap.part]
+    return hook_tap(module, tap, record, forced)

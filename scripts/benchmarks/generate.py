@@ -1,4 +1,4 @@
-"""bench.py generate: decoding and prompts, against the other libraries that run GPT-2."""
+"""bench.py generate: speed of decoding and prefill beside other libraries that run GPT-2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from benchmarks import generate_table, plot
 from benchmarks.common import JsonOption, RunsOption, checkpoint_folder
+from benchmarks.measurements import Measurements
 from benchmarks.peers import PEERS, Peer
-from benchmarks.rounds import Rounds
 from benchmarks.targets import targets_of
 
 FAMILIES = list(dict.fromkeys(peer.family for peer in PEERS))
@@ -28,7 +28,7 @@ PlotOption = Annotated[
     Path | None, typer.Option("--plot", dir_okay=False, help="Draw decoding as bars, an SVG.")
 ]
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="One run, fewer ids, and no batch beyond 8.")
+    bool, typer.Option("--quick", help="One run, fewer tokens, and no batch beyond 8.")
 ]
 
 
@@ -42,17 +42,17 @@ def generate_command(
 ) -> None:
     """Time and memory of generation, in turns with the other libraries, each in its own process.
 
-    All are greedy, stop at nothing, and have as many threads. decode: ids a second after a prompt
-    of 32. prompt: ids a second of a prompt of 512. first: from the start of the process to its
-    first id. growth: cost of an id late in the context over that of an early one. peak: resident
-    memory with one sequence. A short context shortens these lengths.
+    All are greedy, without stop ids, and use the same number of threads. decode: tokens per second
+    after a prompt of 32. prefill: tokens per second of a prompt of 512. first: from the start of
+    the process to its first token. growth: cost of a token late in the context over that of an
+    early one. peak: resident memory with one sequence. A short context shortens these lengths.
     """
     chosen = choose(peers)
     results = []
     for shape in shapes.split(","):
         with checkpoint_folder(shape) as source, TemporaryDirectory() as files:
-            rounds = Rounds(Path(source), Path(files), runs, quick)
-            result = {"model": shape, **rounds.measure(chosen)}
+            measurements = Measurements(Path(source), Path(files), runs, quick)
+            result = {"model": shape, **measurements.measure(chosen)}
         targets = targets_of(shape, result["rows"])
         results.append({**result, "targets": [target.to_json() for target in targets]})
         if not as_json:
@@ -64,7 +64,7 @@ def generate_command(
 
 
 def choose(names: str) -> list[Peer]:
-    """Rows and families by name; what stands in for a row comes with it."""
+    """Select rows and families by name, with the stand-ins of a selected row."""
     wanted = {name.strip() for name in names.split(",")}
     rows = [peer.name for peer in PEERS if not peer.instead_of]
     if unknown := sorted(wanted - {*FAMILIES, *rows}):

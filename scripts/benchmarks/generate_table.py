@@ -11,24 +11,24 @@ from rich.text import Text
 
 from benchmarks.targets import Target
 
-HEADINGS = {  # of the columns: what they show, and of how many digits
-    "decode": "decode, ids/s",
+HEADINGS = {  # of the columns
+    "decode": "decode, tokens/s",
     "batch 8": "batch 8",
     "batch 32": "batch 32",
-    "prompt": "prompt, ids/s",
-    "first": "first id, s",
+    "prompt": "prefill, tokens/s",
+    "first": "first token, s",
     "growth": "growth",
     "peak": "peak, GB",
 }
 
 
 def show(result: dict[str, Any], targets: list[Target]) -> None:
-    """One model's table, and below it the targets with ✓ or ✗."""
+    """Print one model's table, and below it the targets with ✓ or ✗."""
     rows = result["rows"]
     columns = [key for key in HEADINGS if any(key in row for row in rows)]
     title = f"generating with {result['model']}"
     table = Table("", title=title, caption=caption(result))
-    for key in ("decode", "spread", "× transformers", "× best peer", *columns[1:], "same ids"):
+    for key in ("decode", "spread", "× transformers", "× best peer", *columns[1:], "same tokens"):
         table.add_column(HEADINGS.get(key, key), justify="right")
     for precision in dict.fromkeys(row["precision"] for row in rows):
         group = [row for row in rows if row["precision"] == precision]
@@ -53,7 +53,7 @@ def cells(
     columns: list[str],
     new: int,
 ) -> list[str]:
-    """A row; the ratios are of decoding, to transformers at this precision or else at its best."""
+    """A row. Ratios compare decoding with transformers at this precision, or else at its best."""
     decode = row["decode"]
     reference = best(group, lambda r: r["family"] == "transformers") or best(
         rows, lambda r: r["family"] == "transformers"
@@ -61,13 +61,13 @@ def cells(
     peer = best(group, lambda r: not r["ours"])
     ratios = [f"{decode['median'] / side:.2f}" if side else "" for side in (reference, peer)]
     numbers = [number(key, row[key]["median"]) if key in row else "" for key in columns[1:]]
-    same = f"{row['same_ids']}/{new}" if "same_ids" in row else ""
+    same = f"{row['same_tokens']}/{new}" if "same_tokens" in row else ""
     low_high = f"{decode['low']:.0f} … {decode['high']:.0f}"
     return [row["name"], f"{decode['median']:.1f}", low_high, *ratios, *numbers, same]
 
 
 def best(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], bool]) -> float:
-    """The highest median of decoding among some rows; 0 where there is none."""
+    """The highest median decoding speed of some rows; 0 if there is none."""
     return max((row["decode"]["median"] for row in rows if "decode" in row and of(row)), default=0)
 
 
@@ -78,17 +78,17 @@ def number(key: str, value: float) -> str:
 
 
 def caption(result: dict[str, Any]) -> str:
-    """How it was measured, and where the memory's limit comes from."""
-    distinct = [row["distinct_ids"] for row in result["rows"] if "distinct_ids" in row]
+    """How the table was measured, and how the memory limit follows."""
+    distinct = [row["distinct_tokens"] for row in result["rows"] if "distinct_tokens" in row]
     lines = [
         f"medians of {result['runs']} runs in turns, threads: {result['threads']}; "
-        "same ids: leading ones equal to transformers' in float32",
-        f"at most: {result['weights'] / 1e6:.0f} million weights for each id, "
+        "same tokens: leading ones equal to transformers' in float32",
+        f"at most: {result['weights'] / 1e6:.0f} million weights for each token, "
         f"read at {result['bandwidth'] / 1e9:.1f} GB/s, as measured",
     ]
     if distinct:
         lines.append(
-            f"the text has {min(distinct)} different ids among {result['new']}; the more it "
-            "repeats itself, the more a lookup guesses right"
+            f"the text has {min(distinct)} different tokens among {result['new']}; the more it "
+            "repeats itself, the more drafts of prompt lookup are accepted"
         )
     return "\n".join(lines)

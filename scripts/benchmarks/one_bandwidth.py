@@ -1,4 +1,4 @@
-"""How fast this machine's memory can be read, by all threads: one_bandwidth.py → JSON."""
+"""Memory bandwidth of this machine with all threads: one_bandwidth.py → JSON."""
 
 import json
 import mmap

@@ -1,7 +1,7 @@
 """One measurement of one peer in a process of its own: one_generate.py REQUEST → JSON.
 
-Only what the peer needs is imported, since the time to the first id counts too. Threads come from
-OMP_NUM_THREADS, which every library here reads or is told.
+Only what the peer needs is imported, since the time to the first token counts too. The number of
+threads comes from OMP_NUM_THREADS, which every library here reads or gets as an argument.
 """
 
 import json
@@ -20,36 +20,38 @@ PROMPT = 32
 
 
 def memory_peak() -> int:
-    """The most memory this process has held, in bytes; only Linux tells."""
+    """The peak memory of this process in bytes; only Linux reports it."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
 
 class Measured:
-    """A peer's generation with the time of every id."""
+    """A peer's generation with the time of every token."""
 
     def __init__(self, generate: Any, vocab_size: int) -> None:
         self.generate, self.vocab_size = generate, vocab_size
 
     def __call__(self, length: int, new: int, batch: int = 1) -> tuple[list[float], Any]:
-        """Seconds from the call to each new id, and these ids; always the same prompts."""
+        """Seconds from the call to each new token, and the tokens; always for the same prompts."""
         draw = random.Random(0)
         prompts = [[draw.randrange(self.vocab_size) for _ in range(length)] for _ in range(batch)]
         times: list[float] = []
         start = time.perf_counter()
         rows = self.generate(prompts, new, lambda: times.append(time.perf_counter() - start))
         if [len(row) for row in rows] != [new] * batch or len(times) != new:
-            raise ValueError(f"{new} ids a row asked for, {len(times)} told, {rows} given")
+            raise ValueError(
+                f"{new} tokens a row were requested; {len(times)} were reported, {rows} returned"
+            )
         return times, rows
 
     def pace(self, length: int, new: int, batch: int = 1) -> float:
-        """Seconds for an id of each sequence, after the first."""
+        """Seconds of a decode step, after the first token."""
         times, _ = self(length, new, batch)
         return (times[-1] - times[0]) / (new - 1)
 
 
 def single(measured: Measured, request: dict[str, Any], n_positions: int) -> dict[str, Any]:
-    """Everything about one sequence; the first id of the process is waited for first."""
+    """All numbers of one sequence, beginning with the time to the first token of the process."""
     measured(PROMPT, 1)
     first = time.time() - request["started"]
     measured(PROMPT, 16)

@@ -31,7 +31,7 @@ def draw_model(result: dict[str, Any], y: int) -> tuple[list[str], int]:
     rows = [row for row in result["rows"] if "decode" in row]
     limits = {row["precision"]: result["limits"][row["precision"]] for row in rows}
     highest = max([row["decode"]["high"] for row in rows] + [*limits.values(), 1])
-    heading = f"{result['model']}: ids a second, one sequence, greedy"
+    heading = f"{result['model']}: tokens per second, one sequence, greedy"
     parts = [text(10, y + 16, heading, weight="bold")]
     y += TITLE
     for precision, limit in limits.items():

@@ -1,4 +1,4 @@
-"""bench.py quality: what the smaller number formats cost, on text that the model never saw."""
+"""bench.py quality: what lower precision costs on held-out text."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from compat.parity.reference import load_reference
 HELD_OUT = Path(__file__).parent / "held_out.txt"
 PRECISIONS = ("float32", "bfloat16", "int8")
 BATCH = 16
-MOST_LOSS, LEAST_AGREEMENT = 0.005, 0.98  # of int8: rise in perplexity, most probable ids equal
+MOST_LOSS, LEAST_AGREEMENT = 0.005, 0.98  # of int8: rise in perplexity, equal most likely tokens
 
-Judged = tuple[Tensor, Tensor]  # log-probabilities of the following ids, most probable ids
+Judged = tuple[Tensor, Tensor]  # log-probabilities of the following tokens, most likely tokens
 
 TextOption = Annotated[
     Path | None,
@@ -38,10 +38,10 @@ TextOption = Annotated[
 
 
 def quality_command(corpus: TextOption = None, as_json: JsonOption = False) -> None:
-    """Perplexity of the embedded checkpoint on held-out text, and its most probable ids.
+    """Perplexity of the embedded checkpoint on held-out text, and its most likely tokens.
 
-    Log-probabilities come from scoring whole windows; most probable ids from decoding them one id
-    after another, as generation does, each given the text before it.
+    Log-probabilities come from scoring whole windows, and most likely tokens from decode steps
+    through the same windows, as in generation.
     """
     text = HELD_OUT.read_text() if corpus is None else held_out(corpus.read_text())
     length = open_checkpoint("demo").config.n_positions
@@ -57,7 +57,7 @@ def quality_command(corpus: TextOption = None, as_json: JsonOption = False) -> N
 
 
 def held_out(corpus: str) -> str:
-    """What scripts/train_demo.py kept from the training."""
+    """The part that scripts/train_demo.py did not train on."""
     return corpus[len(corpus) * 9 // 10 :]
 
 
@@ -70,14 +70,14 @@ def by_transformers(windows: Tensor) -> Judged:
 
 
 def by_engine(windows: Tensor, precision: str) -> Judged:
-    engine = Engine("demo", dtype=precision, max_batch=BATCH)
+    engine = Engine.from_pretrained("demo", dtype=precision, max_batch=BATCH)
     batches = windows.split(BATCH)
     scores = torch.cat([engine.score(batch) for batch in batches])
-    return scores, torch.cat([most_probable(engine, batch) for batch in batches])
+    return scores, torch.cat([most_likely(engine, batch) for batch in batches])
 
 
-def most_probable(engine: Engine, batch: Tensor) -> Tensor:
-    """The id that decoding would choose after every id but the last: (B, T − 1)."""
+def most_likely(engine: Engine, batch: Tensor) -> Tensor:
+    """The token that decoding would choose after every token but the last: (B, T − 1)."""
     decoder = engine.decoder()
     chosen = [decoder.start(batch[:, :1].tolist()).argmax(-1)]
     chosen += [decoder.step(batch[:, t]).argmax(-1) for t in range(1, batch.shape[1] - 1)]
@@ -102,8 +102,8 @@ def rows(judged: dict[str, Judged]) -> dict[str, dict[str, float]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table("", title=f"the embedded checkpoint on {result['ids']:,} held-out ids")
-    for heading in ("perplexity", "over float32", "most probable id as in float32"):
+    table = Table("", title=f"the embedded checkpoint on {result['ids']:,} held-out tokens")
+    for heading in ("perplexity", "over float32", "most likely token as in float32"):
         table.add_column(heading, justify="right")
     for name, row in result["rows"].items():
         percent = f"{100 * row['rise']:+.3f} %", f"{100 * row['agreement']:.2f} %"
@@ -112,6 +112,6 @@ def show(result: dict[str, Any]) -> None:
     int8 = result["rows"]["engine int8"]
     for met, words in (
         (int8["rise"] <= MOST_LOSS, f"perplexity at most {100 * MOST_LOSS} % above float32"),
-        (int8["agreement"] >= LEAST_AGREEMENT, f"{100 * LEAST_AGREEMENT:.0f} % of ids agree"),
+        (int8["agreement"] >= LEAST_AGREEMENT, f"{100 * LEAST_AGREEMENT:.0f} % of tokens agree"),
     ):
         print(f"{'✓' if met else '✗'} int8: {words}")

@@ -26,7 +26,9 @@ def test_ctranslate2_generates_the_same_ids(tmp_path: Path, dialect: str, limit:
     generator = ctranslate2.Generator(str(converted), device="cpu", compute_type="float32")
     for text in ("ROMEO:\nI ", "First Citizen:", "the"):
         prompt = tokenizer.encode(text)
-        ours = generate(model, torch.tensor([prompt]), max_new_tokens=60, temperature=0, stop=())
+        ours = generate(
+            model, torch.tensor([prompt]), max_new_tokens=60, temperature=0, stop_ids=()
+        )
         theirs = generator.generate_batch(
             [[names[i] for i in prompt]],
             max_length=60,

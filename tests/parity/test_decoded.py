@@ -29,7 +29,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_an_engine_computes_what_transformers_computes(
     noisy: Path, settings: dict[str, Any]
 ) -> None:
-    report = check_parity(Engine(noisy, **settings), noisy)
+    report = check_parity(Engine.from_pretrained(noisy, **settings), noisy)
     assert report.passed, report.headline
     assert report.dtype == settings["dtype"] and report.taps == []
     shapes = {result.input_shape for result in report.logits.inputs}
@@ -51,16 +51,16 @@ def test_plain_blocks(noisy: Path, dtype: torch.dtype) -> None:
 
 
 def other_scale(engine: Engine) -> None:
-    engine.transformer.scales[1] *= 1.02
+    engine.transformer.h[1].scale *= 1.02
 
 
 def other_activation(engine: Engine) -> None:
-    engine.transformer.act = torch.nn.functional.gelu
+    for block in engine.transformer.h:
+        block.act = torch.nn.GELU()
 
 
 def shifted_positions(engine: Engine) -> None:
-    embedding = engine.transformer.embedding
-    engine.transformer.embedding = embedding._replace(wpe=embedding.wpe.roll(1, 0))
+    engine.transformer.wpe = engine.transformer.wpe.roll(1, 0)
 
 
 def in_decode_steps_alone(engine: Engine) -> None:
@@ -93,7 +93,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_an_engine_is_found(noisy: Path, fault: Callable[[Engine], None]) -> None:
-    engine = Engine(noisy)
+    engine = Engine.from_pretrained(noisy)
     fault(engine)
     assert not check_parity(engine, noisy)
 
@@ -103,7 +103,7 @@ def test_a_fault_in_an_engine_is_found(noisy: Path, fault: Callable[[Engine], No
 def test_a_coarse_fault_is_found_in_lower_precision(
     noisy: Path, dtype: Any, fault: Callable[[Engine], None]
 ) -> None:
-    engine = Engine(noisy, dtype=dtype)
+    engine = Engine.from_pretrained(noisy, dtype=dtype)
     fault(engine)
     assert not check_parity(engine, noisy)
 

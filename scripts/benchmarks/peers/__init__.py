@@ -1,4 +1,4 @@
-"""Who is measured: one file for each library, which converts a checkpoint and generates greedily.
+"""The measured libraries: one file for each, which converts a checkpoint and generates greedily.
 
 Such a file has `load(folder, kind, batch, threads)`, which gives a `Generate`, and where the
 library has files of its own `convert(source, kind, folder)`, which writes them.
@@ -10,19 +10,19 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
-# From prompts of one length and a number of new ids to these ids, greedily, without any stop. The
-# function given last is called whenever every sequence has got another id.
+# Generates greedily, without stop ids, from prompts of one length and a number of new tokens. The
+# function passed last is called after every decode step.
 Generate = Callable[[list[list[int]], int, Callable[[], None]], list[list[int]]]
 
 
 class Peer(NamedTuple):
     """A row of the table."""
 
-    family: str  # as shown, and as --peers names it
-    kind: str  # what `load` is told
+    family: str  # name in the table and in --peers
+    kind: str  # argument of `load`
     precision: str  # the group it is compared in
     file: str  # in this folder
-    package: str  # whose presence it needs
+    package: str  # that must be installed
     batches: bool = True  # can run several sequences at once
     instead_of: str = ""  # measured only where this other peer fails
 
@@ -36,7 +36,7 @@ class Peer(NamedTuple):
 
     @property
     def converts(self) -> bool:
-        """Whether it reads files of its own."""
+        """Whether the library reads files in a format of its own."""
         return self.family in ("ctranslate2", "llama.cpp")
 
     @property
@@ -59,7 +59,7 @@ PEERS = (
     Peer("engine", "bfloat16+int8", "bfloat16", "engine", "compat", batches=False),
     Peer("ctranslate2", "int8", "int8", "ctranslate2", "ctranslate2"),
     Peer("llama.cpp", "q8_0", "int8", "llama_cpp", "llama_cpp"),
-    # Its AMX kernels crash on some machines as soon as two ids are read at once.
+    # Its AMX kernels crash on some machines as soon as two tokens are read at once.
     Peer("llama.cpp", "q8_0 by id", "int8", "llama_cpp", "llama_cpp", False, "llama.cpp q8_0"),
     Peer("llama.cpp", "q8_0 no AMX", "int8", "llama_cpp", "llama_cpp", True, "llama.cpp q8_0"),
     Peer("engine", "int8", "int8", "engine", "compat"),

@@ -15,7 +15,7 @@ END = "<|endoftext|>"
 
 
 def convert(source: Path, kind: str, folder: Path) -> None:
-    """The converter wants a tokenizer; only ids are measured, so one with made-up tokens does."""
+    """Convert with a made-up tokenizer, which the converter requires; only ids are measured."""
     with TemporaryDirectory() as beside:
         config = json.loads((source / "config.json").read_text())
         for path in [source / "config.json", *source.glob("model*")]:

@@ -1,4 +1,4 @@
-"""Our engine; the kind is its data type, and after a + its way to guess ahead, or "compile"."""
+"""compat's engine. The kind is its data type, and after a + the speculation or "compile"."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from compat.engine import Engine
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     torch.set_num_threads(threads)
-    dtype, _, way = kind.partition("+")
-    settings = {"compile": True} if way == "compile" else {"speculate": way or None}
-    engine = Engine(folder, dtype=dtype, max_batch=batch, **settings)
+    dtype, _, option = kind.partition("+")
+    settings = {"compile": True} if option == "compile" else {"speculate": option or None}
+    engine = Engine.from_pretrained(folder, dtype=dtype, max_batch=batch, **settings)
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []
         ids = torch.tensor(prompts)
-        for step in engine.stream(ids, max_new_tokens=new, temperature=0, stop=()):
+        for step in engine.stream(ids, max_new_tokens=new, temperature=0, stop_ids=()):
             tick()
             steps.append(step)
         return torch.stack(steps, dim=1).tolist()

@@ -1,8 +1,8 @@
 """llama.cpp, by the C interface of llama-cpp-python: several sequences in one batch.
 
 Of the kind "q8_0", llama.cpp repacks the weights for AMX where the machine has it; these kernels
-crash on some. "q8_0 by id" reads prompts one id at a time, which takes other kernels; "q8_0 no AMX"
-leaves the weights as they are.
+crash on some. "q8_0 by id" reads prompts one token at a time, which uses other kernels;
+"q8_0 no AMX" leaves the weights as they are.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from benchmarks.peers import Generate
 
 FILE = "model.gguf"
-CHUNK = 2048  # ids handed over at once
+CHUNK = 2048  # tokens of one call
 
 
 def convert(source: Path, kind: str, folder: Path) -> None:
-    from benchmarks.peers.gguf_file import write  # imports much that generating does not need
+    from benchmarks.peers.gguf_file import write  # its imports are not needed to generate
 
     folder.mkdir(exist_ok=True)
     write(source, kind.split()[0], folder / FILE)
@@ -29,7 +29,7 @@ def convert(source: Path, kind: str, folder: Path) -> None:
 
 @c.llama_log_callback
 def silent(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-    """llama.cpp tells much while it loads; what fails is told by what it returns."""
+    """Discard llama.cpp's log; failures are reported by its return values."""
 
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
@@ -47,9 +47,9 @@ def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         c.llama_memory_clear(c.llama_get_memory(context), True)
         T = len(prompts[0])
-        at_once = 1 if kind.endswith("by id") else T
-        for t in range(0, T, at_once):
-            rows = [prompt[t : t + at_once] for prompt in prompts]
+        chunk = 1 if kind.endswith("by id") else T
+        for t in range(0, T, chunk):
+            rows = [prompt[t : t + chunk] for prompt in prompts]
             ids = read(context, rows, t, vocab_size)
         tick()
         rows = [[i] for i in ids]
@@ -75,12 +75,12 @@ def new_context(model: c.llama_model_p, kind: str, batch: int, threads: int) -> 
         settings.type_k = settings.type_v = c.GGML_TYPE_F32
     context = c.llama_init_from_model(model, settings)
     if not context:
-        raise OSError("llama.cpp makes no context")
+        raise OSError("llama.cpp cannot create a context")
     return context
 
 
 def read(context: c.llama_context_p, rows: list[list[int]], start: int, V: int) -> list[int]:
-    """The most probable id after each row; the rows begin at position `start`."""
+    """The most likely token after each row; the rows begin at position `start`."""
     B, T = len(rows), len(rows[0])
     batch = c.llama_batch_init(B * T, 0, 1)
     batch.n_tokens = B * T
@@ -93,6 +93,6 @@ def read(context: c.llama_context_p, rows: list[list[int]], start: int, V: int) 
     code = c.llama_decode(context, batch)
     c.llama_batch_free(batch)
     if code:
-        raise OSError(f"llama_decode gave {code}")
+        raise OSError(f"llama_decode returned {code}; expected 0")
     found = [c.llama_get_logits_ith(context, (row + 1) * T - 1) for row in range(B)]
     return [int(np.ctypeslib.as_array(logits, (V,)).argmax()) for logits in found]

@@ -1,4 +1,4 @@
-"""Our readable blocks as they are; the kind is the dialect."""
+"""compat's dialects run by their own `forward`. The kind is the dialect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []
         ids = torch.tensor(prompts)
-        for step in stream(model, ids, max_new_tokens=new, temperature=0, stop=()):
+        for step in stream(model, ids, max_new_tokens=new, temperature=0, stop_ids=()):
             tick()
             steps.append(step)
         return torch.stack(steps, dim=1).tolist()

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compat import GenerationError, GPT2Config, PlainBlocks, generate, load_pretrained
 from compat.decoding import PlainDecoder, decoder_of
-from compat.decoding.of_model import FastBlocks, transformer_of
+from compat.decoding.fast_path import transformer_of
+from compat.decoding.static import StaticDecoder
 from compat.dialects import Model, conv1d, get_dialect, linear
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import each_dialect
@@ -43,7 +44,7 @@ def test_it_computes_what_the_blocks_compute(
     source: Path, dialect: str, dtype: torch.dtype, bound: float
 ) -> None:
     model = load_pretrained(source, dialect).to(dtype)
-    assert isinstance(decoder_of(model), FastBlocks)
+    assert isinstance(decoder_of(model), StaticDecoder)
     expected = logits(PlainBlocks(model))
     assert (logits(model) - expected).norm() < bound * expected.norm()
 
@@ -181,7 +182,7 @@ def test_every_way_to_change_weights_is_seen(
     generate(model, torch.tensor(IDS[:1]), max_new_tokens=2, temperature=0)
     before = logits(model)
     change(model)
-    assert isinstance(decoder_of(model), FastBlocks) == (change is not _assigned)
+    assert isinstance(decoder_of(model), StaticDecoder) == (change is not _assigned)
     expected = logits(PlainBlocks(model))
     bound = 0.05 if change is _narrowed else 1e-5
     assert (logits(model) - expected).norm() < bound * expected.norm()
@@ -214,7 +215,7 @@ def test_threads_may_generate_with_one_model(source: Path, dialect: str) -> None
     model, prompts = load_pretrained(source, dialect), [torch.tensor([ids]) for ids in IDS] * 4
 
     def continued(ids: Tensor) -> list[int]:
-        return generate(model, ids, max_new_tokens=20, temperature=0, stop=())[0].tolist()
+        return generate(model, ids, max_new_tokens=20, temperature=0, stop_ids=())[0].tolist()
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(continued, prompts)) == [continued(ids) for ids in prompts]
@@ -296,5 +297,7 @@ def test_a_nan_that_fast_attention_hides_is_found(source: Path, dialect: str) ->
     model = load_pretrained(source, dialect)
     att = model.trf_blocks[1].attention.W_query if dialect == "linear" else model.h[1].attn.c_attn
     att.bias.data[0] = torch.nan
-    with pytest.raises(GenerationError, match=r"h\.1\.q is the first hidden state with NaN"):
+    with pytest.raises(
+        GenerationError, match=r"h\.1\.q is the first hidden state that contains NaN"
+    ):
         generate(model, torch.tensor(IDS[:1]), max_new_tokens=1, temperature=0)

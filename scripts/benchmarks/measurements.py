@@ -1,4 +1,4 @@
-"""The measurements of one model: all peers in turns, every turn in processes of its own."""
+"""Measurements of one model: all peers in turns, each measurement in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ notes = Console(stderr=True)
 
 @dataclass
 class Row:
-    """A peer, with what was found about it or why nothing was."""
+    """A peer and its results, or the reason why there are none."""
 
     peer: Peer
     absent: bool = False
@@ -37,7 +37,7 @@ class Row:
         return not self.absent and not self.error
 
     def to_json(self) -> dict[str, Any]:
-        """Its name and group; then the numbers, or what is wrong and what to do."""
+        """Its name and group, and the numbers or the error with the next step."""
         peer = self.peer
         row: dict[str, Any] = {"name": peer.name, "family": peer.family}
         row |= {"precision": peer.precision, "ours": peer.ours}
@@ -50,8 +50,8 @@ class Row:
         return {**row, "ids": self.found[0]["ids"]}
 
 
-class Rounds:
-    """Checkpoint and converted files of one model, and how it is to be measured."""
+class Measurements:
+    """The checkpoint and converted files of one model, and the settings of its measurement."""
 
     def __init__(self, source: Path, files: Path, runs: int, quick: bool) -> None:
         self.source, self.files, self.runs = source, files, 1 if quick else runs
@@ -59,7 +59,7 @@ class Rounds:
         self.new, self.batches = (QUICK_NEW, QUICK_BATCHES) if quick else (NEW, BATCHES)
 
     def measure(self, peers: list[Peer]) -> dict[str, Any]:
-        """A warm-up of every peer, then rounds in which each has its turn."""
+        """Warm every peer up, then measure all of them in turns."""
         rows: list[Row] = []
         for peer in peers:
             replaced = next((row for row in rows if row.peer.name == peer.instead_of), None)
@@ -73,15 +73,15 @@ class Rounds:
                     notes.print(f"[dim]run {number + 1} of {self.runs}: {row.peer.name}[/dim]")
                     self.turn(row)
         found = [row.to_json() for row in rows]
-        compare_ids(found)
+        compare_tokens(found)
         result: dict[str, Any] = {"runs": self.runs, "threads": self.threads, "new": self.new}
-        result |= {"bandwidth": max(bandwidths), "weights": read_for_an_id(self.source)}
+        result |= {"bandwidth": max(bandwidths), "weights": weights_per_token(self.source)}
         per_byte = {precision: max(bandwidths) / size for precision, size in BYTES.items()}
         result["limits"] = {p: rate / result["weights"] for p, rate in per_byte.items()}
         return {**result, "rows": found}
 
     def prepare(self, peer: Peer) -> Row:
-        """Convert the checkpoint, and read files and choose kernels once before anything counts."""
+        """Convert the checkpoint, and read files and select kernels once before the measurement."""
         row = Row(peer, absent=not peer.installed)
         for what in ("convert", "warm up") if peer.converts else ("warm up",):
             if row.runs:
@@ -109,8 +109,8 @@ class Rounds:
         return float(found.get("bandwidth", "nan"))
 
 
-def read_for_an_id(source: Path) -> int:
-    """Weights that every id needs: all but the rows of the embeddings that are not looked up."""
+def weights_per_token(source: Path) -> int:
+    """The number of weights read for a token: all but the embedding rows that are not looked up."""
     config = json.loads((source / "config.json").read_text())
     C, V = config["n_embd"], config["vocab_size"]
     inner = config.get("n_inner") or 4 * C
@@ -122,13 +122,13 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def compare_ids(rows: list[dict[str, Any]]) -> None:
-    """How many leading ids are those of transformers in float32, in place of the ids themselves."""
+def compare_tokens(rows: list[dict[str, Any]]) -> None:
+    """Replace the tokens by the number of leading ones equal to transformers' in float32."""
     generated = {row["name"]: row.pop("ids") for row in rows if "ids" in row}
     reference = generated.get("transformers float32")
     for row in rows:
         if reference and row["name"] in generated:
             pairs = zip(generated[row["name"]], reference, strict=True)
             same = [ours == theirs for ours, theirs in pairs]
-            row["same_ids"] = [*same, False].index(False)
-            row["distinct_ids"] = len({*generated[row["name"]]})
+            row["same_tokens"] = [*same, False].index(False)
+            row["distinct_tokens"] = len({*generated[row["name"]]})

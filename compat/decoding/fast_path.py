@@ -1,0 +1,258 @@
+"""Which decoder a model gets: the fast path if it is unmodified, else its own `forward`."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from compat import layers
+from compat.config import GPT2Config
+from compat.decoding.decoder import Decoder, HasDecoder
+from compat.decoding.matrices import Blas
+from compat.decoding.plain import PlainDecoder
+from compat.decoding.static import StaticDecoder
+from compat.decoding.transformer import Transformer
+from compat.dialects import DIALECTS, Model, conv1d, dialect_of, linear
+from compat.errors import GenerationError
+from compat.name_map import Transpose
+
+
+def decoder_of(model: Model | HasDecoder) -> Decoder:
+    """The model's own decoder, or for a dialect's model the fast path if it is unmodified.
+
+    The fast path reads the weights where the model has them; nothing is packed or copied.
+
+    Raises:
+        GenerationError: the argument has neither a decoder nor compat's config, or the model is in
+            training mode.
+    """
+    if isinstance(model, HasDecoder):
+        return model.decoder()
+    if not isinstance(model, nn.Module) or not isinstance(
+        getattr(model, "config", None), GPT2Config
+    ):
+        raise GenerationError(
+            f"cannot generate with a {type(model).__name__}; expected a model from "
+            "load_pretrained, or an Engine. Build Engine(model, name_map=…, config=…) for a module "
+            "of your own."
+        )
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
+    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is faster only there
+    if on_cpu and is_unmodified(model):
+        return StaticDecoder(transformer_of(model))
+    return PlainDecoder(model)
+
+
+@torch.no_grad()
+def transformer_of(model: Model) -> Transformer:
+    """An unmodified model's weights as a `Transformer` of the same data type, all of them views.
+
+    It is built again for every text, which costs little, so that every change of weights counts.
+    """
+    config, dialect = model.config, dialect_of(model)
+    if dialect is None:
+        raise TypeError(f"{type(model).__name__} is not a dialect's model")
+    rows = {row.hf: row for row in dialect.name_map.expand(config.n_layer)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def read(name: str) -> list[Tensor]:
+        row = rows[name]
+        tensors = [parameters[ours].detach() for ours in row.ours if ours in parameters]
+        transposed = isinstance(row.op, Transpose) or getattr(row.op, "transpose", False)
+        return [tensor.t() for tensor in tensors] if transposed else tensors
+
+    (wte,), (wpe,) = read("wte.weight"), read("wpe.weight")
+    return Transformer(config, (wte, wpe), read, Blas, wte.dtype)
+
+
+# Whether a model still computes what compat's modules compute.
+
+
+def is_unmodified(model: nn.Module) -> bool:
+    """Whether a model differs from a freshly built one only in the values of its parameters.
+
+    The fresh one is built from `model.config`. The comparison covers the modules, their types,
+    order and attributes, hooks, buffers, and the parameters' names, shapes and ties. A model also
+    counts as modified if the code of compat or torch was patched, if its tensors are of a subclass
+    of Tensor, and under autocast or a mode that intercepts torch's functions.
+    """
+    dialect = dialect_of(model)
+    return (
+        dialect is not None
+        and isinstance(config := getattr(model, "config", None), GPT2Config)
+        and not _is_intercepted()
+        and not _is_patched()
+        and (fresh := _freshly_built(dialect.name, config)) is not None
+        and _equal_modules(model, fresh)
+        and _equal_parameters(model, fresh)
+    )
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode, autocast or a global hook changes what torch's functions or modules do."""
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*modes, *_get_current_dispatch_mode_stack()]
+    return (
+        any(type(mode) is not DeviceContext for mode in modes)
+        or torch.is_autocast_enabled("cpu")
+        or any(
+            value
+            for name, value in vars(torch_module).items()
+            if name.startswith("_global_") and name.endswith("hooks") and isinstance(value, dict)
+        )
+    )
+
+
+@lru_cache(maxsize=8)
+def _freshly_built(dialect: str, config: GPT2Config) -> Model | None:
+    """A model on the meta device; None if the config was changed to one that fits no model."""
+    try:
+        with torch.device("meta"):
+            return DIALECTS[dialect].model_class(config).eval()
+    except Exception:  # any type: a changed config is not checked again
+        return None
+
+
+def _equal_modules(module: nn.Module | None, fresh: nn.Module | None) -> bool:
+    """Whether two modules and their submodules are equal, but for parameters and their values."""
+    if module is None or fresh is None or type(module) is not type(fresh):
+        return False
+    ours, theirs = vars(module), vars(fresh)
+    return (
+        ours.keys() == theirs.keys()
+        and all(list(ours[name]) == list(theirs[name]) for name in _REGISTERED)
+        and all(
+            type(ours[name]) is type(value) and bool(ours[name] == value)
+            for name, value in theirs.items()
+            if name not in _REGISTERED
+        )
+        and all(map(_equal_buffers, module._buffers.values(), fresh._buffers.values()))
+        and all(map(_equal_modules, module._modules.values(), fresh._modules.values()))
+    )
+
+
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+
+
+def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
+    """A buffer on the meta device has no values to compare, and counts as different."""
+    if buffer is None or fresh is None:
+        return buffer is fresh
+    comparable = type(buffer) is type(fresh) is Tensor and not fresh.is_meta
+    return comparable and buffer.device == fresh.device and torch.equal(buffer, fresh)
+
+
+def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
+    """Whether parameters have the same shapes and ties, and are ordinary ones."""
+    ours, theirs = _parameters(model), _parameters(fresh)
+    return _ties(ours) == _ties(theirs) and all(
+        p is q is None
+        or (
+            type(p) is nn.Parameter
+            and p.layout == torch.strided
+            and p.is_floating_point()
+            and p.shape == q.shape
+        )
+        for p, q in zip(ours, theirs, strict=True)
+    )
+
+
+def _parameters(model: nn.Module) -> list[Any]:
+    """All parameters, tied ones once for each module, and None for one that a module lacks."""
+    return [p for module in model.modules() for p in module._parameters.values()]
+
+
+def _ties(parameters: list[Any]) -> list[int]:
+    """For each parameter, the index of its first occurrence."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(p), index) for index, p in enumerate(parameters)]
+
+
+# The code that a forward pass executes: compat's functions, and the functions of torch that these
+# use. It counts as patched if one of them is not the object that it was on import.
+
+_FILES = (linear, conv1d, layers)
+_PARTS = (
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Sequential, nn.ModuleList, nn.Parameter,
+)  # fmt: skip
+_CALLING = {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
+_OPERATORS = {name for name in dir(operator) if name.startswith("__")}
+_OPERATORS |= {name.replace("__", "__r", 1) for name in _OPERATORS} | {"__torch_function__"}
+
+
+def _classes() -> set[type]:
+    """The classes of the dialects and of the modules that they are built from, with their bases."""
+    found = {value for file in _FILES for value in vars(file).values() if isinstance(value, type)}
+    acts = {kind[0] if isinstance(kind, tuple) else kind for kind in layers.ACTIVATIONS.values()}
+    bases = {base for kind in (*found, *acts, *_PARTS) for base in kind.__mro__}
+    return {base for base in bases if base.__module__.split(".")[0] in ("compat", "torch")}
+
+
+def _used_names(classes: set[type]) -> set[str]:
+    """The names used in compat's functions, in torch's modules and in the functions they call."""
+    owners = [*_FILES, *(kind for kind in classes if kind.__module__.startswith("compat."))]
+    functions = [value for owner in owners for value in vars(owner).values()]
+    functions += [vars(kind).get(name) for kind in classes for name in ("forward", "_call_impl")]
+    names = _looked_up(functions)
+    return names | _looked_up([value for name, value in vars(F).items() if name in names])
+
+
+def _looked_up(values: list[Any]) -> set[str]:
+    """The names in the code of the functions among some values, with that of nested functions."""
+    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
+    names = set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return names
+
+
+def _watched() -> list[tuple[type | ModuleType, str]]:
+    """Pairs of an owner and a name that is looked up in it."""
+    classes = _classes()
+    names = _used_names(classes) | _CALLING | _OPERATORS | {"__init__", "forward"}
+    files = {sys.modules[kind.__module__] for kind in classes if issubclass(kind, nn.Module)}
+    owners: list[type | ModuleType] = [torch, F, *files, *classes]
+    pairs = [(owner, name) for owner in owners for name in sorted(names)]
+    # torch's compiler wraps the initialisation of all modules once it is imported.
+    return [pair for pair in pairs if pair != (nn.Module, "__init__")]
+
+
+def _code() -> Iterator[object]:
+    """The present objects of all pairs; None where the owner itself does not have the name."""
+    return (vars(owner).get(name) for owner, name in _WATCHED)
+
+
+def _is_foreign(owner: type | ModuleType, value: object) -> bool:
+    """Whether a function of torch was replaced before compat was imported."""
+    name = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    return (
+        name.split(".")[0] == "torch"
+        and isinstance(value, FunctionType)
+        and not value.__code__.co_filename.startswith(str(Path(torch.__file__).parent))
+    )
+
+
+_WATCHED = _watched()
+_AT_IMPORT = list(_code())
+_FOREIGN = any(
+    _is_foreign(owner, value) for (owner, _), value in zip(_WATCHED, _AT_IMPORT, strict=True)
+)
+
+
+def _is_patched() -> bool:
+    return _FOREIGN or any(map(operator.is_not, _code(), _AT_IMPORT))
