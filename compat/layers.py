@@ -32,7 +32,7 @@ def takes_config(
     ) -> None:
         init(self, as_config(config), *args, **kwargs)
 
-    return converting
+    return converting  # type: ignore[return-value]
 
 
 class GELU(nn.Module):

@@ -39,8 +39,8 @@ def theirs(folder: Path, input_ids: Tensor, new: int, seed: int = 0, **settings:
     """What transformers generates: greedy, or drawn from the global generator."""
     torch.manual_seed(seed)
     mask = settings.pop("attention_mask", torch.ones_like(input_ids))
-    given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, **settings}
-    return reference(folder).generate(input_ids, attention_mask=mask, **given)
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, **settings}
+    return reference(folder).generate(input_ids, attention_mask=mask, **options)
 
 
 def greedy(model: Model | PlainBlocks, input_ids: Tensor, new: int, **settings: Any) -> Tensor:

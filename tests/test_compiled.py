@@ -1,4 +1,4 @@
-"""The compiled pass of one id gives what the pass of small operators gives."""
+"""The compiled decode step computes what the decode step in eager mode computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compat.decoding import NotFiniteError
 from tests.conftest import MakeCheckpoint
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-# torch's compiler warns of its own parts, and compat leaves the filters of the process alone.
+# torch's compiler warns about itself, and compat does not change the warning filters.
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3)).tolist()
 # Of the logits' norm; in int8 a rounding of activations the other way.
@@ -36,7 +36,7 @@ def logits(engine: Engine, prompts: list[list[int]], ids: list[list[int]]) -> Te
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", list(RELATIVE))
-def test_logits_are_those_without(source: Path, dtype: Any) -> None:
+def test_logits_equal_those_without_compilation(source: Path, dtype: Any) -> None:
     engine = Engine.from_pretrained(source, dtype=dtype)
     compiled = Engine.from_pretrained(source, dtype=dtype, compile=True)
     steps: list[Any] = []
@@ -68,7 +68,7 @@ def one_left(compiled: Engine, engine: Engine, bound: float) -> None:
     assert (rest[0] - rest[1]).norm() < bound * rest[1].norm()
 
 
-def test_a_nan_that_fast_attention_hides_is_found(source: Path) -> None:
+def test_a_nan_that_fused_attention_hides_is_found(source: Path) -> None:
     model = load_pretrained(source, "conv1d")
     model.h[1].attn.c_attn.bias.data[0] = torch.nan
     engine = Engine(model, compile=True)
@@ -78,7 +78,7 @@ def test_a_nan_that_fast_attention_hides_is_found(source: Path) -> None:
     assert first.isnan().any() and following.isnan().any()
 
 
-def test_without_a_compiler_it_says_so(
+def test_a_missing_compiler_is_an_error(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from torch._inductor import config
@@ -90,7 +90,7 @@ def test_without_a_compiler_it_says_so(
 
 
 @pytest.mark.parametrize("others", [{"speculate": "int8"}, {"speculate": "lookup"}])
-def test_what_cannot_be_compiled_is_refused(source: Path, others: dict[str, Any]) -> None:
+def test_speculation_cannot_be_compiled(source: Path, others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="without speculate"):
         Engine.from_pretrained(source, compile=True, **others)
 

@@ -1,4 +1,4 @@
-"""The plain decoder: batches that shrink are what the sequences are alone."""
+"""The plain decoder: a sequence has the same logits in a shrinking batch as alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone(folder: Path, dialect: str, ids: list[int]) -> Tensor:
 @cached_or_not
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(data=st.data())
-def test_any_course_of_steps_and_leavings_gives_the_logits_of_each_alone(
+def test_steps_and_removals_in_any_order_give_the_logits_of_each_sequence_alone(
     noisy: Path, dialect: str, use_cache: bool, data: st.DataObject
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
@@ -56,10 +56,10 @@ def test_any_course_of_steps_and_leavings_gives_the_logits_of_each_alone(
 
 
 @each_dialect
-def test_short_sequences_go_on_beyond_where_longer_ones_fill_the_context(
+def test_short_sequences_continue_after_longer_ones_fill_the_context(
     tiny: Path, dialect: str
 ) -> None:
-    """The padding leaves with the longer ones; else the 32 positions would not suffice."""
+    """Their padding is removed with the longer ones; otherwise 32 positions would not suffice."""
     decoder, text = PlainDecoder(ours(tiny, dialect)), [3]
     decoder.start([list(range(32)), text])
     decoder.keep(torch.tensor([1]))
@@ -85,7 +85,7 @@ def test_a_cache_keeps_rows_from_a_position_on_and_its_capacity() -> None:
 
 @cached_or_not
 def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> None:
-    """Each prompt of three is known to end at another place."""
+    """The three prompts are known to end at different positions."""
     whole = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop_ids=())
     stop = [int(whole[0, 4]), int(whole[1, 9])]
     rows: list[int] = []
@@ -99,9 +99,9 @@ def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> Non
     assert len(set(rows)) > 1
 
 
-def test_a_model_with_a_decoder_of_its_own_is_asked_for_it(tiny: Path) -> None:
+def test_a_model_that_brings_a_decoder_uses_it(tiny: Path) -> None:
     class Counting:
-        """Ids that count up; it remembers how it was called."""
+        """Generates ascending ids, and records its calls."""
 
         def __init__(self) -> None:
             self.calls: list[object] = []

@@ -1,4 +1,4 @@
-"""The engine computes what the blocks and transformers compute, whatever its kernels."""
+"""The engine computes what the dialects and transformers compute, with any kernel."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_every_field_of_the_config_counts(
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data: Any) -> None:
-    """Prompts of any lengths side by side, some of which leave, read on by single ids."""
+def test_engine_and_dialects_agree_for_any_lengths(source: Path, dtype: Any, data: Any) -> None:
+    """Batches of prompts of any lengths, from which some are removed between decode steps."""
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
     steps = data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -108,9 +108,9 @@ def test_engine_and_blocks_agree_for_any_lengths(source: Path, dtype: Any, data:
         if step == steps:
             return
         if len(rows) > 1 and data.draw(st.booleans()):
-            gone = data.draw(st.integers(0, len(rows) - 1))
-            decoder.keep(torch.tensor([i for i in range(len(rows)) if i != gone]))
-            del rows[gone]
+            removed = data.draw(st.integers(0, len(rows) - 1))
+            decoder.keep(torch.tensor([i for i in range(len(rows)) if i != removed]))
+            del rows[removed]
         found = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in rows]))
 
 
@@ -129,7 +129,7 @@ def test_prompts_may_be_read_in_chunks(
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS))
-def test_an_engine_of_a_model_is_that_of_its_checkpoint(source: Path, dialect: str) -> None:
+def test_an_engine_of_a_model_equals_that_of_its_checkpoint(source: Path, dialect: str) -> None:
     ids = torch.arange(20)[None]
     from_model = logits_of(Engine(load_pretrained(source, dialect)), ids)
     assert torch.equal(from_model, logits_of(Engine.from_pretrained(source), ids))
@@ -238,7 +238,7 @@ def test_ids_that_cannot_be_scored_are_refused(source: Path, ids: Tensor, messag
         ({"device": "meta"}, "device is 'meta', which cannot be used"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(
+def test_invalid_arguments_are_refused(
     source: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -246,7 +246,7 @@ def test_arguments_that_mean_nothing_are_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(source: Path) -> None:
+def test_a_missing_gpu_is_refused(source: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cuda', which cannot be used"):
         Engine.from_pretrained(source, device="cuda")
 
@@ -254,7 +254,7 @@ def test_a_gpu_that_is_not_there_is_refused(source: Path) -> None:
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("speculate", [None, "int8"])
 def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate: Any) -> None:
-    """What is made without a device lands on torch's default one, where nothing can be computed."""
+    """Tensors created without a device land on torch's default one, here the meta device."""
     ids, text = torch.tensor([[5, 17, 60]]), torch.arange(40)[None]
     device = torch.device("cpu")
     expected = Engine.from_pretrained(source, dtype=dtype)
@@ -280,7 +280,7 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
     assert torch.equal(scores, expected.score(text))
 
 
-def test_more_prompts_than_there_is_room_for_are_refused(source: Path) -> None:
+def test_more_prompts_than_max_batch_are_refused(source: Path) -> None:
     with pytest.raises(
         GenerationError, match="3 prompts were passed at once; this decoder has room for 2"
     ):
@@ -303,7 +303,7 @@ def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) ->
 
 
 def test_a_transposed_weight_would_be_seen(source: Path) -> None:
-    """The partner of the tests above: c_proj is square, and passes every shape when turned."""
+    """The tests above can fail: c_proj is square and passes every shape check when transposed."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
     def read(name: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which decoder a model gets: the fast one, unless only its own blocks know what they do."""
+"""Which decoder a model gets: the fast path if it is unmodified, else its own `forward`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logits(model: Model | PlainBlocks) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float64, 1e-13)]
 )
-def test_it_computes_what_the_blocks_compute(
+def test_the_fast_path_computes_what_the_blocks_compute(
     source: Path, dialect: str, dtype: torch.dtype, bound: float
 ) -> None:
     model = load_pretrained(source, dialect).to(dtype)
@@ -50,7 +50,7 @@ def test_it_computes_what_the_blocks_compute(
 
 
 @each_dialect
-def test_weights_are_used_where_the_model_has_them(source: Path, dialect: str) -> None:
+def test_weights_are_read_from_the_models_memory(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
     fast = transformer_of(model)
@@ -71,7 +71,7 @@ def test_a_change_of_the_weights_counts_at_once(source: Path, dialect: str) -> N
 
 
 class Made(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators make, views of others left out."""
+    """Counts the bytes of the tensors that operators create, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+        inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in inputs:
             self.bytes += out.untyped_storage().nbytes()
         return out
 
 
 @each_dialect
-def test_building_the_fast_pass_copies_no_weight(dialect: str) -> None:
+def test_building_the_fast_path_copies_no_weight(dialect: str) -> None:
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=128, n_layer=4, n_head=4)
     model = get_dialect(dialect).model_class(config).eval()
     with Made() as made:
@@ -100,8 +100,8 @@ def _scaled(model: Model) -> None:
             parameter.mul_(1.1)
 
 
-def _scaled_unseen(model: Model) -> None:
-    """What this does is not counted in `_version`."""
+def _scaled_past_version_counter(model: Model) -> None:
+    """This does not increase `_version`."""
     for parameter in model.parameters():
         parameter.data.mul_(1.1)
 
@@ -163,7 +163,7 @@ def _widened(model: Model) -> None:
     "change",
     [
         _scaled,
-        _scaled_unseen,
+        _scaled_past_version_counter,
         _swapped,
         _set,
         _through_numpy,
@@ -195,7 +195,7 @@ def test_a_change_of_the_weights_between_two_ids_counts(source: Path, dialect: s
     decoders = [decoder_of(model), decoder_of(PlainBlocks(model))]
     for decoder in decoders:
         decoder.start(IDS)
-    _scaled_unseen(model)
+    _scaled_past_version_counter(model)
     found, expected = (decoder.step(torch.tensor([3, 1, 4])) for decoder in decoders)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -204,10 +204,10 @@ def test_a_change_of_the_weights_between_two_ids_counts(source: Path, dialect: s
 def test_generating_does_not_keep_a_model_alive(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     generate(model, torch.tensor(IDS[:1]), max_new_tokens=2, temperature=0)
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @each_dialect
@@ -229,7 +229,7 @@ def no_hooks_left() -> Iterator[None]:
 
 
 class _Doubled(linear.FeedForward):
-    """Somebody's own part, which changes what comes out."""
+    """A user's own module, which changes the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -276,7 +276,7 @@ def _parametrized(model: Model) -> None:
     "change", [_replaced, _hooked, _hooked_before, _hooked_everywhere, _patched, _parametrized]
 )
 @pytest.mark.usefixtures("no_hooks_left")
-def test_a_model_that_was_changed_runs_its_own_blocks(
+def test_a_modified_model_runs_its_own_forward(
     source: Path, change: Callable[[Model], None]
 ) -> None:
     model = load_pretrained(source, "linear").eval()
@@ -293,7 +293,7 @@ def test_a_model_in_training_mode_is_refused(source: Path) -> None:
 
 
 @each_dialect
-def test_a_nan_that_fast_attention_hides_is_found(source: Path, dialect: str) -> None:
+def test_a_nan_that_fused_attention_hides_is_found(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     att = model.trf_blocks[1].attention.W_query if dialect == "linear" else model.h[1].attn.c_attn
     att.bias.data[0] = torch.nan

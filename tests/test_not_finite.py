@@ -1,4 +1,4 @@
-"""Logits that are not finite: the error names the first hidden state that is not."""
+"""Non-finite logits: the error names the first non-finite hidden state."""
 
 from __future__ import annotations
 
@@ -67,10 +67,8 @@ def test_float16_overflow_names_the_layer_and_the_remedy(tiny: Path, dialect: st
 
 
 @pytest.mark.parametrize("ids", [[[5, 17, 60], [8, 7, 6]], [[8, 7, 6], [5, 17, 60]]])
-def test_the_row_that_is_at_fault_is_looked_at(
-    state: State, write: Write, ids: list[list[int]]
-) -> None:
-    """Only prompts with id 60 come by the value."""
+def test_the_faulty_row_is_examined(state: State, write: Write, ids: list[list[int]]) -> None:
+    """Only prompts with token 60 read the value."""
     state["wte.weight"][60, 0] = torch.nan
     head = {"lm_head.weight": state["wte.weight"].nan_to_num()}
     model = unchecked(write({**state, **head}))
@@ -79,7 +77,9 @@ def test_the_row_that_is_at_fault_is_looked_at(
         greedy(model, torch.tensor(ids), 2)
 
 
-def test_a_value_that_comes_up_later_is_told_then(state: State, write: Write, tiny: Path) -> None:
+def test_a_later_non_finite_value_is_reported_when_it_appears(
+    state: State, write: Write, tiny: Path
+) -> None:
     """The position of the third new id has it."""
     state["wpe.weight"][len(PROMPT[0]) + 2, 0] = torch.inf
     model = unchecked(write(state))
@@ -91,7 +91,7 @@ def test_a_value_that_comes_up_later_is_told_then(state: State, write: Write, ti
 
 
 @each_dialect
-def test_a_finite_model_has_no_such_place(tiny: Path, dialect: str) -> None:
+def test_a_finite_model_has_no_such_tap(tiny: Path, dialect: str) -> None:
     model: Model = ours(tiny, dialect)
     taps = expand_taps(get_dialect(dialect).taps, n_layer=3)
     assert first_not_finite(model, taps, lambda: model(BATCH)) is None

@@ -143,7 +143,8 @@ class Block(nn.Module):
             scale=self.scale,
         )  # (B, H, T, D)
         x = x + self.attn_proj(context.transpose(1, 2).reshape(M, -1).to(x.dtype))
-        return x + self.mlp_proj(self.act(self.c_fc(self.ln_2(x))))
+        out: Tensor = x + self.mlp_proj(self.act(self.c_fc(self.ln_2(x))))
+        return out
 
 
 class Transformer(nn.Module):
@@ -212,7 +213,7 @@ class Transformer(nn.Module):
                 lengths.
         """
         B, T = tokens.shape
-        into: Sequence[Tensor] = kv
+        into: Any = kv
         mask = None
         if isinstance(start, int):
             positions: Any = slice(start, start + T)
@@ -240,7 +241,7 @@ class Transformer(nn.Module):
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Hidden states (B, T, C) of prompts of one length, read in chunks to bound the memory."""
-        chunks = torch.tensor(rows, device=self.device).split(PREFILL_CHUNK, dim=1)
+        chunks = torch.split(torch.tensor(rows, device=self.device), PREFILL_CHUNK, dim=1)
         return torch.cat(
             [self(ids, cache.kv, n * PREFILL_CHUNK) for n, ids in enumerate(chunks)], dim=1
         )

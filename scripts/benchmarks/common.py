@@ -25,7 +25,7 @@ SIZES = {  # n_layer, n_head, n_embd
     "gpt2-xl": (48, 25, 1600),
 }
 
-TIMEOUT = 1800  # seconds for one process whose failure is no end
+TIMEOUT = 1800  # seconds for one process; its failure does not end the run
 
 RunsOption = Annotated[int, typer.Option("--runs", min=1, help="The median of which is shown.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]

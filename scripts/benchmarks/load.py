@@ -40,10 +40,10 @@ def load_command(
 
 
 def measure(model: str, folder: str, runs: int) -> dict[str, Any]:
-    rounds = [[in_fresh_process(ONE_LOAD, one, folder) for one in LOADERS] for _ in range(runs)]
+    turns = [[in_fresh_process(ONE_LOAD, one, folder) for one in LOADERS] for _ in range(runs)]
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     loaders = {}
-    for loader, found in zip(LOADERS, zip(*rounds, strict=True), strict=True):
+    for loader, found in zip(LOADERS, zip(*turns, strict=True), strict=True):
         for one in found:
             one["process"] -= one["logits"] - one["call"]
         columns = {key: [one[key] for one in found] for key in found[0]}

@@ -8,7 +8,7 @@ from timeit import repeat
 
 import torch
 
-TARGET = "compat.dialects.linear:GPTModel"  # stands for somebody's own model
+TARGET = "compat.dialects.linear:GPTModel"  # stands for a user's model
 N_IDS, FORWARDS = 128, 9
 
 
