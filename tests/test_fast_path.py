@@ -54,8 +54,8 @@ def test_weights_are_read_from_the_models_memory(source: Path, dialect: str) -> 
     model = load_pretrained(source, dialect)
     theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
     fast = transformer_of(model)
-    packed = [fast.head, *(block.mlp_proj for block in fast.blocks)]
-    packed += [block.c_fc for block in fast.blocks]
+    packed = [fast.lm_head, *(block.mlp_proj for block in fast.h)]
+    packed += [block.c_fc for block in fast.h]
     assert {matrix.weight.untyped_storage().data_ptr() for matrix in packed} <= theirs
 
 
