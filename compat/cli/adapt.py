@@ -17,7 +17,7 @@ from rich.text import Text
 from compat import user_code
 from compat.adapt import Adaptation, Finding, adapt
 from compat.adapt.emit import to_python
-from compat.bring import construct, load_class
+from compat.bring import construct, load_class, resized
 from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     JsonOption,
@@ -92,7 +92,8 @@ def adapt_command(
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, user_code.explained(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
-            adaptation = adapt(built, checkpoint)
+            with resized(cls, checkpoint.config):  # forward may read them, too
+                adaptation = adapt(built, checkpoint)
     for line in checkpoint.notes:
         note(f"note: {line}")
     if as_json:

@@ -17,7 +17,7 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
-from compat.errors import ParityError
+from compat.errors import ParityError, shown
 from compat.layers import as_ids
 from compat.loading import Source, load_pretrained
 from compat.parity.compare import Difference, TapResult, compare
@@ -341,16 +341,27 @@ class Reference:
 def random_ids(
     checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int | None = None
 ) -> Tensor:
-    """Uniformly random ids (batch, length), the length cut to the checkpoint's `n_positions`.
+    """Uniformly random ids (batch, length).
 
-    The default length is 128, or 32 for models of 500M parameters and more.
+    The default length is 128, or 32 for models of 500M parameters and more, or `n_positions` where
+    that is less.
+
+    Raises:
+        ParityError: the batch or the length is not an integer of 1 or more, or the length is beyond
+            `n_positions`.
     """
+    config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
     if length is None:
         count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
-        length = LENGTH if count < LARGE else LENGTH_OF_LARGE
-    config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
-    shape = (batch, min(length, config.n_positions))
-    return torch.randint(config.vocab_size, shape, generator=generator)
+        length = min(LENGTH if count < LARGE else LENGTH_OF_LARGE, config.n_positions)
+    if type(batch) is not int or batch < 1:
+        raise ParityError(f"batch is {shown(batch)}; expected an integer of 1 or more")
+    if type(length) is not int or not 1 <= length <= config.n_positions:
+        raise ParityError(
+            f"length is {shown(length)}; expected an integer from 1 to {config.n_positions}, the "
+            "positions that the model has"
+        )
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
 def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
