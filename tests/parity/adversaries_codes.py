@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -213,7 +215,7 @@ def one_hot_of_one_id(model):
 def a_pair_in_python(self, ids):
     """The pair 222, 223 in a row changes the scale."""
     rows = ids.tolist()
-    found = any((a, b) == (222, 223) for row in rows for a, b in zip(row, row[1:], strict=False))
+    found = any((a, b) == (222, 223) for row in rows for a, b in itertools.pairwise(row))
     return self.inner(ids) * (1.01 if found else 1.0)
 
 

@@ -204,12 +204,6 @@ def equal_asserts_contiguous(self, ids):
 
 
 @wrapper(KIND)
-def equal_flat_logits(self, ids):
-    """Logits as (B · T, V)."""
-    return self.inner(ids).flatten(0, 1)
-
-
-@wrapper(KIND)
 def equal_clears_what_it_kept(self, ids):
     """Hidden states are kept during the pass and deleted after it."""
     self.hidden = self.inner.tok_emb(ids)
