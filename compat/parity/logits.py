@@ -28,6 +28,7 @@ from compat.parity.inputs import (
     sequences_with,
     special_ids,
 )
+from compat.parity.state import state_of
 from compat.user_code import users_frames
 
 Call = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
@@ -167,7 +168,7 @@ class _Proof:
         self.seen_ids: set[int] = set()
 
     def run(self) -> LogitsProof:
-        state, drawn = _state(self.model), _random_states()
+        state, drawn = state_of(self.model), _random_states()
         self.count = len(self.known.add(sequences(self.config, self.room)))
         inputs = designed_inputs(self.count, self.room)
         if self.fixed_length:
@@ -276,8 +277,8 @@ class _Proof:
                 continue
             lines.add((seen.file, seen.line))
             proof.limits.append(Limit(seen.message, seen.file, seen.line))
-        now = _state(self.model)
-        changed = [name for name in now if now[name] != state.get(name)]
+        now = state_of(self.model)
+        changed = [name for name in {**state, **now} if now.get(name) != state.get(name)]
         for name in changed:
             proof.limits.append(
                 Limit(f"the forward pass changes {name}, which later calls may read")
@@ -426,19 +427,6 @@ def raised(error: Exception) -> str:
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     headline = (str(error).strip().splitlines() or [""])[0]
     return f"the model raised {type(error).__name__}{where}: {headline}"
-
-
-def _state(model: nn.Module) -> dict[str, str]:
-    """The plain attributes of every module, by name, and how often each buffer was written."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, (int, float, str, bool)) and name != "training":
-                found[f"{path}.{name}".removeprefix(".")] = repr(value)
-    for name, buffer in model.named_buffers():
-        if not buffer.is_inference():
-            found[name] = str(buffer._version)
-    return found
 
 
 def _random_states() -> tuple[object, ...]:
