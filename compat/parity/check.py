@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -153,11 +153,13 @@ def _report(
     ours = _our_taps(model, taps, reference.taps, config.n_layer)
     dialect = dialect_of(model)
 
-    def call(ids: Tensor) -> Tensor:
-        return find_logits(model(ids), ids, vocab_size=config.vocab_size)
+    def find(output: Any, ids: Tensor) -> Tensor:
+        return find_logits(output, ids, vocab_size=config.vocab_size)
 
     half = reference.dtype in HALF
-    proof = prove_logits(call, model, reference, config, reference.dtype, short_only=half)
+    proof = prove_logits(
+        model, model, reference, config, reference.dtype, short_only=half, find=find
+    )
     if ours and ours[0].name == "embed" and not half:
         proof.embedding = _embedding_of_every_id(model, ours[0], reference)
         proof.ids_tried = config.vocab_size

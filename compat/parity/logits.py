@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from compat.config import GPT2Config
+from compat.errors import ParityError
 from compat.parity.compare import ALLOWANCE, Difference
 from compat.parity.conditions import BranchObserver, Limit, Observed, TensorObserver
 from compat.parity.inputs import (
@@ -31,7 +33,8 @@ from compat.parity.inputs import (
 from compat.parity.state import state_of
 from compat.user_code import users_frames
 
-Call = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
+Call = Callable[[Tensor], Any]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
+Find = Callable[[Any, Tensor], Tensor]
 
 # The worst position of ours may err this many times as much as the worst of the reference.
 POSITION_ALLOWANCE = 2 * ALLOWANCE
@@ -124,6 +127,7 @@ def prove_logits(
     room: int | None = None,
     fixed_length: int | None = None,
     short_only: bool = False,
+    find: Find | None = None,
 ) -> LogitsProof:
     """Compare the logits of a model with the reference's on designed inputs.
 
@@ -131,7 +135,7 @@ def prove_logits(
     further inputs are made.
 
     Args:
-        call: runs the model.
+        call: runs the model; what it returns are logits, or `find` finds them there.
         model: whose state is watched.
         reference: gives the logits to compare with.
         config: of the checkpoint.
@@ -140,8 +144,9 @@ def prove_logits(
         fixed_length: the one length that the model takes, or None.
         short_only: compare on short inputs alone; for the second proof of a model in half
             precision, whose code is proved in float32.
+        find: the logits in what `call` returns for these ids.
     """
-    proof = _Proof(call, model, reference, config, dtype, room, fixed_length)
+    proof = _Proof(call, find, model, reference, config, dtype, room, fixed_length)
     return proof.run_short() if short_only else proof.run()
 
 
@@ -149,6 +154,7 @@ class _Proof:
     def __init__(
         self,
         call: Call,
+        find: Find | None,
         model: nn.Module,
         reference: KnowsLogits,
         config: GPT2Config,
@@ -157,6 +163,8 @@ class _Proof:
         fixed_length: int | None,
     ) -> None:
         self.call, self.model, self.config = call, model, config
+        self.find = find or (lambda output, ids: output)
+        self.last_ids = torch.empty(0, 0, dtype=torch.long)
         self.room = fixed_length or min(room or config.n_positions, config.n_positions)
         self.fixed_length = fixed_length
         self.known = KnownLogits(reference, dtype)
@@ -211,8 +219,10 @@ class _Proof:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     logits = self._logits(item, ids)
-        except Exception as error:
-            if item.as_given:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # exit() in the user's code is a result too
+            if item.optional:
                 return None
             return InputResult(item.name, shape, None, raised(error))
         B, T, V = *shape, self.config.vocab_size
@@ -220,12 +230,28 @@ class _Proof:
             found = f"the model returned {list(logits.shape)}; expected {[B, T, V]}"
             return InputResult(item.name, shape, None, found)
         start = T - logits.shape[1]
+        if start:
+            self._only_last()
         pieces = ((row, start, ours) for row, ours in zip(item.rows, logits, strict=True))
         return InputResult(item.name, shape, self.known.difference(pieces))
 
+    def _only_last(self) -> None:
+        limit = Limit("the model returns the logits of the last position alone")
+        if limit not in self.proof.limits:
+            self.proof.limits.append(limit)
+
     def _logits(self, item: ProofInput, ids: Tensor) -> Tensor:
+        given = self._given(item, ids)
         with _mode(item, self.model), self.branches.watch(ids.shape[1]):
-            return _plain(self.call(_as_given(ids, item)))
+            output = _in_a_thread(self.call, given) if item.mode == "thread" else self.call(given)
+        return _plain(self.find(output, given))
+
+    def _given(self, item: ProofInput, ids: Tensor) -> Tensor:
+        """The tensor that the model gets."""
+        if item.as_given == "overwritten" and self.last_ids.shape == ids.shape:
+            return self.last_ids.copy_(ids)
+        self.last_ids = _as_given(ids, item)
+        return self.last_ids
 
     def _observe(self, inputs: Sequence[ProofInput]) -> None:
         """Run once more with every tensor operation observed; nothing is compared."""
@@ -237,7 +263,9 @@ class _Proof:
             try:
                 with torch.no_grad(), self.tensors:
                     self.call(self.known.ids(item))
-            except Exception:  # code that does not run under a dispatch mode
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # code that does not run under a dispatch mode
                 limit = Limit("conditions among the model's tensor operations were not observed")
                 if limit not in self.proof.limits:
                     self.proof.limits.append(limit)
@@ -295,7 +323,7 @@ class _Proof:
     def _draws(self) -> bool:
         """Whether a call changes the state of a random number generator, not another thread."""
         before = _random_states()
-        with suppress(Exception), torch.no_grad():
+        with suppress(Exception, SystemExit), torch.no_grad():
             self.call(self.known.ids(self.tried[0]))
         return before != _random_states()
 
@@ -390,10 +418,15 @@ def _as_given(ids: Tensor, item: ProofInput) -> Tensor:
 
 @contextmanager
 def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
-    """Run in the mode of an input; tensors made in inference mode do not stay in the model.
+    """Run in the mode of an input.
 
-    In inference mode the parameters are frozen, as they often are for generation.
+    In inference mode the parameters are frozen, as they often are for generation, and a module that
+    keeps a tensor of it is afterwards as it was before.
     """
+    if item.mode == "hooks":
+        with _hooks(model), torch.no_grad():
+            yield
+        return
     if item.mode != "inference":
         with torch.set_grad_enabled(item.mode == "gradients"):
             yield
@@ -409,24 +442,68 @@ def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
         for parameter in learning:
             parameter.requires_grad_(True)
         for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if _made_in_inference([*vars(module).values(), *module._buffers.values()]):
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _made_in_inference(values: Iterable[Any], depth: int = 4) -> bool:
+    """Whether there is a tensor of inference mode among these or in what they hold."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_inference():
+                return True
+        elif depth and not isinstance(value, (str, bytes, type, nn.Module)):
+            inner: Iterable[Any] = ()
+            if isinstance(value, Mapping):
+                inner = list(value.values())
+            elif isinstance(value, (list, tuple)):
+                inner = value
+            elif isinstance(getattr(value, "__dict__", None), dict):
+                inner = list(vars(value).values())
+            if _made_in_inference(inner, depth - 1):
+                return True
+    return False
+
+
+@contextmanager
+def _hooks(model: nn.Module) -> Iterator[None]:
+    """A forward hook on every module, as a profiler has it."""
+    handles = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_a_thread(call: Call, ids: Tensor) -> Any:
+    """Call the model in another thread, where neither a tracer nor a caller of ours is seen."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(call), ids).result()
 
 
 def _plain(logits: Tensor) -> Tensor:
     """The values as an ordinary tensor: a subclass could answer comparisons in a way of its own."""
     with torch._C.DisableTorchFunctionSubclass():
-        return logits.detach().as_subclass(Tensor)
+        plain = logits.detach().as_subclass(Tensor)
+        if plain.device.type == "meta":
+            raise ParityError("the logits are on meta, so they have no values")
+        return plain.cpu().to_dense()
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """What the model raised, and the user's line."""
     frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    headline = (str(error).strip().splitlines() or [""])[0]
-    return f"the model raised {type(error).__name__}{where}: {headline}"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of the user's own exception
+        lines = []
+    headline = f": {lines[0]}" if lines else ""
+    return f"the model raised {type(error).__name__}{where}{headline}"
 
 
 def _random_states() -> tuple[object, ...]:
