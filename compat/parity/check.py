@@ -220,6 +220,10 @@ class Reference:
         dtype: of the model.
         calibrate: whether hidden states are judged against a float64 run.
         attention: "eager" or "sdpa".
+
+    Attributes:
+        modules_run: how often a module of it ran; more often while a model is called that takes
+            the logits from it.
     """
 
     def __init__(
@@ -240,6 +244,13 @@ class Reference:
             large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = hf.in_float64(self.model, by_module=large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
+        self.modules_run = 0
+
+        def count(*_: object) -> None:
+            self.modules_run += 1
+
+        for module in self.model.modules():
+            module.register_forward_pre_hook(count)
 
     def to_float32(self) -> None:
         """Go on in float32, with the weights as they were rounded to the data type before."""

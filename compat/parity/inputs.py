@@ -123,6 +123,17 @@ def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[
     return found
 
 
+def sequences_of(phrases: Iterable[Sequence[int]], room: int) -> list[Tensor]:
+    """For each of these series of ids a short sequence that repeats it and ends with it."""
+    S = min(LENGTH, room)
+    found = []
+    for phrase in islice(phrases, MOST_SEQUENCES):
+        row = torch.tensor(list(islice(cycle(phrase), S)))
+        row[-len(phrase) :] = torch.tensor(phrase)[-S:]
+        found.append(row)
+    return found
+
+
 def designed_inputs(count: int, room: int) -> list[ProofInput]:
     """The inputs that every proof begins with, of `count` sequences of `sequences`, in their order.
 
@@ -144,10 +155,10 @@ def designed_inputs(count: int, room: int) -> list[ProofInput]:
         ProofInput(
             "rows permuted and cut, with gradients",
             (alternating, last, first),
-            max(1, S - 3),
+            max(1, S - 1),
             "gradients",
         ),
-        ProofInput("a text one id shorter", (alternating,), max(1, S - 1)),
+        ProofInput("a row of the same length", (alternating,), max(1, S - 1)),
         ProofInput("one row alone", (last,), S),
         ProofInput("the row with two ids exchanged", (early,), S, "thread"),
         ProofInput("the row with two other ids exchanged", (late,), S, "hooks"),
@@ -168,11 +179,13 @@ def inputs_reaching(
 ) -> list[ProofInput]:
     """Lengths, batch sizes and numbers of ids at, below and above these constants.
 
-    Those of few ids come first; the sum of all is limited.
+    Those of few ids come first, equal shapes in a row; the sum of all is limited.
     """
     near = sorted({n + step for n in constants for step in (-1, 0, 1)})
     S, rows = min(LENGTH, room), range(1, count)
     inputs = [ProofInput(f"length {n}", (LONG,), n) for n in near if 1 <= n <= room]
+    # Again with other ids, as an answer may be kept by its shape.
+    inputs += [ProofInput(f"length {n} again", (count - 1,), n) for n in near if 1 <= n <= S]
     shapes = [(n, min(2, room)) for n in near if 1 <= n <= MOST_ROWS]
     shapes += [(-(-n // S), S) for n in near if room < n <= MOST_EXTRA]
     inputs += [

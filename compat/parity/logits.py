@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from compat.config import GPT2Config
 from compat.errors import ParityError
 from compat.parity.compare import ALLOWANCE, Difference
-from compat.parity.conditions import BranchObserver, Limit, Observed, TensorObserver
+from compat.parity.conditions import LONGEST_PHRASE, BranchObserver, Limit, Observed, TensorObserver
 from compat.parity.inputs import (
     LENGTH,
     ProofInput,
     designed_inputs,
     inputs_reaching,
     sequences,
+    sequences_of,
     sequences_with,
     special_ids,
 )
@@ -49,6 +50,8 @@ ROUNDS = 3  # of making inputs from constants
 
 class KnowsLogits(Protocol):
     """What gives the reference's logits; see `compat.parity.check.Reference`."""
+
+    modules_run: int
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in the reference's data type and in float64."""
@@ -174,6 +177,7 @@ class _Proof:
         self.proof = LogitsProof()
         self.tried: list[ProofInput] = []
         self.seen_ids: set[int] = set()
+        self.phrases: set[tuple[int, ...]] = set()
 
     def run(self) -> LogitsProof:
         state, drawn = state_of(self.model), _random_states()
@@ -211,7 +215,7 @@ class _Proof:
                 self.proof.inputs.append(result)
 
     def _result(self, item: ProofInput, ids: Tensor) -> InputResult | None:
-        shape = (ids.shape[0], ids.shape[1])
+        shape, run_before = (ids.shape[0], ids.shape[1]), self.known.reference.modules_run
         try:
             try:
                 logits = self._logits(item, ids)
@@ -228,6 +232,9 @@ class _Proof:
         B, T, V = *shape, self.config.vocab_size
         if logits.shape not in ((B, T, V), (B, 1, V)):
             found = f"the model returned {list(logits.shape)}; expected {[B, T, V]}"
+            return InputResult(item.name, shape, None, found)
+        if self.known.reference.modules_run != run_before:
+            found = "the model runs the reference of this proof, transformers' model"
             return InputResult(item.name, shape, None, found)
         start = T - logits.shape[1]
         if start:
@@ -279,6 +286,17 @@ class _Proof:
                 found |= seen.constants
         return found
 
+    def _phrases(self, ids: Collection[int]) -> list[tuple[int, ...]]:
+        """Each of the ids alone, and the series of ids that conditions hold or name in turn."""
+        V, series, in_turn = self.config.vocab_size, list[tuple[int, ...]](), list[int]()
+        for seen in (*self.branches.found.values(), *self.tensors.found.values()):
+            series += seen.phrases.values()
+            in_turn += sorted(seen.constants & set(ids))
+        in_turn = list(dict.fromkeys(in_turn))[:LONGEST_PHRASE]
+        series += [tuple(in_turn), tuple(in_turn[::-1])]
+        series = [s for s in series if s and all(0 <= n < V for n in s)]
+        return list(dict.fromkeys([*series, *((n,) for n in sorted(ids))]))
+
     def _try(self, constants: set[int]) -> None:
         """Inputs in which the constants are ids, lengths and batch sizes."""
         V = self.config.vocab_size
@@ -286,10 +304,15 @@ class _Proof:
         inputs: list[ProofInput] = []
         if ids:
             rows = self.known.add(sequences_with(ids, self.config, self.room))
+            series = [s for s in self._phrases(ids) if s not in self.phrases]
+            self.phrases |= set(series)
+            repeated = self.known.add(sequences_of(series, self.room))
             length = len(self.known.rows[rows[0]])
             name = "ids that the code compares with"
             inputs.append(ProofInput(name, tuple(rows), length))
             inputs += [ProofInput(f"{name}, one row", (row,), length) for row in rows[1:]]
+            if repeated:
+                inputs.append(ProofInput(f"{name}, repeated", tuple(repeated), length))
         if not self.fixed_length:
             inputs += inputs_reaching(constants, self.count, self.room, self.tried)
         inputs = [i for i in inputs if self.fixed_length in (None, i.length)]
