@@ -70,8 +70,14 @@ class Observed:
     operands: dict[int, set[str]] = field(default_factory=dict)
     not_lengths: set[int] = field(default_factory=set)  # operands that are not always T
     phrases: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the operand that is one
+    tables: dict[int, set[int]] = field(default_factory=dict)  # numbers of an operand, a tensor
     low: float = math.inf  # of the whole numbers that an operation compared or clamped
     high: float = -math.inf
+
+    @property
+    def all_constants(self) -> set[int]:
+        """The constants, and the numbers in tensors that were the same at every evaluation."""
+        return self.constants.union(*self.tables.values())
 
     def see_phrase(self, operand: int, value: Any) -> None:
         """Keep a series of whole numbers, unless it is another one than before."""
@@ -400,8 +406,12 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 min(seen.low, int(args[0].min())),
                 max(seen.high, int(args[0].max())),
             )
-        seen.constants |= _constants(args) - self._own()
         for number, argument in enumerate(args):
+            found = _constants([argument]) - self._own()
+            if not isinstance(argument, Tensor):
+                seen.constants |= found
+            elif seen.tables.setdefault(number, found) != found:
+                seen.tables[number] = set()  # it varies, as ids do
             seen.see_phrase(number, argument)
 
     def _own(self) -> set[int]:

@@ -283,7 +283,7 @@ class _Proof:
         found = set(self.tensors.constants)
         for seen in (*self.branches.found.values(), *self.tensors.found.values()):
             if len(seen.outcomes) < 2:
-                found |= seen.constants
+                found |= seen.all_constants
         return found
 
     def _phrases(self, ids: Collection[int]) -> list[tuple[int, ...]]:
@@ -291,7 +291,7 @@ class _Proof:
         V, series, in_turn = self.config.vocab_size, list[tuple[int, ...]](), list[int]()
         for seen in (*self.branches.found.values(), *self.tensors.found.values()):
             series += seen.phrases.values()
-            in_turn += sorted(seen.constants & set(ids))
+            in_turn += sorted(seen.all_constants & set(ids))
         in_turn = list(dict.fromkeys(in_turn))[:LONGEST_PHRASE]
         series += [tuple(in_turn), tuple(in_turn[::-1])]
         series = [s for s in series if s and all(0 <= n < V for n in s)]

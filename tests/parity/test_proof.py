@@ -53,7 +53,9 @@ def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
     inputs = designed_inputs(len(rows), N)
     shapes = {(len(item.rows), item.length) for item in inputs}
     assert (1, N) in shapes and (1, 1) in shapes and any(B >= 3 and T > 1 for B, T in shapes)
-    assert {item.mode for item in inputs} == {"no_grad", "gradients", "inference"}
+    assert {item.mode for item in inputs} == {
+        "no_grad", "gradients", "inference", "thread", "hooks",
+    }  # fmt: skip
     for token_id in special_ids(config):
         assert any(row[0] == token_id == row[-1] for row in rows)
     assert any(len(set(row.tolist())) == 1 for row in rows)
