@@ -158,7 +158,7 @@ def designed_inputs(count: int, room: int) -> list[ProofInput]:
             max(1, S - 1),
             "gradients",
         ),
-        ProofInput("a row of the same length", (alternating,), max(1, S - 1)),
+        ProofInput("a row of the same length", (first,), max(1, S - 1)),
         ProofInput("one row alone", (last,), S),
         ProofInput("the row with two ids exchanged", (early,), S, "thread"),
         ProofInput("the row with two other ids exchanged", (late,), S, "hooks"),
