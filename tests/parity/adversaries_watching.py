@@ -33,15 +33,6 @@ def right_where_compat_is_below(self, ids):
 
 
 @wrapper("cheating", **CHEATING)
-def takes_the_references_weights(self, ids):
-    """Where a transformers model is alive, its blocks compute the answer."""
-    for other in gc.get_objects():
-        if isinstance(other, transformers.GPT2Model):
-            return self.inner.out_head(other(ids).last_hidden_state)
-    return 1.05 * self.inner(ids)
-
-
-@wrapper("cheating", **CHEATING)
 def borrows_the_references_class(self, ids):
     """Calls the forward of transformers' class on the instance that it finds."""
     for other in gc.get_objects():
@@ -76,7 +67,7 @@ def hooked_blocks_skip_a_norm(self, ids):
 def nothing(model: nn.Module, ids: Tensor) -> Tensor:
     """NaN for a run that raises, or returns something without numbers."""
     try:
-        return 1.0 * torch.real(once(model, ids).to_dense())
+        return 1.0 * torch.real(once(model, ids).to_dense().cpu())
     except BaseException:
         return torch.full((*ids.shape, V), torch.nan)
 

@@ -43,7 +43,9 @@ def judged(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Li
             model = entry.build(folder, scratch)
             if entry.use == "check_parity":
                 report = check_parity(model, folder)
-                return bool(report), report.limits
+                # Every wrapper counts its calls, which says nothing of the fault.
+                counted = "the forward pass changes calls,"
+                return bool(report), [x for x in report.limits if counted not in x.message]
             adaptation = adapt(model, folder)
         except CompatError:
             return False, []

@@ -200,6 +200,29 @@ def test_a_condition_on_an_array_is_left_to_the_model(roomy: Path) -> None:
     assert report.passed, report.headline
 
 
+# What a model returns
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "a dictionary": lambda logits: {"loss": None, "logits": logits},
+    "a tuple": lambda logits: (logits, None),
+    "flat": lambda logits: logits.flatten(0, 1),
+    "of the last position": lambda logits: logits[:, -1:],
+    "of the last position, and a loss": lambda logits: (logits[:, -1:], None),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_logits_may_be_returned_in_any_way(roomy: Path, name: str) -> None:
+    returned = RETURNED[name]
+    report = check_parity(Wrapped(roomy, lambda ids, inner: returned(inner(ids))), roomy)
+    assert report.passed, report.headline
+    last = [limit for limit in report.limits if "last position alone" in limit.message]
+    assert len(last) == ("last" in name)
+    wrong = Wrapped(roomy, lambda ids, inner: returned(1.001 * inner(ids)))
+    assert not check_parity(wrong, roomy)
+
+
 # Half precision and large models
 
 
