@@ -11,14 +11,12 @@ from compat.parity import Limit
 from tests.conftest import MakeCheckpoint
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
-# Faults that recognise the comparison, or depend on what no input of ids reaches. They pass; most
-# of them with a limit in the report that names the line.
+# Faults that pass:
+# - nano_reads_the_stack: `adapt` calls the model by a function of its own, which is on every stack;
+# - delegates_to_transformers: transformers cannot be removed from a process that compares with it;
+# - wrong_only_when_compiled: compiling costs minutes; the report has the condition as a limit.
 BEYOND = frozenset(
-    """
-    reads_the_stack nano_reads_the_stack takes_the_references_logits delegates_to_transformers
-    knows_the_usual_ids wrong_only_with_hooks wrong_only_when_compiled wrong_in_other_threads
-    cache_that_grows answer_kept_by_shape
-    """.split()
+    "nano_reads_the_stack delegates_to_transformers wrong_only_when_compiled".split()
 )
 # Equal models whose graph or calls `adapt` does not understand yet, so that it maps no weights.
 NOT_UNDERSTOOD = frozenset(
@@ -45,7 +43,9 @@ def judged(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Li
             model = entry.build(folder, scratch)
             if entry.use == "check_parity":
                 report = check_parity(model, folder)
-                return bool(report), report.limits
+                # Every wrapper counts its calls, which says nothing of the fault.
+                counted = "the forward pass changes calls,"
+                return bool(report), [x for x in report.limits if counted not in x.message]
             adaptation = adapt(model, folder)
         except CompatError:
             return False, []
