@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from compat.errors import NameMapError
@@ -117,22 +116,33 @@ class Rows:
     """The first rows of a longer tensor, or a longer parameter filled up with rows of zeros.
 
     Written back as the rows that the checkpoint and the parameter share.
+
+    Args:
+        found: rows of the checkpoint's tensor.
+        wanted: rows of the parameter.
+        pattern: of the parameter's axes, as in `Rearrange`.
+        start: rows of zeros before the first, as for positions that are counted from 2.
     """
 
     found: int
     wanted: int
     pattern: str = "r c -> r c"
+    start: int = 0
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        rows = tensor[: self.wanted]
-        if self.wanted > self.found:
-            rows = torch.cat([rows, rows.new_zeros(self.wanted - self.found, *rows.shape[1:])])
+        rows = tensor[: self.wanted - self.start]
+        if self.wanted > len(rows):
+            filled = rows.new_zeros(self.wanted, *rows.shape[1:])
+            filled[self.start : self.start + len(rows)] = rows
+            rows = filled
         return Rearrange(self.pattern).load(rows)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        return Rearrange(self.pattern).save(tensors)[: self.found]
+        return Rearrange(self.pattern).save(tensors)[self.start : self.start + self.found]
 
     def __str__(self) -> str:
+        if self.start:
+            return f"{self.start} rows of zeros, then {self.found} rows"
         if self.wanted < self.found:
             return f"first {self.wanted} rows"
         return f"{self.found} rows, then {self.wanted - self.found} of zeros"

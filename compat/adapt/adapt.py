@@ -25,7 +25,6 @@ from compat.adapt.diagnosis.findings import (
     unexplained,
     without_effect,
 )
-from compat.adapt.diagnosis.formulas import embedding_of
 from compat.adapt.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
 from compat.adapt.diagnosis.proof import (
     ask_witness,
@@ -35,6 +34,7 @@ from compat.adapt.diagnosis.proof import (
 )
 from compat.adapt.diagnosis.witness import nothing_to_explain
 from compat.adapt.mapping.by_calls import map_by_calls
+from compat.adapt.mapping.embedding import embedding_of
 from compat.adapt.mapping.find import find_mapping
 from compat.adapt.mapping.fit import Lost, keep_what_fits
 from compat.adapt.mapping.homes import BatchFirst, Homes

@@ -310,8 +310,6 @@ class RowsOfAttention(Block):
 
 class LoopOverHeads(Block):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        one = slice(None), slice(None)
-        del one
         heads = [
             Block.mix(self, q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1]) for h in range(H)
         ]

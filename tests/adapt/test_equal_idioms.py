@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from compat import CompatError, adapt
+from compat import adapt
 from tests.adapt.common import error_of
 from tests.adapt.equal_idioms import IDIOMS, built
 
