@@ -41,6 +41,7 @@ from compat.adapt.mapping.homes import BatchFirst, Homes
 from compat.adapt.mapping.rows import to_name_map
 from compat.adapt.mapping.taps import find_taps
 from compat.adapt.tracing.calling import Forward, Way, default_forward, eval_mode
+from compat.adapt.tracing.canonical import drop_zero_terms
 from compat.adapt.tracing.checks import check_model
 from compat.adapt.tracing.ends import before_softmax, every_position
 from compat.adapt.tracing.export import Untraceable, to_graph
@@ -155,7 +156,7 @@ def _adapted(
             if both and not learned_positions(read[1], read[3]):
                 raise error from None
         except AdaptError as error:
-            return _without_anatomy(model, call, ids, checkpoint, error)
+            return _without_anatomy(model, call, ids, checkpoint, error, clock)
     return _judged(model, call, ids, checkpoint, read, clock)
 
 
@@ -253,23 +254,39 @@ def _without_graph(
 
 
 def _without_anatomy(
-    model: nn.Module, call: Forward, ids: Tensor, checkpoint: Checkpoint, error: AdaptError
+    model: nn.Module,
+    call: Forward,
+    ids: Tensor,
+    checkpoint: Checkpoint,
+    error: AdaptError,
+    clock: _Clock,
 ) -> Adaptation:
-    """For a graph whose parts are not understood: a map by the order of calls, if it is right.
+    """For a graph whose parts are not understood: other ways to a map, if one is right.
 
     Raises:
-        AdaptError: it is not; the error that was met in the graph, and the model as it was.
+        AdaptError: none is; the error that was met in the graph, and the model as it was.
     """
     if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
         raise error
+
+    def without_zero_terms() -> Adaptation | None:
+        graph = to_graph(model, call, ids)
+        if not drop_zero_terms(graph):
+            return None
+        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
+
+    def by_calls() -> Adaptation:
+        return _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
+
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    with suppress(CompatError):
-        found = _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
-        if found.compatible:
-            return found
-    with torch.no_grad():
-        for parameter, value in before:
-            parameter.copy_(value)
+    for attempt in (without_zero_terms, by_calls):
+        with suppress(CompatError):
+            found = attempt()
+            if found:
+                return found
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
     raise error
 
 

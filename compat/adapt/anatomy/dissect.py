@@ -159,7 +159,7 @@ class _Dissection:
         following = {n for n in reached if n in self.marks.projections}
         mlp = following - {*qkv, *out_projs, head, *(q for q in self._next_qkv(until, head))}
         fc, mlp_proj = self._mlp(place, sorted(mlp, key=graph.order.__getitem__))
-        attn = self._end(out_projs[-1]) if out_projs else self._last(cores)
+        attn = self._end(self._joined(out_projs)) if out_projs else self._last(cores)
         end = self._end(mlp_proj)
         attn_sum, mlp_sum = self._sum(attn, outs), self._sum(end, {mlp_proj})
         if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
@@ -223,6 +223,11 @@ class _Dissection:
             if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:
                 return node
             node = users[0]
+
+    def _joined(self, out_projs: list[Node]) -> Node:
+        """The projection, or where those of single heads are summed or concatenated."""
+        above, wanted = self.graph.ancestors, set(out_projs)
+        return next(n for n in self.marks.live if wanted <= above[n] | {n})
 
     def _no_mlp(self, where: str, found: list[Node]) -> str:
         places = dict.fromkeys(self.graph.place(node) for node in found)

@@ -1,10 +1,12 @@
-"""A traced graph without what changes no value: regions of one mode, and dead code."""
+"""A traced graph without what changes no value: regions of one mode, dead code, zero terms."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch.fx import GraphModule, Node
+
+from compat.adapt.tracing.graph import Graph, kind, size
 
 # Regions as torch.export writes them: a call with a subgraph among its arguments.
 REGIONS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
@@ -60,3 +62,35 @@ def drop_dead_code(graph: Any, output: Node) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and node not in needed:
             graph.erase_node(node)
+
+
+def drop_zero_terms(graph: Graph) -> bool:
+    """Leave out of sums what is zero whatever the ids are, such as LoRA's share while B = 0.
+
+    It goes by the values that the parameters have. Returns whether there was such a term.
+    """
+    sums = [
+        node for node in graph.nodes
+        if node in graph.live and kind(node) in ("add", "sub") and len(node.all_input_nodes) == 2
+    ]  # fmt: skip
+    terms = {a for node in sums for a in node.all_input_nodes if a in graph.live}
+    zero = set(terms)
+    for ids in (graph.example, graph.example.roll(1)):
+        values = graph.run(zero, {graph.input: ids}, double=False)
+        zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
+    for node in sums:
+        first, second = node.args[:2]
+        if second in zero:
+            kept = first
+        elif first in zero and kind(node) == "add":
+            kept = second
+        else:
+            continue
+        if isinstance(kept, Node) and size(kept) == size(node):
+            node.replace_all_uses_with(kept)
+            graph.output = kept if graph.output is node else graph.output
+    if zero:
+        drop_dead_code(graph.output.graph, graph.output)
+        graph.nodes = [node for node in graph.output.graph.nodes if node.op != "output"]
+        graph.forget()
+    return bool(zero)
