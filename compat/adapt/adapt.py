@@ -46,6 +46,7 @@ from compat.adapt.tracing.checks import check_model
 from compat.adapt.tracing.ends import before_softmax, every_position
 from compat.adapt.tracing.export import Untraceable, to_graph
 from compat.adapt.tracing.graph import Graph, size
+from compat.adapt.tracing.reparametrize import find_derived
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
@@ -169,6 +170,7 @@ def _judged(
     name_map = to_name_map(graph, mapping, config)
     with clock.stage("load"):
         fill(model, name_map.expand(config.n_layer), checkpoint, zeros=name_map.zeros)
+        graph.derive_again()
     with clock.stage("reference"):
         reference = Reference(checkpoint, next(model.parameters()).dtype)
         weights = _float64_weights(reference)
@@ -275,11 +277,17 @@ def _without_anatomy(
             return None
         return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
 
+    def with_factors() -> Adaptation | None:
+        graph = to_graph(model, call, ids)
+        if not find_derived(graph, scaled=True):
+            return None
+        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
+
     def by_calls() -> Adaptation:
         return _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
 
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    for attempt in (without_zero_terms, by_calls):
+    for attempt in (without_zero_terms, with_factors, by_calls):
         with suppress(CompatError):
             found = attempt()
             if found:
@@ -339,6 +347,7 @@ def _check_vocabulary(anatomy: Anatomy, config: GPT2Config) -> None:
 def _read(graph: Graph, checkpoint: Checkpoint) -> Read:
     """The anatomy of a graph, and a home for every tensor that finds one."""
     try:
+        find_derived(graph)
         last_only, softmax = every_position(graph), before_softmax(graph)
         anatomy = dissect(graph)
         _check_vocabulary(anatomy, checkpoint.config)

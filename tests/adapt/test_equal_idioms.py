@@ -16,4 +16,4 @@ def test_an_equal_model_is_proved(tiny: Path, name: str) -> None:
     model = built(name)
     adaptation = adapt(model, tiny)
     assert adaptation
-    assert error_of(model) < 1e-6  # seen from outside, on ids of its own
+    assert error_of(model) < 1e-5  # seen from outside, on ids of its own
