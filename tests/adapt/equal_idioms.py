@@ -6,6 +6,7 @@ Every class is built for the tiny checkpoint: V = 97, 32 positions, C = 24, 4 he
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -693,7 +694,9 @@ class WeightNormEverywhere(Block):
 class OldWeightNorm(Block):
     def __init__(self) -> None:
         super().__init__()
-        torch.nn.utils.weight_norm(self.up)
+        with warnings.catch_warnings():  # it is deprecated, and still widely used
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.nn.utils.weight_norm(self.up)
 
 
 class Transposing(nn.Module):

@@ -16,6 +16,7 @@ from compat.adapt.mapping.fit import Lost
 from compat.adapt.tracing.graph import Place
 from compat.bring.synonyms import role_of
 from compat.bring.usage import reads
+from compat.checkpoint.layout import HEAD
 from compat.errors import folded, listed
 from compat.rearrange import Rows
 
@@ -214,6 +215,8 @@ def of_shared(case: Case, lost: Lost) -> Iterator[Deviation]:
 
 
 def _tap_of(hf: str) -> str:
+    if hf == HEAD:
+        return "logits"
     return hf.rpartition(".")[0] if "ln_" in hf else _first_tap(hf.rpartition(".")[0] + ".bias")
 
 
