@@ -270,6 +270,8 @@ def call(node: Node, env: Values, double: bool) -> Any:
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
     if kind(node) == "view":  # what is given in a node's place may have other strides
         return args[0].reshape(args[1]) if not isinstance(args[1], torch.dtype) else args[0]
+    if kind(node).startswith("_weight_norm"):  # its kernel aborts on expanded tensors
+        args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
     if kind(node) == "scaled_dot_product_attention":
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)

@@ -9,6 +9,7 @@ from torch.fx import Node
 from compat.adapt.tracing.graph import MOVES, Derived, Graph, kind, size
 from compat.rearrange import Affine, WeightNorm
 
+WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second gives ‖v‖ too
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
 
@@ -24,11 +25,13 @@ def find_derived(graph: Graph, scaled: bool = False) -> bool:
     """
     found = False
     for node in list(graph.nodes):
-        if kind(node) == "_weight_norm":
+        if kind(node) in WEIGHT_NORMS:
             v, g, *dim = node.args
-            if isinstance(g, Node) and isinstance(v, Node) and {g, v} <= graph.names.keys():
+            first = (user for user in node.users if kind(user) == "getitem" and user.args[1] == 0)
+            end = node if kind(node) == "_weight_norm" else next(first, None)
+            if isinstance(g, Node) and isinstance(v, Node) and {g, v} <= graph.names.keys() and end:
                 op = WeightNorm(dim[0] if dim and isinstance(dim[0], int) else 0)
-                _make_input(graph, node, (g, v), op)
+                _make_input(graph, end, (g, v), op)
                 found = True
     for parameter in list(graph.names):
         end = _end_of_arithmetic(graph, parameter)
