@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from compat.adapt.diagnosis import source
 from compat.adapt.diagnosis.case import Case, Deviation, sizes_of
-from compat.adapt.diagnosis.formulas import embedding_of
 from compat.adapt.diagnosis.of_attention import torch_built
 from compat.adapt.diagnosis.variant import Variant
+from compat.adapt.mapping.embedding import embedding_of
+from compat.adapt.tracing.ends import CUTS
 from compat.adapt.tracing.graph import MOVES, kind
+from compat.rearrange import Rows
 
 # Operations that draw random numbers, but for those of dropout.
 DRAWS = frozenset("uniform normal normal_functional randn rand randint".split())
@@ -51,14 +53,20 @@ def of_embedding(case: Case) -> Iterator[Deviation]:
     elif found.offset is None and not rotated:
         line = source.running(graph, [anatomy.token_embedding])
         yield Deviation("no_pos", "embed", line, {}, lambda v: v.drop(["wpe.weight"]))
-    elif found.offset:
+    elif found.offset is not None and (offset := found.offset - _start(case)):
 
         def shift(variant: Variant) -> None:
-            variant.offset = found.offset or 0
+            variant.offset = offset
 
         dead = [node for node in path if node not in graph.live]
         line = source.running(graph, dead, "arange", "slice", "add", "embedding") or here
-        yield Deviation("pos_offset", "embed", line, {"found": found.offset}, shift)
+        yield Deviation("pos_offset", "embed", line, {"found": offset}, shift)
+
+
+def _start(case: Case) -> int:
+    """The row of the position table that holds the checkpoint's first position."""
+    _, op = case.mapping.homes["wpe.weight"]
+    return op.start if isinstance(op, Rows) else 0
 
 
 def of_head(case: Case) -> Iterator[Deviation]:
@@ -93,7 +101,7 @@ def of_head(case: Case) -> Iterator[Deviation]:
 def of_output(case: Case) -> Iterator[Deviation]:
     """Operations on the logits that are neither a bias nor a factor, such as a clamp."""
     graph = case.graph
-    usual = MOVES | {"add", "mul", "div", "getitem"}
+    usual = MOVES | CUTS | {"add", "mul", "div", "getitem"}
     for node in graph.between([graph.output], [case.anatomy.head]):
         if node in graph.live and kind(node) not in usual:
             words = {"found": kind(node), "evidence": "seen in the graph, at work or not"}

@@ -16,6 +16,7 @@ from compat.adapt.mapping.fit import Lost
 from compat.adapt.tracing.graph import Place
 from compat.bring.synonyms import role_of
 from compat.bring.usage import reads
+from compat.checkpoint.layout import HEAD
 from compat.errors import folded, listed
 from compat.rearrange import Rows
 
@@ -214,6 +215,8 @@ def of_shared(case: Case, lost: Lost) -> Iterator[Deviation]:
 
 
 def _tap_of(hf: str) -> str:
+    if hf == HEAD:
+        return "logits"
     return hf.rpartition(".")[0] if "ln_" in hf else _first_tap(hf.rpartition(".")[0] + ".bias")
 
 
@@ -225,9 +228,10 @@ def of_sourceless(case: Case, lost: Lost) -> Iterator[Deviation]:
     for norm in case.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     parameters = dict(case.model.named_parameters())
-    filled = {id(dict(case.model.named_parameters(remove_duplicate=False))[graph.names[n]])
-              for n in known}  # fmt: skip
-    used = {graph.names[n] for n in graph.between([graph.output], []) if n in graph.names}
+    by_name = dict(case.model.named_parameters(remove_duplicate=False))
+    filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
+    inputs = graph.parameters_between([graph.output], [])
+    used = {name for node in inputs for name in graph.parameter_names(node)}
     rest = [name for name, p in parameters.items() if id(p) not in filled]
     if active := [name for name in rest if name in used]:
         place = source.built(case.model, active[0])

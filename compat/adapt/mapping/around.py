@@ -8,6 +8,7 @@ from torch.fx import Node
 from compat.adapt.anatomy.norms import Norm
 from compat.adapt.anatomy.parts import Anatomy
 from compat.adapt.mapping.arrange import single_op
+from compat.adapt.mapping.embedding import embedding_of
 from compat.adapt.mapping.homes import Home, Homes
 from compat.adapt.tracing.graph import Graph, kind, size
 from compat.config import GPT2Config
@@ -44,8 +45,8 @@ def end_homes(anatomy: Anatomy, mapping: Homes) -> None:
         shape = graph.values[node].shape
         if C in shape and shape.numel() > C and node is not table:
             mapping.homes["lm_head.weight"] = (node,), _table_op(graph, node, C)
-        elif node is not table:
-            mapping.zeroed.append(node)
+        elif node is not table and shape.numel() > 1:
+            mapping.zeroed.append(node)  # a bias; one number is a factor
     mapping.head_scale = _head_scale(anatomy)
 
 
@@ -79,8 +80,9 @@ def _table_op(graph: Graph, node: Node, C: int) -> Op:
     raise AdaptError(f"{graph.names[node]} has shape {list(shape)}, expected [rows, {C}]")
 
 
-def fit_sizes(graph: Graph, mapping: Homes, config: GPT2Config) -> None:
+def fit_sizes(anatomy: Anatomy, mapping: Homes, config: GPT2Config) -> None:
     """Tables of another length than the checkpoint's take the rows that both have."""
+    graph = anatomy.graph
     for hf, rows in (
         ("wte.weight", config.vocab_size),
         ("lm_head.weight", config.vocab_size),
@@ -92,4 +94,16 @@ def fit_sizes(graph: Graph, mapping: Homes, config: GPT2Config) -> None:
         wanted = graph.values[node].numel() // config.n_embd
         if wanted != rows:
             pattern = {"same": "r c -> r c", "transpose": "r c -> c r"}.get(str(op), str(op))
-            mapping.homes[hf] = (node,), Rows(rows, wanted, pattern)
+            start = _first_row(anatomy, mapping, wanted - rows) if hf == "wpe.weight" else 0
+            mapping.homes[hf] = (node,), Rows(rows, wanted, pattern, start)
+
+
+def _first_row(anatomy: Anatomy, mapping: Homes, spare: int) -> int:
+    """Which row of a position table with spare rows the first token gets, as 2 in OPT."""
+    if spare <= 0 or "wte.weight" not in mapping.homes:
+        return 0
+    (table,), _ = mapping.homes["wte.weight"]
+    (positions,), _ = mapping.homes["wpe.weight"]
+    found = embedding_of(anatomy.graph, anatomy.embed, table, positions)
+    first = found.offset if found is not None else None
+    return first if first is not None and 0 <= first <= spare else 0

@@ -10,7 +10,7 @@ from torch.fx import Node
 from compat.adapt.mapping.homes import Homes
 from compat.adapt.tracing.graph import Graph
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.layout import HEAD
+from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.errors import NameMapError
 from compat.rearrange import Fused
 
@@ -60,6 +60,8 @@ def keep_what_fits(graph: Graph, mapping: Homes, checkpoint: Checkpoint) -> Lost
             continue
         del mapping.homes[hf]
     tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    if HEAD in checkpoint.infos.keys() - tied and not {HEAD} & {*mapping.homes, *lost.shapes}:
+        lost.shared[HEAD] = EMBEDDING  # the model ties its head
     lost.names = [hf for hf in checkpoint.infos if hf not in mapping.homes and hf not in tied]
     return lost
 
