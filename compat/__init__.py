@@ -27,7 +27,15 @@ from compat.generation import (
 from compat.inspection import Inspection, inspect_checkpoint
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
 from compat.name_map import NameMap, Row, Same, Split, Transpose
-from compat.ops import Fused, Part, Rearrange, Rows
+from compat.ops import (
+    Affine,
+    Fused,
+    Part,
+    Rearrange,
+    Reparametrized,
+    Rows,
+    WeightNorm,
+)
 from compat.parity import ParityReport, check_parity
 from compat.saving import save_pretrained
 from compat.taps import Tap
@@ -36,6 +44,7 @@ from compat.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "AdaptError",
     "Adaptation",
+    "Affine",
     "CheckpointError",
     "CompatError",
     "Completion",
@@ -54,6 +63,7 @@ __all__ = [
     "Part",
     "PlainBlocks",
     "Rearrange",
+    "Reparametrized",
     "Row",
     "Rows",
     "Same",
@@ -64,6 +74,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "Transpose",
+    "WeightNorm",
     "adapt",
     "check_parity",
     "generate",

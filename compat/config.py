@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ DTYPES = {
 # Beyond this PyTorch has no tensor, and no position or id for one.
 _MOST = 2**31 - 1
 
+# Fields that enter neither shapes nor arithmetic, and that frameworks set on a model's config.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-@dataclass(kw_only=True, unsafe_hash=True)  # safe: no field ever changes
+
+@dataclass(kw_only=True, unsafe_hash=True)  # safe: no field that is hashed ever changes
 class GPT2Config:
     """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
 
@@ -71,9 +74,11 @@ class GPT2Config:
     `layer_norm_bias` are ours: False leaves these biases out, as some hand-written blocks do.
 
     Fields cannot be changed, since models that were built from a config would contradict it;
-    `dataclasses.replace(config, n_layer=2)` makes another config. Frameworks may set any other
-    attribute, such as `use_cache`. Such attributes are kept, copied and pickled, and do not take
-    part in comparison, hashing, `asdict`, `replace` or `to_hf_dict`.
+    `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
+    `eos_token_id` and `pad_token_id` may be set, to ids of the vocabulary or None: they enter
+    neither shapes nor arithmetic. Frameworks may set any other attribute, such as `use_cache`.
+    Such attributes are kept, copied and pickled, and do not take part in comparison, hashing,
+    `asdict`, `replace` or `to_hf_dict`.
 
     Raises:
         ConfigError: a field has the wrong type or lies out of range, or is assigned another value.
@@ -94,28 +99,28 @@ class GPT2Config:
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
-    pad_token_id: int | None = None
+    bos_token_id: int | None = field(default=50256, hash=False)
+    eos_token_id: int | tuple[int, ...] | None = field(default=50256, hash=False)
+    pad_token_id: int | None = field(default=None, hash=False)
     qkv_bias: bool = True
     layer_norm_bias: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, accepted = getattr(self, field.name), _TYPES[str(field.type)]
+        for own in fields(self):
+            value, accepted = getattr(self, own.name), _TYPES[str(own.type)]
             # In Python True is an int; in a config it is a mistake.
             if not isinstance(value, accepted) or (
                 isinstance(value, bool) and bool not in accepted
             ):
                 raise ConfigError(
-                    f"config field {field.name!r} is {short_repr(value)}; expected {field.type}"
+                    f"config field {own.name!r} is {short_repr(value)}; expected {own.type}"
                 )
         if not all(type(token_id) is int for token_id in self.stop_ids):
             raise ConfigError(
                 f"config field 'eos_token_id' is {short_repr(self.eos_token_id)}; expected whole "
                 f"numbers"
             )
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in _TOKEN_IDS:
             value = getattr(self, name)
             if any(abs(token_id) > _MOST for token_id in _as_ids(value)):
                 raise ConfigError(
@@ -148,12 +153,29 @@ class GPT2Config:
         if name in vars(self) and self._is_ours(name):
             current = getattr(self, name)
             if type(value) is not type(current) or value != current:
-                raise _read_only(name)
+                if name not in _TOKEN_IDS:
+                    raise _read_only(name)
+                value = self._checked_ids(name, value)
         elif self._is_ours(name) and name not in self.__dataclass_fields__:
             raise _read_only(name)
         super().__setattr__(name, value)
 
+    def _checked_ids(self, name: str, value: Any) -> int | tuple[int, ...] | None:
+        """What a framework sets the ids of a special token to."""
+        several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
+        ids = tuple(value) if several else () if value is None else (value,)
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
+            kinds = "an id, a list of ids" if name == "eos_token_id" else "an id"
+            raise ConfigError(
+                f"config field {name!r} cannot be set to {short_repr(value)}; expected {kinds} or "
+                f"None; "
+                f"the vocabulary has ids 0 to {self.vocab_size - 1}"
+            )
+        return ids if several else value
+
     def __delattr__(self, name: str) -> None:
+        if name in _TOKEN_IDS:
+            raise _ReadOnlyError(f"config field {name!r} cannot be removed; set it to None")
         if self._is_ours(name):
             raise _read_only(name)
         super().__delattr__(name)
@@ -226,7 +248,7 @@ class GPT2Config:
                         f"and {short_repr(value)} as {given!r}"
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
-        names = {field.name for field in fields(cls)}
+        names = {own.name for own in fields(cls)}
         unknown = sorted(k for k, v in known.items() if k not in names | IGNORED and v)
         if unknown:
             found = listed([f"{short_repr(name)} = {short_repr(known[name])}" for name in unknown])

@@ -21,6 +21,7 @@ from compat.decoding.transformer import Transformer
 from compat.errors import ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import GenerateOptions, generate, stream
+from compat.generation.checks import is_integer
 from compat.layers import as_ids
 from compat.name_map import NameMap
 
@@ -133,14 +134,22 @@ class Engine:
         speculate: Literal["int8", "lookup"] | None = None,
     ) -> None:
         """Read the weights by Hugging Face's names, and pack them."""
-        precision: Any = str(dtype).removeprefix("torch.")
-        if precision not in ("float32", "bfloat16", "int8"):
-            raise ConfigError(f"dtype is {dtype!r}; expected 'float32', 'bfloat16' or 'int8'")
-        if speculate not in (None, "int8", "lookup"):
-            raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
-        if max_batch is not None and max_batch < 1:
-            raise ConfigError(f"max_batch is {max_batch}; expected 1 or more, or None")
-        self.dtype: Precision = precision
+        precision: Any = dtype
+        if isinstance(dtype, torch.dtype):
+            precision = str(dtype).removeprefix("torch.")
+        if not isinstance(precision, str) or precision not in ("float32", "bfloat16", "int8"):
+            raise ConfigError(
+                f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'"
+            )
+        if not isinstance(speculate, str | None) or speculate not in (None, "int8", "lookup"):
+            raise ConfigError(
+                f"speculate is {short_repr(speculate)}; expected 'int8', 'lookup' or None"
+            )
+        if max_batch is not None and (not is_integer(max_batch) or max_batch < 1):
+            raise ConfigError(
+                f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more, or None"
+            )
+        self.dtype: Any = precision
         self.max_batch, self.speculate = max_batch, speculate
         self.device = _usable(device)
         if compile and (speculate or self.device.type != "cpu"):
@@ -241,6 +250,8 @@ def _usable(device: str | torch.device) -> torch.device:
     Raises:
         ConfigError: the device is unknown, or missing.
     """
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device is {short_repr(device)}; expected a torch.device or its name")
     try:
         there = torch.zeros(1, device=device)
         there.cpu()  # which "meta" cannot do

@@ -57,24 +57,29 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Split:
-    """Equal parts along the last axis (fused q, k, v), each transposed if `transpose` says so."""
+    """Equal parts along one axis, each transposed if `transpose` says so.
+
+    Along the last axis these are fused q, k and v; along the first, an output projection by heads.
+    """
 
     parts: int
     transpose: bool = False
+    dim: int = -1
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        if tensor.shape[-1] % self.parts:
+        if tensor.shape[self.dim] % self.parts:
             raise NameMapError(
                 f"cannot split shape {list(tensor.shape)} into {self.parts} equal parts"
             )
-        pieces = tensor.chunk(self.parts, dim=-1)
+        pieces = tensor.chunk(self.parts, dim=self.dim)
         return tuple((p.t() if self.transpose else p).contiguous() for p in pieces)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=-1)
+        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=self.dim)
 
     def __str__(self) -> str:
-        return f"split in {self.parts}" + (", transpose" if self.transpose else "")
+        by_rows = " by rows" if self.dim == 0 else ""
+        return f"split in {self.parts}{by_rows}" + (", transpose" if self.transpose else "")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,41 @@ def test_a_gated_model_with_gpt2s_names_is_called_so(
     torch.save({"model": content, "model_args": {}} if "ck" in name else content, tmp_path / name)
     with pytest.raises(CheckpointError, match=r"is not a GPT-2: .*h\.\{0…2\}\.mlp\.c_gate\.weight"):
         load_pretrained(tmp_path)
+
+
+EXTRA = {
+    "a gate": {"mlp.gate_proj.weight": (24, 96)},
+    "a gate and an up projection": {
+        "mlp.gate_proj.weight": (24, 96),
+        "mlp.up_proj.weight": (24, 96),
+    },
+    "a second projection": {"mlp.c_fc2.weight": (24, 96)},
+    "norms of queries and keys": {"attn.k_norm.weight": (6,), "attn.q_norm.weight": (6,)},
+    "cross-attention": {"crossattention.c_attn.weight": (24, 48)},
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"n_embd": 48}, {"n_layer": 9}, {"n_head": 5}], ids=str)
+@pytest.mark.parametrize("extra", EXTRA)
+def test_more_in_every_block_than_gpt2_has_beside_a_complete_config(
+    write: Write, state: State, extra: str, config: dict[str, Any]
+) -> None:
+    more = {
+        f"transformer.h.{i}.{name}": torch.randn(shape)
+        for i in range(3)
+        for name, shape in EXTRA[extra].items()
+    }
+    folder = write({**state, **more}, **config)
+    names = ".*".join(f"h\\.{{0…2}}\\.{re.escape(name)}" for name in EXTRA[extra])
+    with pytest.raises(CheckpointError, match=f"is not a GPT-2: .*{names}"):
+        load_pretrained(folder)
+    assert "is not a GPT-2: " in str(inspect_checkpoint(folder).error)
+
+
+def test_a_tensor_too_many_in_one_block_is_left_over(write: Write, state: State) -> None:
+    folder = write({**state, "transformer.h.1.mlp.gate_proj.weight": torch.randn(24, 96)})
+    with pytest.raises(CheckpointError, match=r"1 left over: h\.1\.mlp\.gate_proj\.weight"):
+        load_pretrained(folder)
 
 
 def test_what_is_missing_is_named_before_the_number_of_heads_is_asked_for(

@@ -18,6 +18,7 @@ from compat.checkpoint.layout import (
     Shape,
     expected_shapes,
     foreign_names,
+    in_every_block,
     mask_buffers,
     missing_templates,
 )
@@ -42,13 +43,17 @@ def check_family(weights: Path, names: Collection[str], facts_known: bool) -> No
         weights: the file, for the message.
         names: of its tensors.
         facts_known: whether a config of Hugging Face's states the sizes; then it is left to
-            `check_tensors` to list single tensors that are missing or left over.
+            `check_tensors` to list tensors that are missing, or left over in some of the blocks.
 
     Raises:
         CheckpointError: the file is not a GPT-2's.
     """
     foreign, missing = foreign_names(names), missing_templates(names)
-    if not (foreign and missing if facts_known else foreign or missing):
+    if facts_known:
+        differs = foreign and (missing or in_every_block(foreign, names))
+    else:
+        differs = foreign or missing
+    if not differs:
         return
     found = [kind for kind, parts in _KINDS.items() if any(p in n for p in parts for n in foreign)]
     faults = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection
 
 from compat.config import GPT2Config
@@ -77,6 +78,18 @@ def missing_templates(names: Collection[str]) -> list[str]:
     """Weights, such as `h.{i}.mlp.c_fc.weight`, that every GPT-2 has and that none of these is."""
     there = {_template(name) for name in names}
     return [name for name in _NEEDED if name not in there]
+
+
+def in_every_block(names: Collection[str], among: Collection[str]) -> list[str]:
+    """Those of `names` whose likes are in every block that there is, of two blocks or more.
+
+    Args:
+        names: of tensors of one kind.
+        among: the names of all tensors.
+    """
+    blocks = {name.split(".")[1] for name in among if _template(name) != name}
+    counts = Counter(_template(name) for name in names if _template(name) != name)
+    return [name for name in names if counts[_template(name)] == len(blocks) > 1]
 
 
 def _template(name: str) -> str:

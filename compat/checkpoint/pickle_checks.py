@@ -42,6 +42,7 @@ _EFFECTS = {
 }
 _OF_LISTS = set("PROTO EMPTY_LIST MARK BINUNICODE BINPUT LONG_BINPUT APPEND APPENDS STOP".split())
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PROTOCOL = 2  # that torch.save writes; of others torch.load warns
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ def _count_keys(data: bytes) -> int:
 
 def _check_argument(name: str, argument: object) -> None:
     """Nothing but tensors is named; and whole numbers are short, for long ones can hash alike."""
+    if name == "PROTO" and argument != _PROTOCOL:
+        raise ValueError(
+            f"its pickle has protocol {argument}, and torch.save writes protocol {_PROTOCOL}; "
+            "save it again without pickle_protocol"
+        )
     if name == "GLOBAL" and not _is_known(str(argument)):
         raise ValueError(
             f"it asks for {str(argument).replace(' ', '.')!r}, which is not run; "
@@ -168,7 +174,7 @@ def _is_known(name: str) -> bool:
     """A tensor's or storage's type, or what puts tensors together."""
     module, _, attribute = name.partition(" ")
     if module in ("torch", "torch.storage") and attribute.endswith("Storage"):
-        return attribute.isidentifier()
+        return attribute.isidentifier() and not attribute.startswith("Q")  # of quantized tensors
     return name in _KNOWN or (module == "torch" and attribute in _DTYPES)
 
 
@@ -189,6 +195,10 @@ def _pickle_in_zip(file: BinaryIO, most: int) -> bytes:
             raise ValueError(
                 f"in its archive {listed(odd, 3)} are compressed or folders, as torch.save has "
                 "none; load it and save it again with PyTorch"
+            )
+        if any(entry.filename.lower().endswith("/constants.pkl") for entry in entries):
+            raise ValueError(
+                "it is a TorchScript program, which is not run; save the state_dict() of the model"
             )
         # PyTorch finds it in upper case too.
         pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]

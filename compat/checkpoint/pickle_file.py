@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,15 @@ class PickleFile:
 
 def _unpickled(path: Path, most: int) -> tuple[Any, OldStyle | None]:
     """What is in the file, and where an old-style one has its data."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            old_style = check_pickled(path, most)
-        except Exception as error:  # a damaged archive makes zipfile raise nearly anything
-            raise _unreadable(path, str(error)) from error
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True), old_style
-        except Exception as error:  # and the unpickler too; its texts advise to run the code
-            reason = f"damaged, or holding other objects ({type(error).__name__})"
-            raise _unreadable(path, reason) from error
+    try:
+        old_style = check_pickled(path, most)
+    except Exception as error:  # a damaged archive makes zipfile raise nearly anything
+        raise _unreadable(path, str(error)) from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True), old_style
+    except Exception as error:  # and the unpickler too; its texts advise to run the code
+        reason = f"damaged, or holding other objects ({type(error).__name__})"
+        raise _unreadable(path, reason) from error
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

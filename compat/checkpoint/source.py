@@ -28,7 +28,7 @@ from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, tr
 from compat.checkpoint.layout import most_bytes
 from compat.checkpoint.names import CONFIG
 from compat.config import GPT2Config
-from compat.errors import CheckpointError, ConfigError, lines
+from compat.errors import CheckpointError, ConfigError, lines, short_repr
 
 
 @dataclass
@@ -163,6 +163,8 @@ def checked(
     n_head: int | None = None,
 ) -> Checkpoint:
     """The checkpoint in files that are open, once it has proved to be one."""
+    if n_head is not None and type(n_head) is not int:
+        raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more")
     stored, model_args = by_name(files), model_args_of(files)
     kind = kind_of(model_args, beside, stored)
     check_family(weights, stored, facts_known=kind == HUGGING_FACE and beside is not None)

@@ -17,18 +17,19 @@ from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     MAX_SEED,
     DialectName,
-    DialectOption,
     DtypeOption,
     JsonOption,
     MmapOption,
     ModelOption,
     NHeadOption,
+    OwnBlocksOption,
     RevisionOption,
     VerifyOption,
     console,
     handle_errors,
     note,
     print_json,
+    refuse,
 )
 from compat.cli.generate_options import PrecisionName
 from compat.cli.tables import print_table
@@ -61,7 +62,7 @@ HtmlOption = Annotated[
 @handle_errors
 def parity_command(
     model: ModelOption = "demo",
-    dialect: DialectOption = DialectName.linear,
+    dialect: OwnBlocksOption = None,
     every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
     engine: Annotated[
         PrecisionName | None,
@@ -69,8 +70,12 @@ def parity_command(
     ] = None,
     dtype: DtypeOption = None,
     text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random ids.", min=0, max=MAX_SEED)] = 0,
-    batch: Annotated[int, typer.Option(help="Sequences of random ids.", min=1)] = 2,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random ids; default 0.", min=0, max=MAX_SEED)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of random ids; default 2.", min=1)
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(help="Ids a sequence; default 128, or 32 from 500M parameters on.", min=1),
@@ -87,6 +92,27 @@ def parity_command(
 
     Exit code 0: they do. 1: they do not, and the table says from where on.
     """
+    own_ids = {"--seed": seed, "--batch": batch, "--length": length}
+    one_of = "exclude each other; give one of them"
+    refuse(
+        [
+            *(
+                (
+                    text is not None and value is not None,
+                    f"--text and {name}, of random ids, {one_of}",
+                )
+                for name, value in own_ids.items()
+            ),
+            (every and dialect is not None, f"--all and --dialect {one_of}"),
+            (engine is not None and every, f"--engine and --all {one_of}"),
+            (engine is not None and dialect is not None, f"--engine and --dialect {one_of}"),
+            (
+                engine is not None and dtype is not None,
+                f"--engine, a precision, and --dtype {one_of}",
+            ),
+            (as_json and quiet, f"--json and --quiet {one_of}"),
+        ]
+    )
     checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
@@ -94,8 +120,9 @@ def parity_command(
             f"give at most {context}",
             param_hint="--length",
         )
-    input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
-    models: list[str | Engine] = [d.value for d in DialectName] if every else [dialect.value]
+    input_ids = random_ids(checkpoint, seed or 0, batch or 2, length) if text is None else None
+    dialects = list(DialectName) if every else [dialect or DialectName.linear]
+    models: list[str | Engine] = [one.value for one in dialects]
     if engine is not None:
         models = [Engine.from_pretrained(checkpoint, dtype=engine.value)]
     reports = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ class CompiledTransformer(Transformer):
     """
 
     def __init__(self, *arguments: Any) -> None:
+        _import_compiler()
         from torch._inductor import config  # an import of a second
 
         super().__init__(*arguments)
@@ -66,3 +68,16 @@ class CompiledTransformer(Transformer):
         """
         alone = batch == 1 and cache.kv.is_contiguous()
         return alone and start + 1 < len(self.positions) and self.attention is nullcontext
+
+
+def _import_compiler() -> None:
+    """Import the module of torch's compiler that warns about itself, even if warnings are errors.
+
+    Only then the warning filters of the process are changed, during one import.
+    """
+    try:
+        import torch.utils.mkldnn
+    except DeprecationWarning:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            import torch.utils.mkldnn  # noqa: F401

@@ -10,8 +10,8 @@ treats both as constants when it freezes weights.
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -171,19 +171,29 @@ def int8_weight_only(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return (Int8 if weight.shape[0] % 32 else Int8WeightOnly)(weight, bias)
 
 
+def _quantized_tensor(qweight: Tensor, scale: Tensor) -> Tensor:
+    """A weight as torch's own quantized tensor, which torch warns it will remove."""
+    zeros = torch.zeros_like(scale, dtype=torch.long)
+    return torch._make_per_channel_quantized_tensor(qweight, scale.double(), zeros, 0)
+
+
+def _without_warnings(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function without the warnings of the C++ code that it calls.
+
+    Python drops the warnings of a frame whose module has no name. The filters of `warnings` belong
+    to the process, and threads that change them at the same time can leave them changed.
+    """
+    return FunctionType(function.__code__, {**function.__globals__, "__name__": None})
+
+
 class Int8DynamicActivations(nn.Module):
     """int8 weights and int8 activations with one scale for all rows, for drafts of one row."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.quantized
-        qweight, scale = quantize(weight)
-        with warnings.catch_warnings():  # torch announces the end of its quantized tensors
-            warnings.simplefilter("ignore")
-            tensor = torch._make_per_channel_quantized_tensor(
-                qweight, scale.double(), torch.zeros_like(scale, dtype=torch.long), 0
-            )
-            self.packed = ops.linear_prepack(tensor, None if bias is None else bias.float())
+        tensor = _without_warnings(_quantized_tensor)(*quantize(weight))
+        self.packed = ops.linear_prepack(tensor, None if bias is None else bias.float())
         self.multiply = ops.linear_dynamic
 
     def forward(self, x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class Sampling:
         if self.repetition_penalty not in (None, 1):
             scores = _penalized(scores, seen, float(self.repetition_penalty or 1))
         if self.temperature > 0:
-            scores = scores / self.temperature
+            scores = scores / float(self.temperature)
         if not all_finite(scores):
             self._raise_not_finite(logits)
         if self.suppress_tokens:
