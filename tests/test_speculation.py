@@ -21,6 +21,7 @@ from compat.decoding.speculative import (
     SpeculativeDecoder,
     greedy,
 )
+from compat.decoding.transformer import Transformer
 from compat.engine import Engine
 from tests.conftest import MakeCheckpoint
 
@@ -79,6 +80,9 @@ class Speculating:
             def __call__(_, *arguments: Any) -> Tensor:
                 self.passes += 1
                 return transformer(*arguments)
+
+            def prefill(passing, *arguments: Any) -> Tensor:
+                return Transformer.prefill(passing, *arguments)  # type: ignore[arg-type]
 
         self.speculative.transformer = Passing()  # type: ignore[assignment]
 
