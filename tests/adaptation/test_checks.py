@@ -1,4 +1,4 @@
-"""What cannot be adapted is refused before it is run, with what to pass instead."""
+"""`check_model` accepts modules only, and its errors say what to pass instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compat import AdaptError
-from compat.adaptation.tracing.checks import check_model
+from compat.adaptation.tracing.calling import check_model
 
 
 class Model(nn.Linear):
@@ -27,7 +27,7 @@ def lazy() -> nn.Module:
         (lambda ids: ids, ["the function", "nn.Module"]),
         (torch.nn.functional.gelu, ["the function gelu"]),
         (Model, ["the class Model", "Model()"]),
-        (Model().state_dict(), ["OrderedDict of 2 entries", "load it into its model"]),
+        (Model().state_dict(), ["OrderedDict of 2 entries", "Load it into its model"]),
         ({"weight": torch.ones(2)}, ["dict of 1 entries"]),
         ("gpt2", ["a value of type str"]),
         (None, ["a value of type NoneType"]),
@@ -37,12 +37,12 @@ def lazy() -> nn.Module:
         (lazy(), ["lazy modules"]),
     ],
 )
-def test_what_is_refused(value: Any, words: list[str]) -> None:
+def test_other_values_raise(value: Any, words: list[str]) -> None:
     with pytest.raises(AdaptError) as caught:
         check_model(value)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_model_is_taken() -> None:
+def test_models_are_accepted() -> None:
     check_model(Model())
     check_model(Model().half())

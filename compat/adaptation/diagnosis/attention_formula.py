@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.mapping.assignments import Attention
-from compat.adaptation.mapping.views import View, token_view
+from compat.adaptation.mapping.linear_maps import View, token_view
 from compat.adaptation.tracing.graph import Graph
 
 

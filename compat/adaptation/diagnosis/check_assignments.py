@@ -12,7 +12,7 @@ import torch
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import ModifiedReference
-from compat.adaptation.mapping.fit import Unmatched
+from compat.adaptation.mapping.assignments import Unmatched
 from compat.adaptation.tracing.graph import Place
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed

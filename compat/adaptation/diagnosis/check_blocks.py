@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from compat.adaptation.anatomy.placement import deviating_layers
+from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
 from compat.adaptation.diagnosis.formulas import Activation, activation_of

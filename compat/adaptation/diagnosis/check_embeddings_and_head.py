@@ -8,9 +8,9 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.check_attention import torch_built
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext, sizes_of
 from compat.adaptation.diagnosis.modified_reference import ModifiedReference
-from compat.adaptation.mapping.embedding import embedding_of
+from compat.adaptation.mapping.assignments import embedding_of
 from compat.adaptation.tracing.graph import MOVES, kind
-from compat.adaptation.tracing.output_head import CUTS
+from compat.adaptation.tracing.rewrites import CUTS
 from compat.ops import Rows
 
 # Operations that draw random numbers, but for those of dropout.

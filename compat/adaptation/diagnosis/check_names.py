@@ -10,7 +10,7 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.check_assignments import owner_of
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.mapping.role_names import ROLES
+from compat.adaptation.mapping.by_calls import ROLES
 from compat.adaptation.tracing.graph import Place
 from compat.ops import Fused
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.parts import Anatomy, Layer
-from compat.adaptation.anatomy.placement import NormPlaces
+from compat.adaptation.anatomy.dissect import Anatomy, Layer
+from compat.adaptation.anatomy.norms import NormPlaces
 from compat.adaptation.diagnosis.modified_reference import ModifiedReference
 from compat.adaptation.mapping.assignments import Assignments
 from compat.adaptation.result import Severity

@@ -23,7 +23,7 @@ from compat.adaptation.diagnosis.check_embeddings_and_head import (
 from compat.adaptation.diagnosis.check_names import of_names
 from compat.adaptation.diagnosis.check_norms import of_norms
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.mapping.fit import Unmatched
+from compat.adaptation.mapping.assignments import Unmatched
 
 
 def _examined(

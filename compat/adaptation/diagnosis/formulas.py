@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from compat.adaptation.mapping.views import token_view
+from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
