@@ -1,4 +1,4 @@
-"""How a user's model is called, and where the logits are in its output."""
+"""Which models are accepted, how they are called, and where the logits are in their output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compat import AdaptError
-from compat.adaptation.tracing.calling import find_signature
+from compat.adaptation.tracing.calling import check_model, find_signature
 from compat.parity.outputs import find_logits
 
 IDS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -167,3 +167,42 @@ def test_a_model_without_logits_raises(cls: Callable[[], Plain], words: list[str
     for text in words:
         assert text in str(caught.value)
     assert model.training
+
+
+# Which models are accepted.
+
+
+class Model(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(2), Model())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda ids: ids, ["the function", "nn.Module"]),
+        (torch.nn.functional.gelu, ["the function gelu"]),
+        (Model, ["the class Model", "Model()"]),
+        (Model().state_dict(), ["OrderedDict of 2 entries", "Load it into its model"]),
+        ({"weight": torch.ones(2)}, ["dict of 1 entries"]),
+        ("gpt2", ["a value of type str"]),
+        (None, ["a value of type NoneType"]),
+        (nn.GELU(), ["GELU has no parameters", "nn.ModuleList"]),
+        (nn.Sequential(Model(), Model().bfloat16()), ["bfloat16, torch.float32", "one data type"]),
+        (Model().to("meta"), ["on meta", "CPU"]),
+        (lazy(), ["lazy modules"]),
+    ],
+)
+def test_check_model_refuses_other_values(value: Any, words: list[str]) -> None:
+    with pytest.raises(AdaptError) as caught:
+        check_model(value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_check_model_accepts_models() -> None:
+    check_model(Model())
+    check_model(Model().half())

@@ -75,7 +75,7 @@ def test_equal_operations_are_merged() -> None:
     assert sum("sin" in node.name for node in graph.nodes) == 1
 
 
-# Norms: the formula is found for every way to write it.
+# Norms: the formula is found however the norm is written.
 
 
 def sizes(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ STYLES = [
     "nano", "mingpt", "book", "tf_port", "megatron", "lens", "mha", "annotated", "scratch",
     "cached", "functional", "hub_style", "conv_proj", "wrappers", "flat",
 ]  # fmt: skip
-# Common names, which are given to the wrong things at random.
+# Common names, assigned at random.
 MISLEADING = """
     wte wpe ln_1 ln_2 ln_f attn mlp c_attn c_proj c_fc lm_head query key value q_proj k_proj v_proj
     W_query W_key W_value out_proj norm norm1 norm2 final_norm dropout embedding positions head
@@ -33,14 +33,14 @@ quick = settings(derandomize=True, deadline=None, phases=[Phase.generate], datab
 
 def strange(seed: int) -> Callable[[], str]:
     """Unique names without a meaning."""
-    generator, taken = random.Random(seed), set[str]()
+    generator, used = random.Random(seed), set[str]()
 
     def fresh() -> str:
         while True:
             letters = generator.choices("abcdefghijklmnopqrstuvwxyz_", k=generator.randint(2, 9))
-            name = "z" + "".join(letters)  # no keyword begins with z
-            if name not in taken:
-                taken.add(name)
+            name = "z" + "".join(letters)  # no keyword starts with z
+            if name not in used:
+                used.add(name)
                 return name
 
     return fresh

@@ -130,7 +130,7 @@ def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
 
 
 def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
-    """The formula, measured on inputs of several magnitudes; None if it is no known norm."""
+    """The formula, measured on inputs of several magnitudes; None if no such formula fits."""
     axis = len(size(norm.start)) - 1
     run = own_formula(graph, norm)
     x = _sample(norm.start) + 0.7

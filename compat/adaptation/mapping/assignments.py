@@ -116,17 +116,18 @@ def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -
     traced: dict[int, dict[str, Assignment]] = {}
     for i, layer in enumerate(anatomy.layers):
         attention = _attention(anatomy, layer, i)
-        pairs, twin = None, 0
-        for twin in traced:
-            if (pairs := _paired_parameters(anatomy, twin, i)) is not None:
+        pairs: dict[Node, Node] | None = None
+        equal = 0
+        for equal in traced:
+            if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
                 break
         if pairs is None:
             own = traced[i] = _assign_layer(anatomy, layer, i, attention)
         else:
             own = {hf: (tuple(pairs[node] for node in nodes), op)
-                   for hf, (nodes, op) in traced[twin].items()}  # fmt: skip
+                   for hf, (nodes, op) in traced[equal].items()}  # fmt: skip
             views = {name: getattr(attention, name) for name in ("q", "k", "v", "heads")}
-            attention = replace(found.attentions[twin], **views)
+            attention = replace(found.attentions[equal], **views)
         found.attentions.append(attention)
         found.by_tensor.update({f"h.{i}.{hf}": assignment for hf, assignment in own.items()})
     for hf, norm in places.named.items():

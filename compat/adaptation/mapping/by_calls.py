@@ -166,6 +166,6 @@ def _branch_rows(layer: str, called: Sequence[Called], names: tuple[str, str]) -
 
 
 def _role(one: Called) -> str:
-    """Which of q, k and v the module's own name stands for."""
+    """Which of q, k and v the module is by its name; "q" for any other name."""
     last = one[0].rpartition(".")[2]
     return next((role for role, pattern in ROLES.items() if pattern.search(last)), "q")

@@ -176,9 +176,8 @@ def _graph(
         ids: (B, T) that it was traced with.
         values: of parameters, buffers and constants.
         names: of parameters and buffers.
-        dropouts: nodes of dropout that decompositions have removed from the graph.
+        dropouts: nodes of dropout that decompositions may have replaced.
     """
-    dropouts = [node for node in graph.nodes if _drops(node)] or dropouts
     *_, inputs = (node for node in graph.nodes if node.op == "placeholder" and node not in values)
     _merge_repeats(graph)
     output: Any = next(node for node in graph.nodes if node.op == "output").args[0]
@@ -195,7 +194,7 @@ def _graph(
         output=output,
         shape=(ids.shape[0], ids.shape[1]),
         buffers={node: name for node, name in ours.items() if names[node] not in parameters},
-        dropouts=dropouts,
+        dropouts=[node for node in graph.nodes if _drops(node)] or dropouts,
         example=ids,
     )
 
@@ -265,7 +264,7 @@ def _inline(module: GraphModule, region: Node) -> None:
 
 def _needs_decomposition(node: Node) -> bool:
     """Whether an operation works in place, or opens or closes a level of `torch.vmap`."""
-    in_place = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    in_place = bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
     return in_place or getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 

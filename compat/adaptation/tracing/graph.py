@@ -173,9 +173,9 @@ class Graph:
         for node, found in self.derived.items():
             self.values[node] = found.op.save(found.values)
 
-    def between(self, ends: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        """The nodes that compute `ends` from the values of `cuts`, live or not, in order."""
-        cuts, stack, seen = set(cuts), list(ends), set()
+    def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
+        """The nodes that compute `targets` from the values of `cuts`, live or not, in order."""
+        cuts, stack, seen = set(cuts), list(targets), set()
         while stack:
             node = stack.pop()
             if node not in seen and node not in cuts:
@@ -183,29 +183,29 @@ class Graph:
                 stack += node.all_input_nodes
         return sorted(seen, key=self.order.__getitem__)
 
-    def parameters_between(self, ends: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        return [node for node in self.between(ends, cuts) if node in self.names]
+    def parameters_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
+        return [node for node in self.between(targets, cuts) if node in self.names]
 
     def run(
         self,
-        ends: Iterable[Node],
+        targets: Iterable[Node],
         known: Values,
         parameters: Callable[[Node], Tensor] | None = None,
         double: bool = True,
         finite: bool = False,
     ) -> list[Tensor]:
-        """The values of `ends`, computed from known values; in float64 unless `double` is False.
+        """Compute the values of `targets` from known values.
 
         Args:
-            ends: the nodes whose values are returned.
+            targets: the nodes whose values are returned.
             known: values that replace the computation of their nodes.
             parameters: gives the value of each parameter instead of the model's own.
-            double: compute in float64, whatever data types the graph names.
+            double: compute in float64 instead of the float32 that the graph names.
             finite: replace NaN by zero in every result.
         """
-        ends, env = list(ends), dict(known)
+        targets, env = list(targets), dict(known)
         env.setdefault(self.input, self.example)
-        for node in self.between(ends, known):
+        for node in self.between(targets, known):
             if node in self.names and parameters is not None:
                 env[node] = parameters(node)
             elif node in self.values:
@@ -215,7 +215,7 @@ class Graph:
                 env[node] = call(node, env, double)
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
-        return [env[node] for node in ends]
+        return [env[node] for node in targets]
 
     def place(self, node: Node) -> Place | None:
         """The innermost line of the user's code that computed a node."""
@@ -268,7 +268,7 @@ def live_users(graph: Graph, node: Node) -> list[Node]:
 
 
 def call(node: Node, env: Values, double: bool) -> Any:
-    """Execute one operation, with dropout off in any case."""
+    """Execute one operation, without dropout."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
