@@ -124,8 +124,9 @@ def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -
         if pairs is None:
             own = traced[i] = _assign_layer(anatomy, layer, i, attention)
         else:
-            own = {hf: (tuple(pairs[node] for node in nodes), op)
-                   for hf, (nodes, op) in traced[equal].items()}  # fmt: skip
+            own = {}
+            for hf, (nodes, op) in traced[equal].items():
+                own[hf] = tuple(pairs[node] for node in nodes), op
             views = {name: getattr(attention, name) for name in ("q", "k", "v", "heads")}
             attention = replace(found.attentions[equal], **views)
         found.attentions.append(attention)

@@ -271,8 +271,9 @@ def _part(content: Tensor, count: Tensor, n_head: int) -> Part | None:
     fused = count.view(count.shape[0] if count.ndim == 2 else 1, 3, n_head, -1)
     D = fused.shape[-1]
     flat = content.reshape(-1)
-    which = list(dict.fromkeys((flat // (n_head * D) % 3).tolist()))  # in order of occurrence
-    heads = list(dict.fromkeys((flat // D % n_head).tolist()))
+    # The different values in the order in which they occur.
+    which = list(dict.fromkeys((flat // (n_head * D) % 3).unique_consecutive().tolist()))
+    heads = list(dict.fromkeys((flat // D % n_head).unique_consecutive().tolist()))
     held = fused[:, which][:, :, heads]
     letters = "".join(x for x, n in zip("cqhd", held.shape, strict=True) if n > 1)
     axes = _layout(content, held.squeeze(), letters)
