@@ -14,24 +14,10 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import dissect
 from compat.adaptation.anatomy.parts import Anatomy
 from compat.adaptation.anatomy.placement import NormPlaces, place_norms
-from compat.adaptation.diagnosis import source as source_lines
-from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.diagnosis.counterfactual import nothing_to_explain
-from compat.adaptation.diagnosis.diagnose import deviations
-from compat.adaptation.diagnosis.findings import (
-    finding,
-    limits_of,
-    to_findings,
-    unexplained,
-    without_effect,
-)
-from compat.adaptation.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
-from compat.adaptation.diagnosis.proof import (
-    ask_witness,
-    end_to_end,
-    own_error,
-    parity_at_nodes,
-)
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.diagnose import diagnose
+from compat.adaptation.diagnosis.findings import limits_of, unexplained, untraced
+from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
 from compat.adaptation.mapping.assignments import Assignments, BatchFirst
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embedding import embedding_of
@@ -181,6 +167,7 @@ def _judged(
         mapping,
         config,
         weights,
+        lost,
         last_only=last_only,
         with_targets=isinstance(call, CallSignature) and call.targets,
         fixed_length=ids.shape[1] if ids.shape[1] == config.n_positions else None,
@@ -192,18 +179,7 @@ def _judged(
         taps = find_taps(anatomy, mapping, places)
         report = parity_at_nodes(reference, case, taps, ids, logits)
     with clock.stage("diagnose"):
-        found = deviations(case, lost)
-        if report is not None and report and not any(deviation.apply for deviation in found):
-            witness = nothing_to_explain(found)
-        else:
-            witness = ask_witness(case, found, reference, taps, ids, call)
-        findings = to_findings(found, witness, own_error(reference, ids))
-        findings += leftovers(case, taps, witness, findings, report, logits)
-        if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
-            findings = fused_kernels(findings, model, call, reference, case)
-        findings += left_in_training(model, call, training, ids)
-        if report:  # the reach of a proof that failed is of no use
-            findings = [without_effect(found) for found in findings] + limits_of(logits)
+        findings = diagnose(case, call, ids, training, reference, taps, report, logits)
     return Adaptation(
         model=type(model).__name__,
         source=checkpoint.source,
@@ -235,8 +211,7 @@ def _without_graph(
     with eval_mode(model):
         logits = {"logits": call(model, ids)}
     report = reference.report(type(model).__name__, ids, ["logits"], lambda forced: logits, proof)
-    deviation = Deviation("untraced", None, source_lines.named(str(error)), {"found": str(error)})
-    findings = [finding(deviation, "info", "")]
+    findings = [untraced(error)]
     if not report:
         words = "the logits differ from the reference's; without a graph the reason is not found"
         findings.insert(0, unexplained("logits", None, words, report.headline))
