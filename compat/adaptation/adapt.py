@@ -6,7 +6,7 @@ The five stages:
 2. Recognise: `Graph` → `Anatomy` and `NormPlaces`, in `_map` (anatomy/).
 3. Map: → `Assignments` and `Unmatched`, in `_map` (mapping/).
 4. Prove: weights are loaded, taps and logits compared → `ParityReport`, in `_judge`.
-5. Diagnose: → findings, in `_diagnose` (diagnosis/).
+5. Diagnose: → findings, in `diagnose` (diagnosis/).
 
 Where stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to a name map.
 """
@@ -24,24 +24,10 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Anatomy, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
-from compat.adaptation.diagnosis import source as source_lines
-from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.diagnosis.counterfactual import nothing_to_explain
-from compat.adaptation.diagnosis.diagnose import deviations
-from compat.adaptation.diagnosis.findings import (
-    finding,
-    limits_of,
-    to_findings,
-    unexplained,
-    without_effect,
-)
-from compat.adaptation.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
-from compat.adaptation.diagnosis.proof import (
-    ask_witness,
-    end_to_end,
-    own_error,
-    parity_at_nodes,
-)
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.diagnose import diagnose
+from compat.adaptation.diagnosis.findings import limits_of, unexplained, untraced
+from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
 from compat.adaptation.emit import to_name_map
 from compat.adaptation.mapping.assignments import (
     Assignments,
@@ -52,7 +38,7 @@ from compat.adaptation.mapping.assignments import (
     find_assignments,
 )
 from compat.adaptation.mapping.by_calls import map_by_calls
-from compat.adaptation.mapping.taps import Taps, find_taps
+from compat.adaptation.mapping.taps import find_taps
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
@@ -75,7 +61,7 @@ from compat.config import GPT2Config
 from compat.errors import AdaptError, CompatError
 from compat.loading import Source, fill, load_into
 from compat.name_map import NameMap
-from compat.parity import LogitsProof, ParityReport
+from compat.parity import ParityReport
 from compat.parity.check import HALF, Reference, in_float32, random_ids
 
 BY_HAND = (
@@ -251,6 +237,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         mapped.assignments,
         config,
         weights,
+        mapped.unmatched,
         last_only=mapped.last_only,
         with_targets=isinstance(run.call, CallSignature) and run.call.targets,
         fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
@@ -262,37 +249,8 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         taps = find_taps(mapped.anatomy, mapped.assignments, mapped.places)
         report = parity_at_nodes(reference, context, taps, run.ids, logits)
     with _timed(run.seconds, "diagnose"):
-        findings = _diagnose(
-            context, mapped.unmatched, run.call, run.ids, training, reference, taps, report, logits
-        )
+        findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
     return run.result(name_map, report, findings, mapped.unmatched.names)
-
-
-def _diagnose(
-    context: DiagnosisContext,
-    unmatched: Unmatched,
-    call: Forward,
-    ids: Tensor,
-    training: bool,
-    reference: Reference,
-    taps: Taps,
-    report: ParityReport | None,
-    logits: LogitsProof,
-) -> list[Finding]:
-    """What the model computes unlike GPT-2, on which line, and how to change it."""
-    found = deviations(context, unmatched)
-    if report is not None and report and not any(deviation.apply for deviation in found):
-        counterfactual = nothing_to_explain(found)
-    else:
-        counterfactual = ask_witness(context, found, reference, taps, ids, call)
-    findings = to_findings(found, counterfactual, own_error(reference, ids))
-    findings += leftovers(context, taps, counterfactual, findings, report, logits)
-    if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
-        findings = fused_kernels(findings, context.model, call, reference, context)
-    findings += left_in_training(context.model, call, training, ids)
-    if report:  # what a failed proof did not cover does not matter
-        findings = [without_effect(found) for found in findings] + limits_of(logits)
-    return findings
 
 
 def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
@@ -363,8 +321,7 @@ def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
         logits = {"logits": run.call(run.model, run.ids)}
     name = type(run.model).__name__
     report = reference.report(name, run.ids, ["logits"], lambda forced: logits, proof)
-    place = source_lines.named(str(error))
-    findings = [finding(Deviation("untraced", None, place, {"found": str(error)}), "info", "")]
+    findings = [untraced(error)]
     if not report:
         words = "the logits differ from the reference's; without a graph the reason is not found"
         findings.insert(0, unexplained("logits", None, words, report.headline))

@@ -184,15 +184,16 @@ def test_a_missing_checkpoint(tmp_path: Path, tiny: Path) -> None:
 def test_a_part_that_cannot_be_examined_is_reported_beside_the_comparison(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_mlp(case: object) -> list[object]:
+    def fails(context: object) -> list[object]:
         raise KeyError("no such node")
 
-    diagnose = import_module("compat.adaptation.diagnosis.diagnose")
-    monkeypatch.setattr(diagnose, "of_mlp", of_mlp)
+    registry = import_module("compat.adaptation.diagnosis.registry")
+    detectors = [(code, fails if code == "relu" else f) for code, f in registry.DETECTORS]
+    monkeypatch.setattr(registry, "DETECTORS", detectors)
     found = adapt(build_style("tf_port", tiny), tiny)
     messages = {finding.code: finding.message for finding in found.findings}
     assert messages.keys() == {"finite_mask", "unexamined"} and found.compatible
-    assert "mlp: KeyError" in messages["unexamined"]
+    assert "for relu (KeyError" in messages["unexamined"]
 
 
 def test_a_graph_of_an_unknown_form_asks_for_a_report(

@@ -261,19 +261,22 @@ def sized(**sizes: int) -> Build:
 
 # Each model, with a part of the message of every finding that is expected.
 FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
-    "width": (sized(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48; the checkpoint has 24"}),
-    "narrower": (sized(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12; the checkpoint has 24"}),
+    "width": (sized(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48, but the checkpoint has 24"}),
+    "narrower": (sized(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12, but the checkpoint has 24"}),
     "width in a config": (
         lambda: Configured({"d_model": 48, "vocab_size": 50}),
-        {"n_embd_mismatch": "d_model is 48; the checkpoint has 24", "vocab_mismatch": "of 50"},
+        {"n_embd_mismatch": "d_model is 48, but the checkpoint has 24", "vocab_mismatch": "of 50"},
     ),
     "width and vocabulary": (
         sized(emb_dim=48, vocab=128),
-        {"n_embd_mismatch": "emb_dim is 48", "vocab_mismatch": "128; the checkpoint's is 97"},
+        {"n_embd_mismatch": "emb_dim is 48", "vocab_mismatch": "128, but the checkpoint's is 97"},
     ),
     "width and layers": (
         sized(emb_dim=48, layers=2),
-        {"n_embd_mismatch": "emb_dim is 48", "n_layer_mismatch": "2 layers; the checkpoint has 3"},
+        {
+            "n_embd_mismatch": "emb_dim is 48",
+            "n_layer_mismatch": "2 layers, but the checkpoint has 3",
+        },
     ),
     "width and context": (
         sized(emb_dim=48, context=16),
@@ -293,7 +296,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     ),
     "layers": (sized(layers=1), {"n_layer_mismatch": "1 layers"}),
     "heads": (sized(heads=12), {"n_head_mismatch": "12 heads"}),
-    "inner width": (sized(inner=200), {"inner_dim": "200 wide; the checkpoint's is 96"}),
+    "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
         sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}
