@@ -69,7 +69,7 @@ def check(mutation: Mutation, path: Path, found: Adaptation) -> None:
         (f.line, f.source_line) for f in findings
     ]
     if CODES[mutation.code].severity == "breaks" and mutation.code not in NOT_CONFIRMED:
-        assert "confirmed" in findings[0].evidence
+        assert findings[0].evidence.startswith("confirmed: ")
 
 
 @pytest.mark.parametrize("mutation", TRIED, ids=name_of)
@@ -84,10 +84,11 @@ def test_a_deviation_is_reported_at_its_line(
     assert found.compatible is (not breaking)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_every_code_is_tested_in_at_least_two_styles(code: str) -> None:
-    styles = {mutation.style for mutation in TRIED if mutation.code == code}
-    assert len(styles) >= 2 or code in FEW_STYLES
+def test_every_code_is_tested_in_at_least_two_styles() -> None:
+    styles: dict[str, set[str]] = {code: set() for code in CODES}
+    for mutation in TRIED:
+        styles[mutation.code].add(mutation.style)
+    assert {code for code, found in styles.items() if len(found) < 2} <= FEW_STYLES.keys()
 
 
 def test_the_catalogue_has_no_unknown_codes_and_no_duplicates() -> None:

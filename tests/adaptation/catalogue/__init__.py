@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.adaptation.catalogue import (
     mutations_activation,
     mutations_embeddings_and_head,
@@ -27,11 +25,6 @@ MUTATIONS: list[Mutation] = [
 ]
 
 
-def mutated(mutation: Mutation, folder: Path) -> Path:
-    """Write the mutated file into `folder` and return its path."""
-    return composed(MODELS[mutation.style], [mutation], folder)
-
-
 __all__ = [
     "FOREIGN",
     "MODELS",
@@ -41,5 +34,4 @@ __all__ = [
     "Mutation",
     "composed",
     "load_class",
-    "mutated",
 ]
