@@ -1,73 +1,128 @@
-"""`adapt`: from somebody's module and a checkpoint to a mapping, a proof and a diagnosis."""
+"""`adapt`: map a user's module to a checkpoint, load it, prove parity and diagnose deviations.
+
+The five stages:
+
+1. Trace: module → `Graph`, in `_adapt` (tracing/).
+2. Recognise: `Graph` → `Anatomy` and `NormPlaces`, in `_map` (anatomy/).
+3. Map: → `Assignments` and `Unmatched`, in `_map` (mapping/).
+4. Prove: weights are loaded, taps and logits compared → `ParityReport`, in `_judge`.
+5. Diagnose: → findings, in `diagnose` (diagnosis/).
+
+Where stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to a name map.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import dissect
-from compat.adaptation.anatomy.parts import Anatomy
-from compat.adaptation.anatomy.placement import NormPlaces, place_norms
-from compat.adaptation.diagnosis import source as source_lines
-from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.diagnosis.counterfactual import nothing_to_explain
-from compat.adaptation.diagnosis.diagnose import deviations
-from compat.adaptation.diagnosis.findings import (
-    finding,
-    limits_of,
-    to_findings,
-    unexplained,
-    without_effect,
+from compat.adaptation.anatomy.dissect import Anatomy, dissect
+from compat.adaptation.anatomy.norms import NormPlaces, place_norms
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.diagnose import diagnose
+from compat.adaptation.diagnosis.findings import limits_of, unexplained, untraced
+from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
+from compat.adaptation.emit import to_name_map
+from compat.adaptation.mapping.assignments import (
+    Assignments,
+    BatchFirst,
+    Unmatched,
+    drop_misfits,
+    embedding_of,
+    find_assignments,
 )
-from compat.adaptation.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
-from compat.adaptation.diagnosis.proof import (
-    ask_witness,
-    end_to_end,
-    own_error,
-    parity_at_nodes,
-)
-from compat.adaptation.mapping.assignments import Assignments, BatchFirst
 from compat.adaptation.mapping.by_calls import map_by_calls
-from compat.adaptation.mapping.embedding import embedding_of
-from compat.adaptation.mapping.find import find_mapping
-from compat.adaptation.mapping.fit import Unmatched, keep_what_fits
-from compat.adaptation.mapping.rows import to_name_map
 from compat.adaptation.mapping.taps import find_taps
-from compat.adaptation.result import Adaptation
-from compat.adaptation.tracing.calling import CallSignature, Forward, default_forward, eval_mode
-from compat.adaptation.tracing.canonical import drop_zero_terms
-from compat.adaptation.tracing.checks import check_model
+from compat.adaptation.result import Adaptation, Finding
+from compat.adaptation.tracing.calling import (
+    CallSignature,
+    Forward,
+    check_model,
+    eval_mode,
+    find_signature,
+)
 from compat.adaptation.tracing.export import Untraceable, to_graph
 from compat.adaptation.tracing.graph import Graph, size
-from compat.adaptation.tracing.output_head import before_softmax, every_position
-from compat.adaptation.tracing.reparametrize import find_derived
+from compat.adaptation.tracing.rewrites import (
+    drop_zero_terms,
+    keep_every_position,
+    lift_derived_weights,
+    remove_output_softmax,
+)
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
 from compat.errors import AdaptError, CompatError
 from compat.loading import Source, fill, load_into
+from compat.name_map import NameMap
+from compat.parity import ParityReport
 from compat.parity.check import HALF, Reference, in_float32, random_ids
 
-Read = tuple[Graph, Anatomy, NormPlaces, Assignments, Node | None, Unmatched]
+BY_HAND = (
+    "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "
+    "compat.load_into(model, name_map, source)."
+)
 
 
 @dataclass
-class _Clock:
-    """Seconds by stage."""
+class _Run:
+    """One call of `adapt`: the model, the checkpoint, and how the model is called."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    model: nn.Module
+    checkpoint: Checkpoint
+    call: Forward
+    ids: Tensor  # (B, T), that the model is traced with
+    seconds: dict[str, float]
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - start, 3)
+    @property
+    def config(self) -> GPT2Config:
+        return self.checkpoint.config
+
+    def reference(self) -> Reference:
+        return Reference(self.checkpoint, next(self.model.parameters()).dtype)
+
+    def result(
+        self,
+        name_map: NameMap,
+        parity: ParityReport | None,
+        findings: list[Finding],
+        unmatched: Sequence[str] = (),
+    ) -> Adaptation:
+        return Adaptation(
+            model=type(self.model).__name__,
+            source=self.checkpoint.source,
+            n_layer=self.config.n_layer,
+            tensors=len(self.checkpoint.infos) - self.config.tie_word_embeddings,
+            unmatched=list(unmatched),
+            name_map=name_map,
+            parity=parity,
+            findings=findings,
+            seconds=self.seconds,
+        )
+
+
+@dataclass
+class _Mapped:
+    """What stages 2 and 3 found in a graph."""
+
+    anatomy: Anatomy
+    places: NormPlaces
+    assignments: Assignments
+    unmatched: Unmatched
+    last_only: Node | None  # where all positions but the last were dropped
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[stage] = round(time.perf_counter() - start, 3)
 
 
 def adapt(
@@ -77,45 +132,216 @@ def adapt(
     forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
     example_length: int | None = None,
 ) -> Adaptation:
-    """Find the mapping, load the weights into `model`, prove parity or say what is wrong.
+    """Map a module to a checkpoint, load the weights into it, and prove parity or say what differs.
 
     The model's own code is run; nothing of the checkpoint is. The model gets the weights and stays
-    in the mode that it came in.
+    in the mode that it was in.
 
     Args:
-        model: somebody's GPT-2, of the checkpoint's sizes, on the CPU.
+        model: your GPT-2, of the checkpoint's sizes, on the CPU.
         source: the checkpoint, as in `load_pretrained`.
-        forward: `forward(model, input_ids)` gives logits (B, T, V) for ids (B, T); by default the
-            model is called with ids, and the first such tensor in what it returns is taken.
-        example_length: ids per sequence that the model is traced with; None chooses one that is
-            no other size of the model.
+        forward: `forward(model, input_ids)` returns logits (B, T, V) for ids (B, T). By default the
+            model is called with ids, and its first output of that shape is used.
+        example_length: number of ids per sequence that the model is traced with. By default a
+            length that no other size of the model has.
 
     Raises:
-        AdaptError: the model is no GPT-2, or cannot be traced or mapped; says why and where.
+        AdaptError: the model is not a GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
     check_model(model)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     dtype = next(model.parameters()).dtype
     if dtype not in HALF:
-        return _adapted(model, checkpoint, forward, example_length)
+        return _adapt(model, checkpoint, forward, example_length)
     with in_float32(model):
-        adaptation = _adapted(model, checkpoint, forward, example_length)
-    return _confirmed_in_half(model, checkpoint, adaptation, forward, dtype)
+        adaptation = _adapt(model, checkpoint, forward, example_length)
+    return _confirm_in_half(model, checkpoint, adaptation, forward, dtype)
 
 
-def _confirmed_in_half(
+def _adapt(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    forward: Forward | None,
+    example_length: int | None,
+) -> Adaptation:
+    """`adapt` for a model in float32 or float64."""
+    config, seconds = checkpoint.config, dict[str, float]()
+    with _timed(seconds, "export"):
+        ids = random_ids(checkpoint, 0, 2, example_length or _example_length(config))
+        # The first and last ids may stand for padding, and be masked.
+        ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
+        call, ids = (forward, ids) if forward else _signature(model, checkpoint, ids)
+        run = _Run(model, checkpoint, call, ids, seconds)
+        try:
+            graph = to_graph(model, call, ids)
+        except Untraceable as error:
+            return _judge_by_calls(run, error)
+    with _timed(seconds, "map"):
+        try:
+            mapped = _map(graph, checkpoint)
+        except BatchFirst as error:
+            if forward is not None:
+                raise
+            mapped = _map_time_first(run, error)
+        except AdaptError as error:
+            return _map_otherwise(run, error)
+    return _judge(run, mapped)
+
+
+def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
+    """Which node of the graph is which part of a GPT-2, and which parameters hold which tensor.
+
+    Raises:
+        AdaptError: a part is missing, or a name map cannot express how a parameter is used.
+    """
+    config = checkpoint.config
+    try:
+        lift_derived_weights(graph)
+        last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
+        anatomy = dissect(graph)
+        width = size(graph.output)[-1]
+        if width not in (anatomy.vocabulary, config.vocab_size):
+            raise AdaptError(
+                f"the output has {width} values per token and the token embedding has "
+                f"{anatomy.vocabulary} rows, as in a classifier, but logits over the vocabulary "
+                "were expected"
+            )
+        places = place_norms(anatomy)
+        assignments = find_assignments(anatomy, places, config)
+        assignments.output_softmax = output_softmax
+        unmatched = drop_misfits(graph, assignments, checkpoint)
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise AdaptError(
+            "the model's graph has a form that compat does not know, which raised "
+            f"{type(error).__name__}: {error}. Report it to the authors of compat, with the model."
+        ) from error
+    return _Mapped(anatomy, places, assignments, unmatched, last_only)
+
+
+def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
+    """Load the weights, compare hidden states and logits, and diagnose what differs."""
+    model, config, graph = run.model, run.config, mapped.anatomy.graph
+    training = model.training
+    name_map = to_name_map(graph, mapped.assignments, config)
+    with _timed(run.seconds, "load"):
+        fill(model, name_map.expand(config.n_layer), run.checkpoint, zeros=name_map.zeros)
+        graph.recompute_derived()
+    with _timed(run.seconds, "reference"):
+        reference = run.reference()
+        weights = _float64_weights(reference)
+    context = DiagnosisContext(
+        model,
+        mapped.anatomy,
+        mapped.places,
+        mapped.assignments,
+        config,
+        weights,
+        mapped.unmatched,
+        last_only=mapped.last_only,
+        with_targets=isinstance(run.call, CallSignature) and run.call.targets,
+        fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
+        noise=_noise(run) if graph.dropouts else "",
+    )
+    with _timed(run.seconds, "logits"):
+        logits = end_to_end(model, run.call, reference, context.room, context.fixed_length)
+    with _timed(run.seconds, "parity"):
+        taps = find_taps(mapped.anatomy, mapped.assignments, mapped.places)
+        report = parity_at_nodes(reference, context, taps, run.ids, logits)
+    with _timed(run.seconds, "diagnose"):
+        findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
+    return run.result(name_map, report, findings, mapped.unmatched.names)
+
+
+def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
+    """The same model called with ids (T, B).
+
+    Raises:
+        BatchFirst: it does not add learned positions to tokens then, so it expects ids (B, T).
+    """
+    call = run.call
+    run.call = lambda model, ids: call(model, ids.T).transpose(0, 1)
+    mapped = _map(to_graph(run.model, run.call, run.ids), run.checkpoint)
+    tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
+    if tables[0] is not None and tables[1] is not None:
+        (table,), (positions,) = tables[0][0], tables[1][0]
+        if embedding_of(mapped.anatomy.graph, mapped.anatomy.embed, table, positions) is None:
+            raise error from None
+    return mapped
+
+
+def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
+    """Other ways to a map for a graph whose parts are not recognised: the first one that works.
+
+    Raises:
+        AdaptError: none works. It is the error that was raised for the graph, and the model has its
+            own weights again.
+    """
+    if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
+        raise error
+
+    def rewritten(rewrite: Callable[[Graph], bool]) -> Adaptation | None:
+        graph = to_graph(run.model, run.call, run.ids)
+        return _judge(run, _map(graph, run.checkpoint)) if rewrite(graph) else None
+
+    attempts: tuple[Callable[[], Adaptation | None], ...] = (
+        lambda: rewritten(drop_zero_terms),
+        lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
+        lambda: _judge_by_calls(run, Untraceable(str(error))),
+    )
+    before = [(parameter, parameter.detach().clone()) for parameter in run.model.parameters()]
+    for attempt in attempts:
+        with suppress(CompatError):
+            adaptation = attempt()
+            if adaptation:
+                return adaptation
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
+    raise AdaptError(f"{error}. {BY_HAND}") from error
+
+
+def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
+    """Map by the order of module calls, and judge by the logits alone.
+
+    Raises:
+        Untraceable: there is no such map either.
+    """
+    try:
+        name_map = map_by_calls(run.model, run.call, run.ids, run.config)
+    except AdaptError as reason:
+        raise Untraceable(
+            f"{error}. The order in which its modules are called gives no name map either, because "
+            f"{reason}. {BY_HAND}"
+        ) from error
+    load_into(run.model, name_map, run.checkpoint)
+    reference = run.reference()
+    proof = end_to_end(run.model, run.call, reference)
+    with eval_mode(run.model):
+        logits = {"logits": run.call(run.model, run.ids)}
+    name = type(run.model).__name__
+    report = reference.report(name, run.ids, ["logits"], lambda forced: logits, proof)
+    findings = [untraced(error)]
+    if not report:
+        words = "the logits differ from the reference's; without a graph the reason is not found"
+        findings.insert(0, unexplained("logits", None, words, report.headline))
+    else:
+        findings += limits_of(proof)
+    return run.result(name_map, report, findings)
+
+
+def _confirm_in_half(
     model: nn.Module,
     checkpoint: Checkpoint,
     adaptation: Adaptation,
     forward: Forward | None,
     dtype: torch.dtype,
 ) -> Adaptation:
-    """The adaptation of the float32 copy, once the model itself agrees in its own data type."""
+    """The result of the float32 copy, after the logits were compared in the model's own type."""
     if not adaptation.compatible or adaptation.parity is None:
         return adaptation
-    ids = random_ids(checkpoint, 0, 2, _length(checkpoint.config))
-    call = forward or _way(model, checkpoint, ids)[0]
+    ids = random_ids(checkpoint, 0, 2, _example_length(checkpoint.config))
+    call = forward or _signature(model, checkpoint, ids)[0]
     proof = end_to_end(model, call, Reference(checkpoint, dtype), short_only=True)
     name = str(dtype).removeprefix("torch.")
     report = replace(
@@ -128,191 +354,22 @@ def _confirmed_in_half(
     return replace(adaptation, parity=report, findings=findings)
 
 
-def _adapted(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    forward: Callable[[nn.Module, Tensor], Tensor] | None,
-    example_length: int | None,
-) -> Adaptation:
-    """`adapt` for a model in float32 or float64."""
-    clock, config = _Clock(), checkpoint.config
-    with clock.stage("export"):
-        ids = random_ids(checkpoint, 0, 2, example_length or _length(config))
-        # The first and last ids may stand for padding, and be masked.
-        ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
-        call, ids = (forward, ids) if forward else _way(model, checkpoint, ids)
-        try:
-            graph = to_graph(model, call, ids)
-        except Untraceable as error:
-            return _without_graph(model, call, ids, checkpoint, error)
-    with clock.stage("map"):
-        try:
-            read = _read(graph, checkpoint)
-        except BatchFirst as error:
-            if forward is not None:
-                raise
-            call = _time_first(call)
-            read = _read(to_graph(model, call, ids), checkpoint)
-            both = {"wte.weight", "wpe.weight"} <= read[3].by_tensor.keys()
-            if both and not learned_positions(read[1], read[3]):
-                raise error from None
-        except AdaptError as error:
-            return _without_anatomy(model, call, ids, checkpoint, error, clock)
-    return _judged(model, call, ids, checkpoint, read, clock)
-
-
-def _judged(
-    model: nn.Module, call: Forward, ids: Tensor, checkpoint: Checkpoint, read: Read, clock: _Clock
-) -> Adaptation:
-    """Load by the homes that were found, compare, and say what is unlike GPT-2."""
-    graph, anatomy, places, mapping, last_only, lost = read
-    config, training = checkpoint.config, model.training
-    name_map = to_name_map(graph, mapping, config)
-    with clock.stage("load"):
-        fill(model, name_map.expand(config.n_layer), checkpoint, zeros=name_map.zeros)
-        graph.derive_again()
-    with clock.stage("reference"):
-        reference = Reference(checkpoint, next(model.parameters()).dtype)
-        weights = _float64_weights(reference)
-    case = DiagnosisContext(
-        model,
-        anatomy,
-        places,
-        mapping,
-        config,
-        weights,
-        last_only=last_only,
-        with_targets=isinstance(call, CallSignature) and call.targets,
-        fixed_length=ids.shape[1] if ids.shape[1] == config.n_positions else None,
-        noise=_noise(model, call, ids) if graph.dropouts else "",
-    )
-    with clock.stage("logits"):
-        logits = end_to_end(model, call, reference, case.room, case.fixed_length)
-    with clock.stage("parity"):
-        taps = find_taps(anatomy, mapping, places)
-        report = parity_at_nodes(reference, case, taps, ids, logits)
-    with clock.stage("diagnose"):
-        found = deviations(case, lost)
-        if report is not None and report and not any(deviation.apply for deviation in found):
-            witness = nothing_to_explain(found)
-        else:
-            witness = ask_witness(case, found, reference, taps, ids, call)
-        findings = to_findings(found, witness, own_error(reference, ids))
-        findings += leftovers(case, taps, witness, findings, report, logits)
-        if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
-            findings = fused_kernels(findings, model, call, reference, case)
-        findings += left_in_training(model, call, training, ids)
-        if report:  # the reach of a proof that failed is of no use
-            findings = [without_effect(found) for found in findings] + limits_of(logits)
-    return Adaptation(
-        model=type(model).__name__,
-        source=checkpoint.source,
-        n_layer=config.n_layer,
-        tensors=len(checkpoint.infos) - config.tie_word_embeddings,
-        unmatched=lost.names,
-        name_map=name_map,
-        parity=report,
-        findings=findings,
-        seconds=clock.seconds,
-    )
-
-
-def _without_graph(
-    model: nn.Module, call: Forward, ids: Tensor, checkpoint: Checkpoint, error: Untraceable
-) -> Adaptation:
-    """A map by the order of module calls, and parity of the logits.
-
-    Raises:
-        Untraceable: there is no such map either.
-    """
+def _signature(
+    model: nn.Module, checkpoint: Checkpoint, ids: Tensor
+) -> tuple[CallSignature, Tensor]:
+    """How to call the model on these ids, else on full length, else on ids below 16."""
     try:
-        name_map = map_by_calls(model, call, ids, checkpoint.config)
-    except AdaptError as reason:
-        raise Untraceable(f"{error}\nby the order of module calls: {reason}") from error
-    load_into(model, name_map, checkpoint)
-    reference = Reference(checkpoint, next(model.parameters()).dtype)
-    proof = end_to_end(model, call, reference)
-    with eval_mode(model):
-        logits = {"logits": call(model, ids)}
-    report = reference.report(type(model).__name__, ids, ["logits"], lambda forced: logits, proof)
-    deviation = Deviation("untraced", None, source_lines.named(str(error)), {"found": str(error)})
-    findings = [finding(deviation, "info", "")]
-    if not report:
-        words = "the logits differ from the reference's; without a graph the reason is not found"
-        findings.insert(0, unexplained("logits", None, words, report.headline))
-    else:
-        findings += limits_of(proof)
-    tied = checkpoint.config.tie_word_embeddings
-    return Adaptation(
-        model=type(model).__name__,
-        source=checkpoint.source,
-        n_layer=checkpoint.config.n_layer,
-        tensors=len(checkpoint.infos) - tied,
-        unmatched=[],
-        name_map=name_map,
-        parity=report,
-        findings=findings,
-    )
-
-
-def _without_anatomy(
-    model: nn.Module,
-    call: Forward,
-    ids: Tensor,
-    checkpoint: Checkpoint,
-    error: AdaptError,
-    clock: _Clock,
-) -> Adaptation:
-    """For a graph whose parts are not understood: other ways to a map, if one is right.
-
-    Raises:
-        AdaptError: none is; the error that was met in the graph, and the model as it was.
-    """
-    if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
-        raise error
-
-    def without_zero_terms() -> Adaptation | None:
-        graph = to_graph(model, call, ids)
-        if not drop_zero_terms(graph):
-            return None
-        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
-
-    def with_factors() -> Adaptation | None:
-        graph = to_graph(model, call, ids)
-        if not find_derived(graph, scaled=True):
-            return None
-        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
-
-    def by_calls() -> Adaptation:
-        return _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
-
-    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    for attempt in (without_zero_terms, with_factors, by_calls):
-        with suppress(CompatError):
-            found = attempt()
-            if found:
-                return found
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
-    raise error
-
-
-def _way(model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> tuple[CallSignature, Tensor]:
-    """How to call the model, on these ids or, if it takes no other, on a text of full length."""
-    whole = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
-    few = ids % 16  # for a vocabulary smaller than the checkpoint's
-    try:
-        return default_forward(model, ids), ids
+        return find_signature(model, ids), ids
     except AdaptError:
-        for others in (whole, few):
+        full_length = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
+        for others in (full_length, ids % 16):
             with suppress(AdaptError):
-                return default_forward(model, others), others
+                return find_signature(model, others), others
         raise
 
 
 def _float64_weights(reference: Reference) -> dict[str, Tensor]:
-    """The checkpoint's tensors by Hugging Face name; those of the float64 run, if there is one."""
+    """The checkpoint's tensors in float64, by Hugging Face name."""
     checkpoint = reference.checkpoint
     if reference.exact is not None:
         state = reference.exact.state_dict()
@@ -320,60 +377,15 @@ def _float64_weights(reference: Reference) -> dict[str, Tensor]:
     return {name: checkpoint.read(name).double() for name in checkpoint.infos}
 
 
-def _noise(model: nn.Module, call: Forward, ids: Tensor) -> str:
-    """By how much two runs in eval mode differ, in words."""
-    with eval_mode(model):
-        one, two = call(model, ids), call(model, ids)
+def _noise(run: _Run) -> str:
+    """The difference between two runs in eval mode, in words."""
+    with eval_mode(run.model):
+        one, two = run.call(run.model, run.ids), run.call(run.model, run.ids)
     return f"two runs in eval mode differ by up to {(one - two).abs().max().item():.2g}"
 
 
-def learned_positions(anatomy: Anatomy, mapping: Assignments) -> bool:
-    """The embedded text is the sum of rows for the tokens and for their positions."""
-    (table,), _ = mapping.by_tensor["wte.weight"]
-    (positions,), _ = mapping.by_tensor["wpe.weight"]
-    return embedding_of(anatomy.graph, anatomy.embed, table, positions) is not None
-
-
-def _check_vocabulary(anatomy: Anatomy, config: GPT2Config) -> None:
-    """The output is as wide as the vocabulary, the model's own or the checkpoint's."""
-    wide, table = size(anatomy.graph.output)[-1], anatomy.vocabulary
-    if wide not in (table, config.vocab_size):
-        raise AdaptError(
-            f"the output has {wide} values per token, the vocabulary {table}: a classifier or the "
-            "like; expected logits over the vocabulary"
-        )
-
-
-def _read(graph: Graph, checkpoint: Checkpoint) -> Read:
-    """The anatomy of a graph, and a home for every tensor that finds one."""
-    try:
-        find_derived(graph)
-        last_only, softmax = every_position(graph), before_softmax(graph)
-        anatomy = dissect(graph)
-        _check_vocabulary(anatomy, checkpoint.config)
-        places = place_norms(anatomy)
-        mapping = find_mapping(anatomy, places, checkpoint.config)
-    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise AdaptError(
-            f"the model's graph has a form that compat does not know: {type(error).__name__}: "
-            f"{error}; report it to the authors of compat, with the model"
-        ) from error
-    mapping.output_softmax = softmax
-    lost = keep_what_fits(graph, mapping, checkpoint)
-    return graph, anatomy, places, mapping, last_only, lost
-
-
-def _time_first(call: Forward) -> Forward:
-    """The same for a model that wants its ids as (T, B)."""
-
-    def forward(model: nn.Module, ids: Tensor) -> Tensor:
-        return call(model, ids.T).transpose(0, 1)
-
-    return forward
-
-
-def _length(config: GPT2Config) -> int:
-    """A length that no other axis of the model has, so that axes can be told by their lengths."""
+def _example_length(config: GPT2Config) -> int:
+    """A length that no other axis of the model has, so that axes are known by their lengths."""
     sizes = {
         2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
         config.n_layer, 3, 3 * config.n_embd, 3 * config.d_head, 2 * config.n_head,

@@ -1,41 +1,97 @@
-"""A name map as Python source, laid out as `ruff format` lays it out at 100 columns."""
+"""From assignments to a name map, and from a name map to Python source.
+
+The source is formatted as `ruff format` formats it at 100 columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from compat.name_map import NameMap
+from compat.adaptation.mapping.assignments import Assignment, Assignments
+from compat.adaptation.tracing.graph import Graph
+from compat.checkpoint.layout import expected_shapes
+from compat.config import GPT2Config
+from compat.name_map import NameMap, Row
+from compat.ops import Reparametrized
 
 WIDTH = 100
+
+
+def to_name_map(graph: Graph, assignments: Assignments, config: GPT2Config) -> NameMap:
+    """One row with `{i}` for tensors whose parameters differ only in the layer's number."""
+    found = assignments.by_tensor
+    named = {hf: _row(graph, hf, found[hf]) for hf in expected_shapes(config) if hf in found}
+    rows: list[Row] = []
+    done: set[str] = set()
+    for hf, row in named.items():
+        pattern = re.sub(r"^h\.\d+\.", "h.{i}.", hf)
+        if pattern == hf:
+            rows.append(row)
+        elif pattern not in done:
+            done.add(pattern)
+            layers = [named.get(pattern.replace("{i}", str(i))) for i in range(config.n_layer)]
+            template = _template(pattern, layers)
+            rows += [template] if template else [r for r in layers if r is not None]
+    return NameMap(tuple(rows), zeros=tuple(graph.names[node] for node in assignments.zeroed))
+
+
+def _row(graph: Graph, hf: str, assignment: Assignment) -> Row:
+    nodes, op = assignment
+    names = tuple(name for node in nodes for name in graph.parameter_names(node))
+    if any(node in graph.derived for node in nodes):
+        derived = (graph.derived.get(node) for node in nodes)
+        op = Reparametrized(op, tuple(found.op if found else None for found in derived))
+    return Row(hf, names, op)
+
+
+def _template(pattern: str, layers: Sequence[Row | None]) -> Row | None:
+    """The row that expands to those of all layers, if there is one."""
+    first = layers[0]
+    if first is None:
+        return None
+    for names in zip(*map(_with_layer, first.ours), strict=False):
+        template = Row(pattern, names, first.op)
+        if all(row is not None and template.at(i) == row for i, row in enumerate(layers)):
+            return template
+    return None
+
+
+def _with_layer(name: str) -> list[str]:
+    """The name with each of its zeros in turn replaced by `{i}`."""
+    return [
+        name[: found.start()] + "{i}" + name[found.end() :]
+        for found in re.finditer(r"(?<!\d)0(?!\d)", name)
+    ]
 
 
 def to_python(name_map: NameMap) -> str:
     """A module that defines `name_map`: the imports from compat, then the table."""
     imports = f"from compat import {', '.join(sorted(_classes(name_map)))}"
-    return f"{imports}\n\nname_map = {_laid_out(name_map, '', len('name_map = '))}\n"
+    return f"{imports}\n\nname_map = {_wrapped(name_map, '', len('name_map = '))}\n"
 
 
 def _classes(value: Any) -> set[str]:
-    """The names of all classes that the source of `value` calls."""
+    """The names of all classes that the source of `value` names."""
     inside = [x for _, x in _arguments(value)] if is_dataclass(value) else value
     own = {type(value).__name__} if is_dataclass(value) else set()
     return own.union(*map(_classes, inside)) if isinstance(inside, (list, tuple)) else own
 
 
 def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a dataclass was made of: `("", value)` in order, `("name=", value)` off its default."""
+    """A dataclass's arguments: `("", value)`, or `("name=", value)` if it is not the default."""
     for field in fields(value):
-        given = getattr(value, field.name)
+        argument = getattr(value, field.name)
         if field.default is MISSING:
-            yield "", given
-        elif given != field.default:
-            yield f"{field.name}=", given
+            yield "", argument
+        elif argument != field.default:
+            yield f"{field.name}=", argument
 
 
 def _flat(value: Any) -> str:
-    """In one line."""
+    """The source of a value on one line."""
     if is_dataclass(value):
         inside = ", ".join(name + _flat(x) for name, x in _arguments(value))
         return f"{type(value).__name__}({inside})"
@@ -45,19 +101,21 @@ def _flat(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In double quotes where that needs no backslash."""
+    """The text in double quotes if that needs no backslash."""
     written = repr(text)
     return f'"{written[1:-1]}"' if '"' not in written else written
 
 
-def _laid_out(value: Any, indent: str, before: int, after: int = 0) -> str:
-    """In as few lines as fit: on one, the arguments of a call on one of their own, or one each.
+def _wrapped(value: Any, indent: str, before: int, after: int = 0) -> str:
+    """The source of a value on as few lines as fit.
+
+    The arguments of a call are on the same line, on a line of their own, or on one line each.
 
     Args:
         value: what to write.
         indent: of the line that it begins on.
-        before: how many characters stand before it on that line, the indent not counted.
-        after: how many come after it on its last line.
+        before: characters before it on that line, without the indent.
+        after: characters after it on its last line.
     """
     flat = _flat(value)
     if len(indent) + before + len(flat) + after <= WIDTH or not flat.endswith(")"):
@@ -69,5 +127,5 @@ def _laid_out(value: Any, indent: str, before: int, after: int = 0) -> str:
     if is_dataclass(value) and len(deeper) + len(together) <= WIDTH:
         return f"{opening}\n{deeper}{together}\n{indent})"
     comma = "" if is_dataclass(value) and len(parts) == 1 else ","
-    lines = [deeper + n + _laid_out(x, deeper, len(n), len(comma)) + comma for n, x in parts]
+    lines = [deeper + n + _wrapped(x, deeper, len(n), len(comma)) + comma for n, x in parts]
     return "\n".join([opening, *lines, f"{indent})"])

@@ -1,4 +1,4 @@
-"""What `adapt` found: the mapping, the proof, and every deviation with its place in the source."""
+"""The result of `adapt`: the mapping, the proof, and every deviation with its line and its fix."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Finding:
 
     Args:
         code: one of `compat.adaptation.CODES`.
-        severity: "breaks" parity; "drifts" within the calibrated bound; "limit" says what the proof
-            did not reach; "info" changes no number.
-        tap: the first hidden state it changes, such as `h.0.act`; None where it changes none.
-        file: of the model's author, or None where no line could be named.
-        line: in that file, from 1.
+        severity: "breaks" if parity fails because of it; "drifts" if the difference is within twice
+            the rounding error of the reference; "limit" if the proof did not cover a condition;
+            "info" if it does not change any number.
+        tap: the first tap that it changes, such as `h.0.act`; None if it changes none.
+        file: of the user's source; None if no line is known.
+        line: in that file, counted from 1.
         source_line: the text of the line.
-        message: what it does, and what GPT-2 does.
-        fix: what to change.
-        evidence: the numbers behind it.
+        message: what the user's code does, and what GPT-2 does.
+        fix: code, or one imperative sentence.
+        evidence: how the finding was confirmed.
     """
 
     code: str
@@ -45,14 +46,15 @@ class Adaptation:
     """The result of `adapt`.
 
     Args:
-        model: the class of the model.
-        source: of the weights.
-        n_layer: layers of the checkpoint, to which `name_map` expands.
-        tensors: how many tensors the checkpoint has, a tied head not counted.
-        unmatched: the checkpoint's tensors that the model has no place for.
-        name_map: which tensor went where; works for `load_into` and `to_hf_state_dict`.
-        parity: the comparison at every tap found, or None where the model could not be run.
-        findings: deviations, the breaking ones first.
+        model: the name of the model's class.
+        source: of the checkpoint.
+        n_layer: the number of layers of the checkpoint, to which `name_map` expands.
+        tensors: the number of tensors in the checkpoint, without a tied head.
+        unmatched: the tensors of the checkpoint that have no counterpart in the model.
+        name_map: the parameters that each tensor went to, for `load_into` and `to_hf_state_dict`.
+        parity: the comparison of taps and logits, or None if the logits have another shape.
+        findings: the breaking ones first, then in execution order.
+        seconds: the time that each stage took.
     """
 
     model: str
@@ -67,7 +69,7 @@ class Adaptation:
 
     @property
     def compatible(self) -> bool:
-        """Every tap and the logits on every input agree, and no finding breaks parity."""
+        """Whether all taps and all logits agree and no finding breaks parity."""
         breaks = any(finding.severity == "breaks" for finding in self.findings)
         return self.parity is not None and self.parity.passed and not breaks
 
@@ -85,14 +87,16 @@ class Adaptation:
         for found in self.findings:
             if found.severity == "breaks":
                 where = f"{found.file}:{found.line}: " if found.file else ""
-                raise ParityError(f"{where}{found.code}: {found.message}. Next step: {found.fix}")
+                raise ParityError(f"{where}{found.code}: {found.message}. Fix: {found.fix}")
         headline = (
-            "its logits could not be compared" if self.parity is None else self.parity.headline
+            "its logits have another shape than the reference's"
+            if self.parity is None
+            else self.parity.headline
         )
         raise ParityError(f"{self.model} is not compatible with {self.source}: {headline}")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The result as plain values, for `json.dumps`."""
         return {
             "compatible": self.compatible,
             "model": self.model,

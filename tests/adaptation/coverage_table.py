@@ -35,7 +35,7 @@ def tables() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The README with its tables as they have to be."""
+    """The README with up-to-date tables."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
 

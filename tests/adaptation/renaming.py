@@ -80,7 +80,7 @@ class Renamer(ast.NodeTransformer):
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """cfg of `self.cfg.heads`: the last name of what an attribute is taken from."""
+    """The last name before an attribute, such as cfg in `self.cfg.heads`."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):
@@ -102,5 +102,5 @@ def pairs(before: nn.Module, after: nn.Module, names: dict[str, str]) -> dict[st
     """
     old = [name for name, _ in before.named_parameters(remove_duplicate=False)]
     new = [name for name, _ in after.named_parameters(remove_duplicate=False)]
-    told = [".".join(names.get(part, part) for part in name.split(".")) for name in old]
-    return dict(zip(old, told if sorted(told) == sorted(new) else new, strict=True))
+    translated = [".".join(names.get(part, part) for part in name.split(".")) for name in old]
+    return dict(zip(old, translated if sorted(translated) == sorted(new) else new, strict=True))

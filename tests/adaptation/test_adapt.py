@@ -1,4 +1,4 @@
-"""`adapt` as a whole: what it leaves as it was, what it follows, what it says when it cannot."""
+"""`adapt` as a whole: what it leaves unchanged, which code it handles, and its errors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn
     return build(MODELS[style], path, tiny), path
 
 
-# What is left as it was.
+# What is left unchanged.
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_mode_gradients_and_identity_of_parameters_stay(tiny: Path, training: bool) -> None:
+def test_mode_gradients_and_identity_of_parameters_are_kept(tiny: Path, training: bool) -> None:
     model = build_style("nano", tiny).train(training)
     model.transformer.h[1].eval()
     model.transformer.wpe.weight.requires_grad_(False)
@@ -47,7 +47,7 @@ def test_mode_gradients_and_identity_of_parameters_stay(tiny: Path, training: bo
     assert all(p.grad is None for p in after.values())
 
 
-def test_torchs_switch_for_fused_kernels_stays(tiny: Path) -> None:
+def test_torchs_switch_for_fused_kernels_is_restored(tiny: Path) -> None:
     for enabled in (True, False):
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
@@ -57,7 +57,7 @@ def test_torchs_switch_for_fused_kernels_stays(tiny: Path) -> None:
             torch.backends.mha.set_fastpath_enabled(True)
 
 
-# What is followed.
+# Which code is handled.
 
 
 @both_dialects
@@ -86,7 +86,7 @@ CHECKED = """        x = self.norm(x)
         return x @"""
 
 
-def test_code_that_looks_at_activations_is_traced_by_make_fx(tiny: Path, tmp_path: Path) -> None:
+def test_code_that_branches_on_activations_is_traced_by_make_fx(tiny: Path, tmp_path: Path) -> None:
     model, _ = edited("vkq_fused", tmp_path, "        return self.norm(x) @", CHECKED, tiny)
     found = adapt(model, tiny)
     assert found.compatible
@@ -96,7 +96,7 @@ def test_code_that_looks_at_activations_is_traced_by_make_fx(tiny: Path, tmp_pat
     assert error_of(model) < 1e-5
 
 
-def test_code_that_cannot_be_traced_is_named_with_its_line(tiny: Path, tmp_path: Path) -> None:
+def test_the_error_for_untraceable_code_names_its_line(tiny: Path, tmp_path: Path) -> None:
     check = 'self.runs = getattr(self, "runs", 0) + 1; assert self.runs < 2, "runs only once"'
     line = "        x = self.transformer.ln_f(x)\n"
     model, path = edited("nano", tmp_path, line, f"        {check}\n{line}", tiny)
@@ -108,7 +108,7 @@ def test_code_that_cannot_be_traced_is_named_with_its_line(tiny: Path, tmp_path:
     assert model.training
 
 
-def test_a_forward_of_ones_own_is_used(tiny: Path, tmp_path: Path) -> None:
+def test_a_custom_forward_is_used(tiny: Path, tmp_path: Path) -> None:
     model, _ = edited(
         "vkq_fused", tmp_path, "def forward(self, tokens):", "def logits(self, tokens, /):", tiny
     )
@@ -134,7 +134,7 @@ def test_the_length_of_the_example_may_be_chosen(tiny: Path, length: int) -> Non
     )
 
 
-@pytest.mark.parametrize("info", ["nano", "scratch", "head_loop", "lecture"])
+@pytest.mark.parametrize("style", ["nano", "scratch", "head_loop", "lecture"])
 @pytest.mark.parametrize("shape", [{"n_head": 1}, {"n_layer": 1}, {"n_head": 24, "n_embd": 24}])
 def test_unusual_shapes(make_checkpoint: MakeCheckpoint, style: str, shape: dict[str, int]) -> None:
     folder = make_checkpoint(**shape)
@@ -157,56 +157,57 @@ def test_the_checkpoint_may_be_opened_before(tiny: Path) -> None:
     assert adapt(build_style("scratch", tiny), open_checkpoint(tiny)).compatible
 
 
-# What it says, as plain values, and what it refuses.
+# The result as plain values, and the errors.
 
 
 def test_the_result_is_plain_json(tiny: Path) -> None:
     found = adapted("mingpt", tiny).adaptation
-    told = json.loads(json.dumps(found.to_json()))
-    assert (told["compatible"], told["mapped"], told["tensors"]) == (True, 40, 40)
-    assert told["model"] == "GPT"
-    assert len(told["name_map"]) == 41  # the head of its own is a row, but no tensor of the file
-    assert {f["code"] for f in told["findings"]} == {"untied_head", "train_mode"}
+    plain = json.loads(json.dumps(found.to_json()))
+    assert (plain["compatible"], plain["mapped"], plain["tensors"]) == (True, 40, 40)
+    assert plain["model"] == "GPT"
+    assert len(plain["name_map"]) == 41  # its own head is a row, but not a tensor of the file
+    assert {f["code"] for f in plain["findings"]} == {"untied_head", "train_mode"}
 
 
-def test_parameters_of_two_data_types_are_refused(tiny: Path) -> None:
+def test_parameters_of_two_data_types_raise(tiny: Path) -> None:
     model = build_style("vkq_fused", tiny)
     model.layers[0].up.double()
     with pytest.raises(AdaptError):
         adapt(model, tiny)
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path, tiny: Path) -> None:
+def test_a_missing_checkpoint(tmp_path: Path, tiny: Path) -> None:
     with pytest.raises(CheckpointError):
         adapt(build_style("nano", tiny), tmp_path)
 
 
-def test_a_part_that_cannot_be_examined_is_told_and_the_comparison_stands(
+def test_a_part_that_cannot_be_examined_is_reported_beside_the_comparison(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_mlp(case: object) -> list[object]:
+    def fails(context: object) -> list[object]:
         raise KeyError("no such node")
 
-    diagnose = import_module("compat.adaptation.diagnosis.diagnose")
-    monkeypatch.setattr(diagnose, "of_mlp", of_mlp)
+    registry = import_module("compat.adaptation.diagnosis.registry")
+    detectors = [(code, fails if code == "relu" else f) for code, f in registry.DETECTORS]
+    monkeypatch.setattr(registry, "DETECTORS", detectors)
     found = adapt(build_style("tf_port", tiny), tiny)
-    told = {finding.code: finding.message for finding in found.findings}
-    assert told.keys() == {"finite_mask", "unexamined"} and found.compatible
-    assert "mlp: KeyError" in told["unexamined"]
+    messages = {finding.code: finding.message for finding in found.findings}
+    assert messages.keys() == {"finite_mask", "unexamined"} and found.compatible
+    assert "for relu (KeyError" in messages["unexamined"]
 
 
-def test_a_graph_of_an_unknown_form_is_an_error_of_ours(
+def test_a_graph_of_an_unknown_form_asks_for_a_report(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dissect(graph: object) -> None:
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(import_module("compat.adaptation.adapt"), "dissect", dissect)
-    with pytest.raises(AdaptError, match="IndexError: tuple index out of range; report it"):
+    with pytest.raises(AdaptError, match=r"IndexError: tuple index out of range\. Report it"):
         adapt(build_style("tf_port", tiny), tiny)
 
 
-def test_two_data_types_are_refused_before_anything_is_written(tiny: Path) -> None:
+def test_two_data_types_raise_before_anything_is_written(tiny: Path) -> None:
     model = build_style("nano", tiny)
     model.lm_head.bfloat16()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -215,10 +216,10 @@ def test_two_data_types_are_refused_before_anything_is_written(tiny: Path) -> No
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_untraced_code_that_runs_on_no_other_ids_is_not_called_compatible(
+def test_untraced_code_that_runs_on_one_length_only_is_not_compatible(
     tiny: Path, tmp_path: Path
 ) -> None:
-    """Where the plain comparison cannot be made, parity is not confirmed."""
+    """Parity is not confirmed where the logits cannot be compared."""
     old = "        x = self.ln_f(x)\n"
     new = "        assert t == 13\n        x = self.ln_f(torch.from_numpy(x.detach().numpy()))\n"
     model, _ = edited("mingpt", tmp_path, old, new, tiny)

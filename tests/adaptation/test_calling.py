@@ -1,4 +1,4 @@
-"""How somebody's model is called, and where its logits are in what it returns."""
+"""Which models are accepted, how they are called, and where the logits are in their output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compat import AdaptError
-from compat.adaptation.tracing.calling import default_forward, find_logits
+from compat.adaptation.tracing.calling import check_model, find_signature
+from compat.parity.outputs import find_logits
 
 IDS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
 LOGITS = torch.randn(2, 5, 11)
@@ -49,7 +50,7 @@ def test_logits_are_found_by_their_shape(output: Any) -> None:
 
 
 @pytest.mark.parametrize("output", [LOGITS[:, -1], LOGITS[:, -1:], (None, LOGITS[:, -1])])
-def test_logits_of_the_last_position_count_only_where_they_may(output: Any) -> None:
+def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -> None:
     assert torch.equal(find_logits(output, IDS, last=True), LOGITS[:, -1:])
     with pytest.raises(AdaptError):
         find_logits(output, IDS)
@@ -64,14 +65,14 @@ def test_logits_of_the_last_position_count_only_where_they_may(output: Any) -> N
         ("logits", "no tensor"),
     ],
 )
-def test_what_holds_no_logits_is_said(output: Any, words: str) -> None:
+def test_an_output_without_logits_raises(output: Any, words: str) -> None:
     with pytest.raises(AdaptError) as caught:
         find_logits(output, IDS)
     assert words in str(caught.value)
 
 
 class Plain(nn.Module):
-    """Logits by a table; `forward` is given by the tests below."""
+    """Logits from a table; subclasses define `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,11 +120,11 @@ class Last(Plain):
 
 
 @pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions])
-def test_the_arguments_are_made_as_their_names_ask(cls: Callable[[], Plain]) -> None:
+def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
-    way = default_forward(model, IDS)
-    assert way.targets is (cls is Targets) and not way.last
-    logits = way(model, IDS)
+    signature = find_signature(model, IDS)
+    assert signature.targets is (cls is Targets) and not signature.last
+    logits = signature(model, IDS)
     if cls is Mask:
         assert torch.equal(model.calls[-1]["mask"], torch.ones(5, 5, dtype=torch.bool).tril())
         logits = logits - 15
@@ -135,11 +136,11 @@ def test_the_arguments_are_made_as_their_names_ask(cls: Callable[[], Plain]) -> 
     assert model.training
 
 
-def test_a_model_of_the_last_position_is_called_for_that() -> None:
+def test_a_model_that_returns_the_last_position_only() -> None:
     model = Last()
-    way = default_forward(model, IDS)
-    assert way.last
-    assert torch.equal(way(model, IDS), model.table(IDS)[:, -1:])
+    signature = find_signature(model, IDS)
+    assert signature.last
+    assert torch.equal(signature(model, IDS), model.table(IDS)[:, -1:])
 
 
 class Picky(Plain):
@@ -159,10 +160,49 @@ class Sentence(Plain):
         (Sentence, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
 )
-def test_a_model_without_logits_is_refused(cls: Callable[[], Plain], words: list[str]) -> None:
+def test_a_model_without_logits_raises(cls: Callable[[], Plain], words: list[str]) -> None:
     model = cls().train()
     with pytest.raises(AdaptError) as caught:
-        default_forward(model, IDS)
+        find_signature(model, IDS)
     for text in words:
         assert text in str(caught.value)
     assert model.training
+
+
+# Which models are accepted.
+
+
+class Model(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(2), Model())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda ids: ids, ["the function", "nn.Module"]),
+        (torch.nn.functional.gelu, ["the function gelu"]),
+        (Model, ["the class Model", "Model()"]),
+        (Model().state_dict(), ["OrderedDict of 2 entries", "Load it into its model"]),
+        ({"weight": torch.ones(2)}, ["dict of 1 entries"]),
+        ("gpt2", ["a value of type str"]),
+        (None, ["a value of type NoneType"]),
+        (nn.GELU(), ["GELU has no parameters", "nn.ModuleList"]),
+        (nn.Sequential(Model(), Model().bfloat16()), ["bfloat16, torch.float32", "one data type"]),
+        (Model().to("meta"), ["on meta", "CPU"]),
+        (lazy(), ["lazy modules"]),
+    ],
+)
+def test_check_model_refuses_other_values(value: Any, words: list[str]) -> None:
+    with pytest.raises(AdaptError) as caught:
+        check_model(value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_check_model_accepts_models() -> None:
+    check_model(Model())
+    check_model(Model().half())

@@ -1,4 +1,4 @@
-"""Matrix products in all their spellings: the letters found make the same product by einsum."""
+"""Every form of matrix product: einsum with the letters found gives the same product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wrapped(nn.Module):
 
 
 class Recorder(Interpreter):
-    """Runs a graph and keeps the value of every node."""
+    """Runs a graph and records the value of every node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -39,7 +39,7 @@ class Recorder(Interpreter):
 
 def found_in(function: Function, *shapes: tuple[int, ...]) -> list[tuple[Contraction, Recorder]]:
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    with plain_kernels():  # and none of torch's own warnings
+    with plain_kernels():  # which also silences torch's own warnings
         program = torch.export.export(Wrapped(function), tuple(inputs)).run_decompositions({})
     recorder = Recorder(program.graph_module)
     recorder.run(*inputs)
@@ -79,7 +79,7 @@ PRODUCTS: list[tuple[str, Function, tuple[tuple[int, ...], ...]]] = [
 @pytest.mark.parametrize(
     ("function", "shapes"), [pytest.param(f, s, id=name) for name, f, s in PRODUCTS]
 )
-def test_the_letters_say_what_is_multiplied(
+def test_einsum_with_the_letters_gives_the_same_product(
     function: Function, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     [(found, run)] = found_in(function, *shapes)
@@ -102,5 +102,7 @@ def test_the_letters_say_what_is_multiplied(
         (lambda a, b: a + b, ((3, 4), (3, 4))),
     ],
 )
-def test_what_is_no_product_of_two(function: Function, shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_operations_that_are_not_products_of_two(
+    function: Function, shapes: tuple[tuple[int, ...], ...]
+) -> None:
     assert found_in(function, *shapes) == []

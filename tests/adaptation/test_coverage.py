@@ -1,4 +1,4 @@
-"""The tables in tests/adaptation/README.md are those of the catalogue, and no file is left out."""
+"""The tables in tests/adaptation/README.md match the catalogue, which covers every file."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_every_model_has_deviations() -> None:
     assert set(MODELS) - {mutation.style for mutation in MUTATIONS} == set()
 
 
-def test_every_test_file_is_told_of() -> None:
+def test_every_test_file_is_in_the_readme() -> None:
     tests = {path.name for path in Path(__file__).parent.glob("test_*.py")}
     assert {name for name in tests if name not in README.read_text()} == {Path(__file__).name}

@@ -1,4 +1,4 @@
-"""Every idiom that computes GPT-2's logits is mapped, loaded and proved; its faults are not."""
+"""Idioms that compute GPT-2's logits are proved compatible; the same with a fault are not."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_an_equal_model_is_proved(tiny: Path, name: str) -> None:
     model = built(name)
     adaptation = adapt(model, tiny)
     assert adaptation
-    assert error_of(model) < 1e-5  # seen from outside, on ids of its own
+    assert error_of(model) < 1e-5  # measured independently, on other ids
 
 
 @pytest.mark.parametrize("name", ["LayerScaleOne", "Lora", "TokenTypesZero", "FrozenMask"])
-def test_parameters_without_effect_are_mentioned(tiny: Path, name: str) -> None:
+def test_parameters_without_effect_are_reported(tiny: Path, name: str) -> None:
     findings = adapt(built(name), tiny).findings
     extra = [f for f in findings if f.code in ("random_parameters", "unused_parameters")]
     assert any(word in f.message for f in extra for word in ("extra", "lora", "mask"))
@@ -49,7 +49,7 @@ def test_parameters_without_effect_are_mentioned(tiny: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["WeightNormEverywhere", "GainBesideNorm", "ShiftedPositions", "OutputPerHead"]
 )
-def test_the_map_loads_another_model_and_leads_back(tiny: Path, name: str) -> None:
+def test_the_map_loads_another_model_and_saves_it(tiny: Path, name: str) -> None:
     name_map = adapt(built(name), tiny).name_map
     model = built(name)
     load_into(model, name_map, tiny)
@@ -70,7 +70,7 @@ class AutocastOn(GPT):
 
 
 class AutocastOffWithin(GPT):
-    """A region without autocast inside of one with it."""
+    """A region without autocast inside a region with autocast."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,8 +131,8 @@ FAULTS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_an_idiom_is_not_called_equal(tiny: Path, name: str) -> None:
-    """Parameters that have no effect while they are 0 or 1 have noise here."""
+def test_a_fault_in_an_idiom_is_not_compatible(tiny: Path, name: str) -> None:
+    """Noise is added to parameters that have no effect while they are 0 or 1."""
     torch.manual_seed(0)
     model = FAULTS[name]()
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_fault_in_an_idiom_is_not_called_equal(tiny: Path, name: str) -> None:
     assert not adaptation
 
 
-def test_a_model_that_ties_what_the_checkpoint_does_not(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_model_that_ties_an_untied_head(make_checkpoint: MakeCheckpoint) -> None:
     untied = make_checkpoint(tie_word_embeddings=False)
     adaptation = adapt(built("AutocastOffBlocks"), untied)
     assert not adaptation

@@ -1,4 +1,4 @@
-"""Models that are no GPT-2 are refused, and the refusal says what they are instead."""
+"""Models that are not a GPT-2 raise an AdaptError that says what they are instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_model_is_refused_with_a_reason(tiny: Path, name: str) -> None:
+def test_a_foreign_model_raises_with_a_reason(tiny: Path, name: str) -> None:
     model = build(FOREIGN[name], ZOO / FOREIGN[name].file, tiny)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(AdaptError) as caught:

@@ -1,4 +1,4 @@
-"""Graphs of small functions: what depends on what, what a piece of them computes."""
+"""Graphs of small functions: dependencies between nodes, and the values of pieces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compat.adaptation.anatomy.dissect import dissect
-from compat.adaptation.anatomy.norms import NormFormula, formula_of, norms_between
-from compat.adaptation.anatomy.placement import place_norms
+from compat.adaptation.anatomy.norms import NormFormula, formula_of, norms_between, place_norms
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula, attention_of
-from compat.adaptation.mapping.find import find_mapping
-from compat.adaptation.mapping.linear_maps import LinearMap, linear_map
-from compat.adaptation.mapping.views import token_view
-from compat.adaptation.tracing.calling import default_forward
+from compat.adaptation.mapping.assignments import find_assignments
+from compat.adaptation.mapping.linear_maps import LinearMap, linear_map, token_view
+from compat.adaptation.tracing.calling import find_signature
 from compat.adaptation.tracing.export import to_graph
 from compat.adaptation.tracing.graph import Graph
 from tests.adaptation.catalogue import MODELS, MUTATIONS, composed
@@ -27,7 +25,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 class Text(nn.Module):
-    """Ids → a table's rows, through a function: the smallest model there is a graph of."""
+    """The rows of a table for the ids, passed through a function: the smallest traceable model."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ def graph_of(function: Function) -> tuple[Graph, Text]:
     return to_graph(model, lambda module, ids: module(ids), ids), model
 
 
-def test_a_graph_runs_in_float64_on_ids_or_on_given_values() -> None:
+def test_a_graph_runs_in_float64_from_ids_or_from_known_values() -> None:
     graph, model = graph_of(lambda x, w: (x * w).tanh())
     ids = torch.randint(0, 11, (2, 5))
     [out] = graph.run([graph.output], {graph.input: ids})
@@ -58,7 +56,7 @@ def test_a_graph_runs_in_float64_on_ids_or_on_given_values() -> None:
     assert not out.any()
 
 
-def test_a_graph_knows_what_depends_on_the_ids_and_on_which_parameters() -> None:
+def test_a_graph_records_dependence_on_ids_and_parameters() -> None:
     graph, _ = graph_of(lambda x, w: x * (w * 2).exp())
     assert set(graph.names.values()) == {"table.weight", "w"}
     [exp] = [node for node in graph.nodes if "exp" in node.name]
@@ -72,12 +70,12 @@ def test_a_graph_knows_what_depends_on_the_ids_and_on_which_parameters() -> None
     assert "exp()" in place.text
 
 
-def test_what_is_computed_twice_is_one_node() -> None:
+def test_equal_operations_are_merged() -> None:
     graph, _ = graph_of(lambda x, w: torch.cat([(x * w).sin(), (x * w).sin()]))
     assert sum("sin" in node.name for node in graph.nodes) == 1
 
 
-# Norms: which formula a piece computes, however it is written.
+# Norms: the formula is found however the norm is written.
 
 
 def sizes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +120,7 @@ FORMULAS: list[tuple[Function, NormFormula | None]] = [
 
 
 @pytest.mark.parametrize(("function", "expected"), FORMULAS)
-def test_a_norm_is_known_by_what_it_computes(
+def test_the_formula_of_a_norm_is_measured(
     function: Function, expected: NormFormula | None
 ) -> None:
     graph, _ = graph_of(function)
@@ -137,14 +135,14 @@ def test_a_norm_is_known_by_what_it_computes(
         torch.testing.assert_close(found(x) * w, own)
 
 
-def test_two_norms_in_a_row_are_two() -> None:
+def test_two_norms_in_a_row_are_separate() -> None:
     graph, _ = graph_of(lambda x, w: F.layer_norm(written(x, w), (8,)))
     start = next(n for n in graph.nodes if n in graph.live and n is not graph.input)
     assert len(norms_between(graph, start, graph.output)) == 2
     assert norms_between(graph, start, start) == []
 
 
-# Linear maps: which element of a parameter joins which channels.
+# Linear maps: the element of a parameter that joins two channels.
 
 
 def map_of(function: Function) -> LinearMap | None:
@@ -155,7 +153,7 @@ def map_of(function: Function) -> LinearMap | None:
     return linear_map(graph, source, target)
 
 
-def test_a_linear_map_tells_the_place_of_every_weight() -> None:
+def test_a_linear_map_gives_the_position_of_every_weight() -> None:
     class Projected(Text):
         def __init__(self) -> None:
             super().__init__(lambda x, w: x)
@@ -181,12 +179,12 @@ def test_a_linear_map_tells_the_place_of_every_weight() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, w: x.cumsum(1) * w.sum(),  # a token sees the one before
+        lambda x, w: x.cumsum(1) * w.sum(),  # a token depends on the one before
         lambda x, w: (x * w).square(),
         lambda x, w: x * 0 + w,
     ],
 )
-def test_what_is_no_linear_map_per_token(function: Function) -> None:
+def test_functions_that_are_not_linear_for_each_token(function: Function) -> None:
     assert map_of(function) is None
 
 
@@ -212,18 +210,18 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize(("info", "code"), ATTENTIONS, ids="-".join)
-def test_attention_is_known_by_what_it_computes(
+@pytest.mark.parametrize(("style", "code"), ATTENTIONS, ids="-".join)
+def test_the_formula_of_attention_is_measured(
     tiny: Path, tmp_path: Path, style: str, code: str
 ) -> None:
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == (style, code))
     model = build(MODELS[style], composed(MODELS[style], [mutation], tmp_path), tiny)
     ids = torch.randint(0, 97, (2, 13))
-    graph = to_graph(model, default_forward(model, ids), ids)
+    graph = to_graph(model, find_signature(model, ids), ids)
     anatomy = dissect(graph)
-    homes = find_mapping(anatomy, place_norms(anatomy), tiny_config(tiny))
+    assignments = find_assignments(anatomy, place_norms(anatomy), tiny_config(tiny))
     scale, axis, after, diagonal = ATTENTIONS[style, code]
-    for attention in homes.attentions:
+    for attention in assignments.attentions:
         found = attention_of(graph, attention)
         assert found is not None
         assert (found.axis, found.after) == (axis, after)

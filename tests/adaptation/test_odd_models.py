@@ -1,4 +1,4 @@
-"""Odd hand-written models: a finding that names the difference, or one error; never a raw one."""
+"""Odd hand-written models give a finding that names the difference, or one AdaptError."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Right in all its parts, if built in the checkpoint's sizes."""
+    """Equal to GPT-2 if it is built in the checkpoint's sizes."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Configured(GPT):
 
 
 class PlainList(GPT):
-    """Blocks that `parameters()` does not find."""
+    """Its blocks are in a plain list, so that `parameters()` does not find them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PlainList(GPT):
 
 
 class StackedNorms(GPT):
-    """All norms in one parameter."""
+    """One parameter holds the scales of all norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class StackedNorms(GPT):
 
 
 class StackedMlp(GPT):
-    """The weights of all layers' MLPs in one parameter."""
+    """One parameter holds the weights of all layers' MLPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class StackedMlp(GPT):
 
 
 class StackedList(GPT):
-    """Weights in a list, stacked when they are used."""
+    """The weights are in a list and are stacked in `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class NoArguments(GPT):
 
 
 class NarrowTable(GPT):
-    """A token table narrower than the model, projected to its width."""
+    """The token table is narrower than the model and is projected to its width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,47 +255,51 @@ def another_block(**sizes: int) -> nn.Module:
     return model
 
 
-def of(**sizes: int) -> Build:
+def sized(**sizes: int) -> Build:
     return lambda: GPT(**sizes)
 
 
-# The model, and for every finding that it must have a part of its message.
+# Each model, with a part of the message of every finding that is expected.
 FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
-    "width": (of(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48; the checkpoint has 24"}),
-    "narrower": (of(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12; the checkpoint has 24"}),
+    "width": (sized(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48, but the checkpoint has 24"}),
+    "narrower": (sized(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12, but the checkpoint has 24"}),
     "width in a config": (
         lambda: Configured({"d_model": 48, "vocab_size": 50}),
-        {"n_embd_mismatch": "d_model is 48; the checkpoint has 24", "vocab_mismatch": "of 50"},
+        {"n_embd_mismatch": "d_model is 48, but the checkpoint has 24", "vocab_mismatch": "of 50"},
     ),
     "width and vocabulary": (
-        of(emb_dim=48, vocab=128),
-        {"n_embd_mismatch": "emb_dim is 48", "vocab_mismatch": "128; the checkpoint's is 97"},
+        sized(emb_dim=48, vocab=128),
+        {"n_embd_mismatch": "emb_dim is 48", "vocab_mismatch": "128, but the checkpoint's is 97"},
     ),
     "width and layers": (
-        of(emb_dim=48, layers=2),
-        {"n_embd_mismatch": "emb_dim is 48", "n_layer_mismatch": "2 layers; the checkpoint has 3"},
+        sized(emb_dim=48, layers=2),
+        {
+            "n_embd_mismatch": "emb_dim is 48",
+            "n_layer_mismatch": "2 layers, but the checkpoint has 3",
+        },
     ),
     "width and context": (
-        of(emb_dim=48, context=16),
+        sized(emb_dim=48, context=16),
         {"n_embd_mismatch": "emb_dim is 48", "context_too_short": "16 positions"},
     ),
     "width and heads": (
-        of(emb_dim=48, heads=2), {"n_embd_mismatch": "emb_dim is 48", "n_head_mismatch": "2 heads"}
+        sized(emb_dim=48, heads=2),
+        {"n_embd_mismatch": "emb_dim is 48", "n_head_mismatch": "2 heads"},
     ),
     "width and inner width": (
-        of(emb_dim=48, inner=100), {"n_embd_mismatch": "48", "inner_dim": "100 wide"}
+        sized(emb_dim=48, inner=100), {"n_embd_mismatch": "48", "inner_dim": "100 wide"}
     ),
     "everything": (
-        of(emb_dim=48, vocab=128, layers=5, inner=100, context=16, heads=3),
+        sized(emb_dim=48, vocab=128, layers=5, inner=100, context=16, heads=3),
         {"n_embd_mismatch": "48", "vocab_mismatch": "128", "n_layer_mismatch": "5 layers",
          "inner_dim": "100", "context_too_short": "16", "n_head_mismatch": "3 heads"},
     ),
-    "layers": (of(layers=1), {"n_layer_mismatch": "1 layers"}),
-    "heads": (of(heads=12), {"n_head_mismatch": "12 heads"}),
-    "inner width": (of(inner=200), {"inner_dim": "200 wide; the checkpoint's is 96"}),
-    "vocabulary": (of(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
+    "layers": (sized(layers=1), {"n_layer_mismatch": "1 layers"}),
+    "heads": (sized(heads=12), {"n_head_mismatch": "12 heads"}),
+    "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
+    "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
-        of(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}
+        sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}
     ),
     "one block's inner width": (lambda: another_block(inner=48), {"inner_dim": "48 wide"}),
     "one block's heads": (lambda: another_block(heads=2), {"unexplained": "h.1.heads"}),
@@ -308,8 +312,8 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a factor": (Factors, {"random_parameters": "alpha"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
-    "a plain list": (PlainList, "which is no projection"),
-    "a stacked parameter": (StackedMlp, "made of down"),
+    "a plain list": (PlainList, "which is not a projection"),
+    "a stacked parameter": (StackedMlp, "cannot be loaded into down"),
     "a head made in forward": (HeadInForward, "no language-model head"),
     "mixed data types": (MixedTypes, "expected one data type"),
     "no parameters": (NoParameters, "parameters"),
@@ -319,7 +323,7 @@ ERRORS: dict[str, tuple[Build, str]] = {
     "returns hidden states": (HiddenOnly, "no language-model head"),
     "extra arguments": (ExtraArguments, "temperature"),
     "no arguments": (NoArguments, "positional argument"),
-    "no layers": (of(layers=0), "no attention"),
+    "no layers": (sized(layers=0), "no attention"),
 }
 EQUAL: dict[str, Build] = {
     "as it should be": GPT,
@@ -327,7 +331,7 @@ EQUAL: dict[str, Build] = {
     "returns a dict": ADict,
     "a float64 buffer": DoubleBuffer,
     "float64": lambda: GPT().double(),
-    "a longer context": of(context=64),
+    "a longer context": sized(context=64),
 }
 
 
@@ -341,7 +345,7 @@ def noisy_model(build: Build) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", FINDINGS)
-def test_the_findings_name_the_difference(tiny: Path, name: str) -> None:
+def test_findings_name_the_difference(tiny: Path, name: str) -> None:
     build, expected = FINDINGS[name]
     adaptation = adapt(noisy_model(build), tiny)
     assert not adaptation.compatible
@@ -350,17 +354,17 @@ def test_the_findings_name_the_difference(tiny: Path, name: str) -> None:
         assert words in messages.get(code, f"no {code} among {messages}")
     breaking = {f.code for f in adaptation.findings if f.severity == "breaks"}
     if "n_embd_mismatch" in expected and name != "a narrow table":
-        assert breaking <= expected.keys()  # what follows from the width is not reported again
+        assert breaking <= expected.keys()  # consequences of the width are not reported
     assert "unexamined" not in messages
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_one_error(tiny: Path, name: str) -> None:
+def test_an_unusable_model_gives_one_adapt_error(tiny: Path, name: str) -> None:
     build, words = ERRORS[name]
     with pytest.raises(AdaptError, match=words):
         adapt(noisy_model(build), tiny)
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_what_is_equal_stays_compatible(tiny: Path, name: str) -> None:
+def test_equal_models_are_compatible(tiny: Path, name: str) -> None:
     assert adapt(noisy_model(EQUAL[name]), tiny).compatible

@@ -1,4 +1,4 @@
-"""Names carry no information: under other names, a model is mapped in the same way."""
+"""Names are not used: under other names, a model is mapped in the same way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = [
     "nano", "mingpt", "book", "tf_port", "megatron", "lens", "mha", "annotated", "scratch",
     "cached", "functional", "hub_style", "conv_proj", "wrappers", "flat",
 ]  # fmt: skip
-# Names that promise something; under random ones they land on the wrong thing.
+# Common names, assigned at random.
 MISLEADING = """
     wte wpe ln_1 ln_2 ln_f attn mlp c_attn c_proj c_fc lm_head query key value q_proj k_proj v_proj
     W_query W_key W_value out_proj norm norm1 norm2 final_norm dropout embedding positions head
@@ -27,27 +27,27 @@ MISLEADING = """
 """.split()
 
 
-# A smaller example of a failure would take minutes to find.
+# No shrinking, which would take minutes.
 quick = settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None)
 
 
 def strange(seed: int) -> Callable[[], str]:
-    """Names without a meaning, no two alike."""
-    generator, taken = random.Random(seed), set[str]()
+    """Unique names without a meaning."""
+    generator, used = random.Random(seed), set[str]()
 
     def fresh() -> str:
         while True:
             letters = generator.choices("abcdefghijklmnopqrstuvwxyz_", k=generator.randint(2, 9))
-            name = "z" + "".join(letters)  # no keyword begins with z
-            if name not in taken:
-                taken.add(name)
+            name = "z" + "".join(letters)  # no keyword starts with z
+            if name not in used:
+                used.add(name)
                 return name
 
     return fresh
 
 
 def misleading(seed: int) -> Callable[[], str]:
-    """Names out of other people's GPT-2s, no two alike, in any order."""
+    """Unique names from other GPT-2 implementations, in random order."""
     generator = random.Random(seed)
     plain = generator.sample(MISLEADING, len(MISLEADING))
     names = iter([f"{name}{end}" for end in ("_", "_b", "_c", "_d") for name in plain])
@@ -84,13 +84,13 @@ def test_names_without_a_meaning(
 
 @settings(quick, max_examples=12)
 @given(style=st.sampled_from(STYLES), seed=st.integers(0, 10_000))
-def test_names_that_say_something_else(
+def test_misleading_names(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, style: str, seed: int
 ) -> None:
     check(style, misleading(seed), tiny, tmp_path_factory.mktemp("renamed"))
 
 
-@pytest.mark.parametrize("info", STYLES)
+@pytest.mark.parametrize("style", STYLES)
 def test_the_renamed_model_shares_no_name_with_the_model(
     tiny: Path, tmp_path: Path, style: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every model of the zoo: mapped as a person would map it, loaded, equal to transformers."""
+"""Every model of the zoo is mapped as a person would map it, loaded, and equal to transformers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.adaptation.common import (
 from tests.conftest import MakeCheckpoint
 from tests.loading_common import identical
 
-each = pytest.mark.parametrize("info", ACCEPTED)
+each = pytest.mark.parametrize("style", ACCEPTED)
 
 
-def test_no_more_models_are_refused_than_this() -> None:
+def test_one_model_of_28_is_not_mapped() -> None:
     assert (len(MODELS), len(ACCEPTED)) == (28, 27)
 
 
-@pytest.mark.parametrize("info", REFUSED)
-def test_a_gpt2_without_a_map_is_refused_with_a_reason(tiny: Path, style: str) -> None:
+@pytest.mark.parametrize("style", REFUSED)
+def test_a_gpt2_without_a_map_raises_with_a_reason(tiny: Path, style: str) -> None:
     model = build_style(style, tiny)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(AdaptError, match=REFUSED[style]):
@@ -65,7 +65,7 @@ def test_the_model_computes_the_logits_of_transformers(tiny: Path, style: str) -
 
 
 @each
-def test_the_weights_go_back_to_the_bit(tiny: Path, style: str) -> None:
+def test_the_round_trip_of_the_weights_is_bit_identical(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     written = to_hf_state_dict(found.model, found.adaptation.name_map)
     identical(written, load_file(tiny / "model.safetensors"))
@@ -74,14 +74,14 @@ def test_the_weights_go_back_to_the_bit(tiny: Path, style: str) -> None:
 @each
 def test_the_map_loads_into_a_fresh_model(tiny: Path, style: str) -> None:
     found, fresh = adapted(style, tiny), build_style(style, tiny)
-    assert not error_of(fresh) < 0.1  # its own weights are at random
+    assert not error_of(fresh) < 0.1  # its own weights are random
     load_into(fresh, found.adaptation.name_map, tiny)
     ours = dict(fresh.named_parameters())
     identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
     assert error_of(fresh) < 1e-5
 
 
-@pytest.mark.parametrize("info", ["nano", "lens", "vkq_fused", "lecture"])
+@pytest.mark.parametrize("style", ["nano", "lens", "vkq_fused", "lecture"])
 def test_another_checkpoint_of_the_same_shape_needs_no_second_adapt(
     tiny: Path, make_checkpoint: MakeCheckpoint, style: str
 ) -> None:
@@ -95,11 +95,11 @@ def test_another_checkpoint_of_the_same_shape_needs_no_second_adapt(
     assert error_of(model) > 0.1  # equal to the other checkpoint, not to `tiny`
 
 
-# The checks above have to see a map that is wrong in one place.
+# The checks above detect a map with one error.
 
 
 class Reversed:
-    """An op whose first parameter gets its rows in the opposite order."""
+    """An op whose first parameter gets its rows in reverse order."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -112,11 +112,11 @@ class Reversed:
         return self.op.save([tensors[0].flip(0), *tensors[1:]])
 
 
-@pytest.mark.parametrize("info", ["nano", "book", "lens", "head_loop"])
+@pytest.mark.parametrize("style", ["nano", "book", "lens", "head_loop"])
 @pytest.mark.parametrize(
     "hf", ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.bias", "ln_2.weight"]
 )
-def test_one_wrong_operation_is_seen_by_the_logits(tiny: Path, style: str, hf: str) -> None:
+def test_one_wrong_operation_changes_the_logits(tiny: Path, style: str, hf: str) -> None:
     name_map = adapted(style, tiny).adaptation.name_map
     rows = [
         replace(row, op=Reversed(row.op)) if row.hf.endswith(hf) else row for row in name_map.rows
@@ -127,8 +127,8 @@ def test_one_wrong_operation_is_seen_by_the_logits(tiny: Path, style: str, hf: s
     assert error_of(model) > 1e-3
 
 
-@pytest.mark.parametrize("info", ["nano", "mingpt", "flat"])
-def test_two_rows_exchanged_are_seen_by_the_map_and_the_logits(tiny: Path, style: str) -> None:
+@pytest.mark.parametrize("style", ["nano", "mingpt", "flat"])
+def test_two_exchanged_rows_change_the_map_and_the_logits(tiny: Path, style: str) -> None:
     name_map = adapted(style, tiny).adaptation.name_map
     ours = {row.hf: row.ours for row in name_map.rows}
     other = {"h.{i}.ln_1.weight": "h.{i}.ln_2.weight", "h.{i}.ln_2.weight": "h.{i}.ln_1.weight"}
@@ -139,7 +139,7 @@ def test_two_rows_exchanged_are_seen_by_the_map_and_the_logits(tiny: Path, style
     assert error_of(model) > 1e-3
 
 
-def test_one_parameter_off_by_a_little_is_seen(tiny: Path) -> None:
+def test_a_small_error_in_one_parameter_changes_the_logits(tiny: Path) -> None:
     model = build_style("nano", tiny)
     load_into(model, adapted("nano", tiny).adaptation.name_map, tiny)
     with torch.no_grad():

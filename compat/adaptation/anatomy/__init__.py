@@ -1,1 +1,1 @@
-"""Which node of the graph is which part of a GPT-2, by data flow."""
+"""Recognise which node of a graph is which part of a GPT-2, by data flow."""

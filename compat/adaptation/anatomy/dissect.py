@@ -1,94 +1,337 @@
-"""GPT-2's anatomy found in a graph by data flow.
+"""Recognise the parts of a GPT-2 in a graph by data flow, without looking at names.
 
-Names carry no information here. Attention is where two things that depend on the ids are
-multiplied; everything else is found from there.
+Attention is where two values that depend on the ids are multiplied. Everything else is found from
+there.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch.fx import Node
 
-from compat.adaptation.anatomy.attention_ops import fused_core, split_core
-from compat.adaptation.anatomy.graph_index import GraphIndex
-from compat.adaptation.anatomy.parts import Anatomy, Core, Layer, Sum
-from compat.adaptation.tracing.contractions import SDPA, Contraction
-from compat.adaptation.tracing.graph import MOVES, Graph, kind, size, tensor_inputs
+from compat.adaptation.tracing.contractions import SDPA, Contraction, contraction
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    Graph,
+    aten,
+    kind,
+    live_inputs,
+    live_users,
+    size,
+    tensor_inputs,
+)
 from compat.errors import AdaptError
 
 
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that enters or leaves attention, and the meaning of its axes.
+
+    Args:
+        node: of the tensor.
+        groups: the axes of batch and heads, merged or not. With one head, the batch alone.
+        time: the axis of the positions.
+        d: the axis of the head size.
+    """
+
+    node: Node
+    groups: tuple[int, ...]
+    time: int
+    d: int
+
+
+@dataclass(frozen=True)
+class Core:
+    """softmax(q·kᵀ)·v of all heads or of one.
+
+    Args:
+        q, k, v, out: operands and result.
+        product: the product with v, or the fused kernel.
+        scores: q·kᵀ; None in a fused kernel.
+        probs: what is multiplied with v. `time` is the query's, and `d` is the key's.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand
+    product: Node
+    scores: Node | None
+    probs: Operand | None
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Where a branch is added to the residual stream.
+
+    Args:
+        node: the sum; without a shortcut, the end of the branch.
+        branch: the end of the branch.
+        shortcut: what the branch is added to; None without a shortcut.
+    """
+
+    node: Node
+    branch: Node
+    shortcut: Node | None
+
+
+@dataclass
+class Layer:
+    """The nodes of one block; taps of `compat.taps` are named in the comments."""
+
+    cores: list[Core]
+    qkv: list[Node]  # the projections that compute q, k and v
+    x1: Node  # ln_1: their input
+    out_proj: Node | None
+    heads: Node  # the input of the output projection; without one, the result of attention
+    attn: Node
+    attn_sum: Sum  # resid_mid
+    fc: Node
+    x2: Node  # ln_2
+    act: Node
+    fc_end: Node  # fc, with a bias that is added in an operation of its own
+    mlp_proj: Node
+    mlp: Node
+    mlp_sum: Sum  # out
+    parallel: bool  # the MLP does not depend on the result of attention
+
+    @property
+    def mid(self) -> Node:
+        return self.attn_sum.node
+
+    @property
+    def out(self) -> Node:
+        return self.mlp_sum.node
+
+
+@dataclass
+class Anatomy:
+    """The parts of a GPT-2 in a graph.
+
+    Args:
+        graph: of the model.
+        token_embedding: where the token table is looked up.
+        embed: the sum of token and position embeddings, before any norm.
+        layers: in their order.
+        xf: the input of the head, tap `ln_f`.
+        head: the projection to the vocabulary.
+        logits: the output.
+        width: C.
+        vocabulary: rows of the token table.
+    """
+
+    graph: Graph
+    token_embedding: Node
+    embed: Node
+    layers: list[Layer]
+    xf: Node
+    head: Node
+    logits: Node
+    width: int
+    vocabulary: int
+
+
+class GraphIndex:
+    """The projections, products and embeddings of a graph, and how they are connected.
+
+    Attributes:
+        live: the nodes that depend on the ids, in execution order.
+        products: every contraction among them.
+        projections: products of a live tensor with parameters.
+        mixers: products of two live tensors, and fused attention kernels.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.live = [node for node in graph.nodes if node in graph.live]
+        self.products: dict[Node, Contraction] = {}
+        self.projections: set[Node] = set()
+        self.mixers: set[Node] = set()
+        for node in self.live:
+            if kind(node) in SDPA:
+                self.mixers.add(node)
+            elif (found := contraction(node)) is not None:
+                self.products[node] = found
+                live = [x in graph.live for x in (found.a, found.b)]
+                if all(live):
+                    self.mixers.add(node)
+                elif graph.parameters_of[found.b if live[0] else found.a]:
+                    self.projections.add(node)
+
+    def before_moves(self, node: Node) -> Node:
+        """The node whose elements this node has moved; itself if it moves none."""
+        while kind(node) in MOVES or kind(node) == "getitem":
+            above = tensor_inputs(node)[0]
+            if above not in self.graph.live:
+                break
+            if kind(node) == "getitem" and kind(above) != "native_dropout":
+                break  # one of several results, such as q, k and v
+            node = above
+        return node
+
+    def frontier(self, node: Node) -> set[Node]:
+        """The nearest projections, mixers and embeddings that a node is computed from."""
+        stack, seen, found = [node], set(), set()
+        while stack:
+            node = stack.pop()
+            if node in self.projections or node in self.mixers or self.embeds(node):
+                found.add(node)
+            elif node not in seen:
+                seen.add(node)
+                stack += live_inputs(self.graph, node)
+        return found
+
+    def sources(self, node: Node) -> set[Node]:
+        """The frontier of a product's live operands."""
+        return set().union(*(self.frontier(a) for a in self.operands(node)))
+
+    def operands(self, node: Node) -> list[Node]:
+        """The live operands of a product."""
+        if kind(node) in SDPA:
+            operands = tensor_inputs(node)[:3]
+        else:
+            operands = [self.products[node].a, self.products[node].b]
+        return [a for a in operands if a in self.graph.live]
+
+    def input_of(self, projection: Node) -> Node:
+        """The tensor that a projection projects."""
+        return self.before_moves(self.operands(projection)[0])
+
+    def embeds(self, node: Node) -> bool:
+        """Whether a node looks up a table of parameters by the ids."""
+        if node not in self.graph.live or kind(node) not in ("embedding", "index", "index_select"):
+            return False
+        table = tensor_inputs(node)[0]
+        return table not in self.graph.live and bool(self.graph.parameters_of[table])
+
+
+def fused_core(node: Node) -> Core:
+    """The operands of a fused attention kernel."""
+    q, k, v = tensor_inputs(node)[:3]
+    out = node
+    if kind(node) != "scaled_dot_product_attention":  # the other kernels return a tuple
+        out = next(user for user in node.users if user.args[1] == 0)
+
+    def operand(x: Node) -> Operand:
+        n = len(size(q if x is out else x))
+        return Operand(x, tuple(range(n - 2)), n - 2, n - 1)
+
+    return Core(operand(q), operand(k), operand(v), operand(out), node, None, None)
+
+
+def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) -> Core | None:
+    """The operands of attention that is written as two products.
+
+    The second product sums over the time of v, which is also the time of k. This distinguishes k
+    from q in the first product.
+    """
+    p_axes, v_axes, out = second.axes(probs), second.axes(v), second.out_axes
+    summed = second.summed
+    if len(summed) != 1 or len(first.summed) < 1:
+        return None
+    d_v = [x for x in v_axes if x not in p_axes]
+    t_q = [x for x in p_axes if x not in v_axes]
+    if len(d_v) != 1 or len(t_q) != 1:
+        return None
+    # The axes of the probabilities are, from the right, those of the scores.
+    key_time = first.out_axes[p_axes.index(summed) - len(p_axes)]
+    query_time = first.out_axes[p_axes.index(t_q[0]) - len(p_axes)]
+    k, q = (first.a, first.b) if key_time in first.a_axes else (first.b, first.a)
+    if key_time not in first.axes(k) or query_time not in first.axes(q):
+        return None
+    groups = [x for x in p_axes if x in v_axes and x != summed]
+    first_groups = [x for x in first.out_axes if x not in (key_time, query_time)]
+
+    def operand(node: Node, axes: str, groups: Iterable[str], time: str, d: str) -> Operand:
+        places = tuple(axes.index(x) for x in groups if x in axes)
+        return Operand(node, places, axes.index(time), axes.index(d))
+
+    return Core(
+        q=operand(q, first.axes(q), first_groups, query_time, first.summed[0]),
+        k=operand(k, first.axes(k), first_groups, key_time, first.summed[0]),
+        v=operand(v, v_axes, groups, summed, d_v[0]),
+        out=operand(second.node, out, groups, t_q[0], d_v[0]),
+        product=second.node,
+        scores=first.node,
+        probs=operand(probs, p_axes, groups, t_q[0], summed),
+    )
+
+
 def dissect(graph: Graph) -> Anatomy:
-    """Find everything, or say what is missing.
+    """Recognise all parts of a GPT-2.
 
     Raises:
-        AdaptError: this is no GPT-2, or one whose parts cannot be told apart; says which.
+        AdaptError: a part is missing or ambiguous; says which, and on which line.
     """
     return _Dissection(graph).run()
 
 
 class _Dissection:
-    """The search, which keeps what it found so far."""
+    """One search for the parts, from attention outwards."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.marks = GraphIndex(graph)
+        self.index = GraphIndex(graph)
 
     def run(self) -> Anatomy:
         graph = self.graph
-        cores = self._cores()
-        if not cores:
-            raise AdaptError(
-                "no attention: nowhere is softmax(q·kᵀ) multiplied with v; "
-                f"{len(self.marks.projections)} projections found. This is not a GPT-2"
-            )
-        levels = self._levels(cores)
+        levels = self._levels(self._cores())
         tokens, embed = self._embedding()
         self.width = size(tokens)[-1]
-        head, xf = self._head()
-        layers: list[Layer] = []
-        for place, level in enumerate(levels):
-            until = [c.product for c in levels[place + 1]] if place + 1 < len(levels) else [head]
-            layers.append(self._layer(place, level, until, head, layers))
+        head = self._head()
+        layers = []
+        for i, cores in enumerate(levels):
+            until = [c.product for c in levels[i + 1]] if i + 1 < len(levels) else [head]
+            layers.append(self._layer(i, cores, until, head))
         rows = prod(size(self._table(tokens))) // self.width
+        xf = self.index.input_of(head)
         return Anatomy(graph, tokens, embed, layers, xf, head, graph.output, self.width, rows)
 
     def _cores(self) -> list[Core]:
-        cores = []
-        for node in self.marks.live:
-            if node not in self.marks.mixers:
-                continue
+        found: list[Core] = []
+        for node in self.index.live:
             if kind(node) in SDPA:
-                cores.append(fused_core(node))
-            elif (core := self._core(self.marks.products[node])) is not None:
-                cores.append(core)
-        return [self._with_own_value(core) for core in cores]
+                found.append(self._with_own_value(fused_core(node)))
+            elif node in self.index.mixers:
+                core = self._core(self.index.products[node])
+                found += [core] if core is not None else []
+        if not found:
+            raise AdaptError(
+                "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
+                f"with v anywhere; {len(self.index.projections)} projections were found"
+            )
+        return found
 
     def _with_own_value(self, core: Core) -> Core:
-        """Where one node is key and value, a copy of it for the value, so that each can be set."""
-        if core.v.node is not core.k.node or core.scores is not None:
+        """A copy of the node for the value where one is key and value, so that each can be set."""
+        if core.v.node is not core.k.node:
             return core
-        copy = self.graph.copy(core.k.node, core.product)
+        with core.product.graph.inserting_before(core.product):
+            copy = core.product.graph.call_function(aten.clone.default, (core.k.node,))
+        copy.meta = dict(core.k.node.meta)
         q, k, _, *rest = core.product.args
         core.product.args = (q, k, copy, *rest)
-        self.marks.refresh()
+        self.graph.invalidate()
+        self.index = GraphIndex(self.graph)
         return replace(core, v=replace(core.v, node=copy))
 
     def _core(self, product: Contraction) -> Core | None:
-        """The core whose second product this is: probabilities, from a first product, times v."""
+        """The attention whose second product this is: probabilities times v."""
+        index = self.index
         for probs, v in ((product.a, product.b), (product.b, product.a)):
-            firsts = self.marks.frontier(probs) & self.marks.mixers
-            if len(firsts) != 1 or self.marks.frontier(v) & self.marks.mixers - firsts:
+            firsts = index.frontier(probs) & index.mixers
+            if len(firsts) != 1 or index.frontier(v) & index.mixers:
                 continue
-            first = self.marks.products.get(next(iter(firsts)))
-            if first is None or self.marks.frontier(v) & firsts:
-                continue
-            return split_core(first, product, probs, v)
+            first = index.products.get(next(iter(firsts)))
+            if first is not None:
+                return split_core(first, product, probs, v)
         return None
 
     def _levels(self, cores: list[Core]) -> list[list[Core]]:
-        """Cores by layer: heads of one layer do not depend on each other."""
+        """Cores by layer; the heads of one layer do not depend on each other."""
         above = self.graph.ancestors
         level: dict[Node, int] = {}
         for core in cores:
@@ -100,187 +343,171 @@ class _Dissection:
         return levels
 
     def _embedding(self) -> tuple[Node, Node]:
-        """The token embedding, and the embedded text: positions added, scaled, no norm yet."""
-        tables = self._lookups()
+        """The token embedding, and the same with positions and factors, before any norm."""
+        index = self.index
+        tables = [  # a table looked up by the ids, or multiplied with one-hot vectors of them
+            node for node in index.live
+            if index.embeds(node) or (node in index.projections and not index.sources(node))
+        ]  # fmt: skip
         if not tables:
-            raise AdaptError("no token embedding: no table of parameters is looked up by the ids")
+            raise AdaptError(
+                "the model has no token embedding. No table of parameters is looked up by the ids"
+            )
         node = tables[0]
         while True:
-            users = [user for user in node.users if user in self.graph.live]
+            users = live_users(self.graph, node)
             if len(users) != 1 or not self._continues_embedding(users[0], set(tables)):
                 return tables[0], node
             node = users[0]
-
-    def _lookups(self) -> list[Node]:
-        """Where a table is looked up by the ids, or multiplied with one-hot vectors of them."""
-        marks = self.marks
-        return [
-            node for node in marks.live
-            if marks.embeds(node) or (node in marks.projections and not marks.sources(node))
-        ]  # fmt: skip
-
-    def _table(self, node: Node) -> Node:
-        """The table of an embedding, or of a product with one-hot vectors."""
-        found = self.marks.products.get(node)
-        if found is None:
-            return tensor_inputs(node)[0]
-        return found.b if found.a in self.graph.live else found.a
 
     def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
         if kind(user) in MOVES or kind(user) == "getitem":
             return True
         if kind(user) not in ("add", "mul", "div", "sub", "rsub"):
             return False
-        return all(
-            self.marks.frontier(a) <= tables for a in user.all_input_nodes if a in self.graph.live
-        )
+        return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
 
-    def _head(self) -> tuple[Node, Node]:
-        found = self.marks.frontier(self.graph.output)
-        if len(found) != 1 or not found <= self.marks.projections:
-            names = ", ".join(sorted(str(node) for node in found)) or "nothing"
+    def _table(self, node: Node) -> Node:
+        """The table of an embedding, or of a product with one-hot vectors."""
+        found = self.index.products.get(node)
+        if found is None:
+            return tensor_inputs(node)[0]
+        return found.b if found.a in self.graph.live else found.a
+
+    def _head(self) -> Node:
+        found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
+        if len(found) != 1 or found[0] not in self.index.projections:
             raise AdaptError(
-                f"no language-model head: the output comes from {names}, not from one projection "
-                "to the vocabulary"
+                "the model has no language-model head. One projection to the vocabulary was "
+                f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
             )
-        head = found.pop()
-        return head, self.marks.up(self.marks.data(head)[0])
+        return found[0]
 
-    def _layer(
-        self, place: int, cores: list[Core], until: list[Node], head: Node, done: list[Layer]
-    ) -> Layer:
-        graph, above = self.graph, self.graph.ancestors
-        marks, outs = self.marks, {core.product for core in cores}
-        qkv, x1 = self._inputs(place, cores)
+    def _layer(self, i: int, cores: list[Core], until: list[Node], head: Node) -> Layer:
+        graph, index, above = self.graph, self.index, self.graph.ancestors
+        products = {core.product for core in cores}
+        qkv, x1 = self._inputs(i, cores)
         out_projs = [
-            n for n in marks.live if n in marks.projections and marks.sources(n) <= outs
-        ]  # fmt: skip
-        reached = set().union(*(above[n] for n in until)) - above[qkv[0]]
-        following = {n for n in reached if n in self.marks.projections}
-        mlp = following - {*qkv, *out_projs, head, *(q for q in self._next_qkv(until, head))}
-        fc, mlp_proj = self._mlp(place, sorted(mlp, key=graph.order.__getitem__))
-        attn = self._end(self._joined(out_projs)) if out_projs else self._last(cores)
-        end = self._end(mlp_proj)
-        attn_sum, mlp_sum = self._sum(attn, outs), self._sum(end, {mlp_proj})
+            n for n in index.live if n in index.projections and index.sources(n) <= products
+        ]
+        following = set().union(*(above[n] for n in until)) - above[qkv[0]]
+        mlp = (following & index.projections) - {*qkv, *out_projs, head}
+        mlp -= self._next_qkv(until, head)
+        fc, mlp_proj = self._mlp(i, sorted(mlp, key=graph.order.__getitem__))
+        if out_projs:  # the single one, or where those of several heads are joined
+            wanted = set(out_projs)
+            attn = self._with_bias(next(n for n in index.live if wanted <= above[n] | {n}))
+        else:
+            attn = self._joined_heads(cores)
+        end = self._with_bias(mlp_proj)
+        attn_sum, mlp_sum = self._sum(attn, products), self._sum(end, {mlp_proj})
         if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
-            attn_sum = mlp_sum = self._sum(mlp_sum.node, {*outs, mlp_proj})
+            attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, mlp_proj})
         return Layer(
             cores=cores,
             qkv=qkv,
             x1=x1,
             out_proj=out_projs[-1] if out_projs else None,
-            heads=self.marks.data(out_projs[-1])[0] if out_projs else attn,
+            heads=index.operands(out_projs[-1])[0] if out_projs else attn,
             attn=attn,
             attn_sum=attn_sum,
             fc=fc,
-            x2=self.marks.up(self.marks.data(fc)[0]),
-            act=self.marks.up(self.marks.data(mlp_proj)[0]),
-            fc_end=self._end(fc),
+            x2=index.input_of(fc),
+            act=index.input_of(mlp_proj),
+            fc_end=self._with_bias(fc),
             mlp_proj=mlp_proj,
             mlp=end,
             mlp_sum=mlp_sum,
-            parallel=not outs & above[fc],
+            parallel=not products & above[fc],
         )
 
-    def _inputs(self, place: int, cores: list[Core]) -> tuple[list[Node], Node]:
-        """The projections that make q, k and v, and the one tensor that they read."""
-        qkv = set().union(*(self.marks.frontier(o.node) for c in cores for o in (c.q, c.k, c.v)))
-        if strange := [n for n in qkv if n not in self.marks.projections]:
+    def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
+        """The projections that compute q, k and v, and the one tensor that they project."""
+        index = self.index
+        qkv = set().union(*(index.frontier(o.node) for c in cores for o in (c.q, c.k, c.v)))
+        ordered = sorted(qkv, key=self.graph.order.__getitem__)
+        if others := [n for n in ordered if n not in index.projections]:
             raise AdaptError(
-                f"layer {place}: q, k or v come from {strange[0]}, which is no projection"
+                f"layer {i}: q, k or v is computed by {kind(others[0]) or others[0]}"
+                f"{self.graph.at(others[0])}, which is not a projection with the model's parameters"
             )
-        inputs = {self.marks.up(self.marks.data(n)[0]) for n in qkv}
+        inputs = {index.input_of(n) for n in qkv}
         if len(inputs) != 1:
             raise AdaptError(
-                f"layer {place}: q, k and v are projected from {len(inputs)} different tensors, "
-                "as in cross-attention; expected one"
+                f"layer {i}: q, k and v are projected from {len(inputs)} different tensors"
+                f"{self.graph.at(*ordered)}, as in cross-attention, but one was expected"
             )
-        return sorted(qkv, key=self.graph.order.__getitem__), inputs.pop()
+        return ordered, inputs.pop()
 
     def _next_qkv(self, until: list[Node], head: Node) -> set[Node]:
-        """The projections of the layer above."""
-        marks = self.marks
+        """The projections of the next layer's q, k and v."""
+        index = self.index
         mixers = [n for n in until if n is not head]
-        firsts = set().union(*(marks.sources(n) & marks.mixers for n in mixers))
-        return set().union(*(marks.sources(n) for n in [*mixers, *firsts])) & marks.projections
+        firsts = set().union(*(index.sources(n) & index.mixers for n in mixers))
+        return set().union(*(index.sources(n) for n in [*mixers, *firsts])) & index.projections
 
-    def _mlp(self, place: int, found: list[Node]) -> tuple[Node, Node]:
-        if len(found) != 2:
-            raise AdaptError(self._no_mlp(f"layer {place}", found))
-        fc, mlp_proj = found
-        if not self.marks.sources(mlp_proj) <= {fc}:
-            raise AdaptError(
-                f"layer {place}: {mlp_proj} reads more than {fc}; "
-                "expected an MLP of two projections"
-            )
-        return fc, mlp_proj
+    def _mlp(self, i: int, found: list[Node]) -> tuple[Node, Node]:
+        sources = self.index.sources
+        if len(found) == 2 and sources(found[1]) <= {found[0]}:
+            return found[0], found[1]
+        why = ""
+        if not found:
+            why = ". No MLP is run between attention and what follows"
+        elif len(found) == 2:
+            why = ". The second one has inputs beside the result of the first"
+        elif len(found) == 3 and sources(found[2]) == set(found[:2]):
+            why = ". This is a gated MLP, as in LLaMA"
+        elif len(found) > 2:
+            why = ". More than an MLP is run between two attentions or before the head"
+        raise AdaptError(
+            f"layer {i}: {len(found)} projections follow attention{self.graph.at(*found)}, "
+            f"but the two of an MLP were expected{why}"
+        )
 
-    def _last(self, cores: list[Core]) -> Node:
-        """Attention's result where no projection follows: the heads side by side."""
+    def _joined_heads(self, cores: list[Core]) -> Node:
+        """The concatenated heads, the result of attention without an output projection."""
         node = max((core.out.node for core in cores), key=self.graph.order.__getitem__)
         while True:
-            users = [user for user in node.users if user in self.graph.live]
+            users = live_users(self.graph, node)
             if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:
                 return node
             node = users[0]
 
-    def _joined(self, out_projs: list[Node]) -> Node:
-        """The projection, or where those of single heads are summed or concatenated."""
-        above, wanted = self.graph.ancestors, set(out_projs)
-        return next(n for n in self.marks.live if wanted <= above[n] | {n})
-
-    def _no_mlp(self, where: str, found: list[Node]) -> str:
-        places = dict.fromkeys(self.graph.place(node) for node in found)
-        lines = ", ".join(f"{p.file}:{p.line}" for p in places if p)
-        why = "" if found else "; no MLP is run between attention and what follows"
-        if len(found) == 3 and self.marks.sources(found[2]) == set(found[:2]):
-            why = "; this is a gated MLP, as in LLaMA"
-        elif len(found) > 2:
-            why = "; there is more than an MLP between two attentions or before the head"
-        return (
-            f"{where}: {len(found)} projections after attention"
-            f"{' at ' if lines else ''}{lines}; expected two, those of the MLP{why}"
-        )
-
-    def _end(self, node: Node) -> Node:
-        """The projection's result with a bias that is added apart."""
+    def _with_bias(self, node: Node) -> Node:
+        """The result of a projection, after a bias that is added in an operation of its own."""
         end = node
-        while True:
-            users = [user for user in node.users if user in self.graph.live]
-            if len(users) != 1:
-                return end
-            user = users[0]
-            if kind(user) == "add" and self._adds_parameter(user):
-                node = end = user
-            elif kind(user) in MOVES or kind(user) == "getitem":
-                node = user
-            else:
-                return end
+        while len(users := live_users(self.graph, node)) == 1:
+            [node] = users
+            if kind(node) == "add" and self._adds_parameter(node):
+                end = node
+            elif kind(node) not in MOVES and kind(node) != "getitem":
+                break
+        return end
 
     def _adds_parameter(self, node: Node) -> bool:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]
         return len(dead) == 1 and bool(self.graph.parameters_of[dead[0]])
 
     def _sum(self, branch: Node, roots: set[Node]) -> Sum:
-        """The first sum of a branch with a tensor that is not made of the branch's roots."""
+        """The first sum of a branch with a tensor that is not computed from the branch's roots."""
         above = self.graph.ancestors
-        for node in self.marks.live:
+        for node in self.index.live:
             if self.graph.order[node] <= self.graph.order[branch] or not self._adds_streams(node):
                 continue
-            one, other = (a for a in tensor_inputs(node)[:2])
+            one, other = tensor_inputs(node)[:2]
             for inner, outer in ((one, other), (other, one)):
                 from_branch = branch in above[inner] or inner is branch
                 if from_branch and not roots & (above[outer] | {outer}):
-                    return Sum(node, inner, self.marks.up(outer))
+                    return Sum(node, inner, self.index.before_moves(outer))
         return Sum(branch, branch, None)
 
     def _adds_streams(self, node: Node) -> bool:
-        """The sum of two live tensors (B, T, C)."""
+        """Whether a node is the sum of two live tensors (B, T, C)."""
         if kind(node) != "add":
             return False
         inputs = tensor_inputs(node)[:2]
         B, T = self.graph.shape
-        whole = B * T * self.width
+        elements = B * T * self.width
         return len(inputs) == 2 and all(
-            a in self.graph.live and prod(size(a)) == whole for a in inputs
+            a in self.graph.live and prod(size(a)) == elements for a in inputs
         )

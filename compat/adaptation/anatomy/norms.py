@@ -1,15 +1,20 @@
-"""Norms, fused or written out in any order of operations: where they are, and what they compute."""
+"""The norms of a model, fused or written out: where they are, and which formula they compute.
+
+GPT-2 has a norm before each branch. Others have it after the sum (post-LN) or on the branch's
+result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
 from compat.adaptation.tracing.graph import Graph, kind, size
 
 KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
@@ -23,7 +28,7 @@ REDUCTIONS = KERNELS | frozenset(
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm: its input, its result, and its parameters told apart by what they do."""
+    """One norm: its input, its result, its scale and its shift, where it has them."""
 
     start: Node
     end: Node
@@ -33,12 +38,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class NormFormula:
-    """What a norm computes, scale and shift apart.
+    """What a norm computes before scale and shift.
 
     Args:
-        centred: the mean is subtracted; RMSNorm does not.
-        unbiased: the variance is over C − 1.
-        eps: added to the variance, or to its root if `eps_outside`.
+        centred: the mean is subtracted, as in LayerNorm but not in RMSNorm.
+        unbiased: the variance is divided by C − 1 instead of C.
+        eps: added to the variance.
+        eps_outside: eps is added to the root of the variance instead.
     """
 
     centred: bool = True
@@ -56,9 +62,9 @@ class NormFormula:
 
 
 def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
-    """The norms on the way from one node to another, in their order."""
+    """The norms between two nodes, in execution order."""
     found: list[tuple[Node, Node]] = []
-    consumed = False  # the norm at hand has met a parameter: a reduction now begins another
+    consumed = False  # the current norm has its parameters, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
         piece = graph.between([last], [first])
         reduces = any(kind(node) in REDUCTIONS for node in piece if node in graph.live)
@@ -73,23 +79,23 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
 
 
 def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
-    """The nodes that every way from start to end passes, both included."""
+    """The nodes on all paths from start to end, both included."""
     inner = [n for n in graph.between([end], [start]) if n in graph.live]
     path = [start, *[n for n in inner if start in graph.ancestors[n]]]
     place = {node: i for i, node in enumerate(path)}
     waypoints, reach = [], 0
     for i, node in enumerate(path):
-        if i >= reach and size(node):  # a kernel's tuple is no value; its first item follows
+        if i >= reach and size(node):  # a kernel's tuple has no size; its first item follows
             waypoints.append(node)
         reach = max([reach, *(place[user] for user in node.users if user in place)])
     return waypoints
 
 
 def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
-    """A parameter that makes the result vanish when it is zero is the scale, another the shift."""
+    """The norm with its parameters: with a scale of zero the result does not depend on x."""
     scale = shift = None
     parameters = graph.parameters_between([end], [start])
-    x = _sample(graph, start)
+    x = _sample(start)
     for node in parameters:
 
         def value(other: Node, node: Node = node) -> Tensor:
@@ -105,13 +111,13 @@ def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
     return Norm(start, end, scale, shift)
 
 
-def _sample(graph: Graph, node: Node, size_of: float = 1.0) -> Tensor:
+def _sample(node: Node) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return size_of * torch.randn(size(node), generator=generator, dtype=torch.float64)
+    return torch.randn(size(node), generator=generator, dtype=torch.float64)
 
 
 def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """What the model's norm makes of an input of just its shape, with scale 1 and shift 0."""
+    """The model's own norm as a function of its input, with scale 1 and shift 0."""
 
     def run(x: Tensor) -> Tensor:
         def value(node: Node) -> Tensor:
@@ -124,10 +130,10 @@ def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
 
 
 def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
-    """The formula, measured on inputs of several sizes; None for something that is no norm."""
+    """The formula, measured on inputs of several magnitudes; None if no such formula fits."""
     axis = len(size(norm.start)) - 1
     run = own_formula(graph, norm)
-    x = _sample(graph, norm.start) + 0.7
+    x = _sample(norm.start) + 0.7
     if run(x).shape != x.shape:
         return None
     C = x.shape[axis]
@@ -136,7 +142,7 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
         var = y.square().mean(axis, keepdim=True)
 
         def root(factor: float, y: Tensor = y) -> Tensor:
-            """What y is divided by, per token, when the input is scaled by `factor`."""
+            """The divisor of y for each token when the input is scaled by `factor`."""
             divided: Tensor = (y * factor).norm(dim=axis) / run(x * factor).norm(dim=axis)
             return divided
 
@@ -155,8 +161,8 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
     return None
 
 
-def _fit_eps(root, var: Tensor) -> tuple[float, bool] | None:  # type: ignore[no-untyped-def]
-    """What is added to the variance, or else to its root: the one that is the same at all sizes."""
+def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool] | None:
+    """eps and whether it is added to the root: whichever is the same for all magnitudes."""
     small = (1e-2, 3e-3, 1e-3)
     inside = torch.stack([root(f).square() - var * f**2 for f in small])
     outside = torch.stack([root(f) - (var * f**2).sqrt() for f in small])
@@ -165,3 +171,146 @@ def _fit_eps(root, var: Tensor) -> tuple[float, bool] | None:  # type: ignore[no
         if (values - eps).abs().max() <= 1e-4 * abs(eps) + 1e-13:
             return (float(f"{eps:.4g}") if eps > 1e-14 else 0.0), is_outside
     return None
+
+
+@dataclass
+class NormPlaces:
+    """Every norm under its Hugging Face name, and which of them are placed unlike GPT-2's.
+
+    Args:
+        named: norms by names such as `h.0.ln_1`.
+        post: names of norms on the residual stream after a sum (post-LN).
+        on_output: names of norms on a branch's result before the sum.
+        extra: norms that GPT-2 does not have, by their place: "embed", "h.0.attn", "h.0.mlp".
+        from_norm: names of norms whose result the shortcut starts from.
+        missing: names of norms that were not found.
+    """
+
+    named: dict[str, Norm] = field(default_factory=dict)
+    post: list[str] = field(default_factory=list)
+    on_output: list[str] = field(default_factory=list)
+    extra: dict[str, Norm] = field(default_factory=dict)
+    from_norm: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _BranchNorms:
+    """The norms of one branch: on the stream before it, on its input, and on its result."""
+
+    stream: list[Norm]
+    before: list[Norm]
+    after: list[Norm]
+
+
+def place_norms(anatomy: Anatomy) -> NormPlaces:
+    """Find all norms and name each by its place in the data flow."""
+    graph = anatomy.graph
+    branches: list[_BranchNorms] = []
+    stream = anatomy.embed
+    for layer in anatomy.layers:
+        branches.append(_branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum))
+        second = stream if layer.parallel else layer.mid
+        branches.append(_branch_norms(graph, second, layer.x2, layer.mlp, layer.mlp_sum))
+        if layer.parallel:
+            branches[-1].stream = []  # the norm before attention, found already
+        stream = layer.out
+    final = norms_between(graph, stream, anatomy.xf)
+    places = NormPlaces()
+    for number in _start_from_norm(anatomy, branches):
+        branches[number].before.append(branches[number].stream.pop())
+        places.from_norm.append(_names(number)[0])
+    for number, branch in enumerate(branches):
+        following = branches[number + 1].stream if number + 1 < len(branches) else final
+        if following is final and len(final) == 1 and not places.post:
+            following = []  # the model's last norm, before the head
+        _name(places, number, branch, following)
+    for norm in branches[0].stream:
+        places.extra["embed"] = norm
+    if final:
+        places.named["ln_f"] = final.pop()
+    else:
+        places.missing.append("ln_f")
+    for norm in final:
+        places.extra["final"] = norm
+    return places
+
+
+def _names(number: int) -> tuple[str, str]:
+    """The names of a branch's norm and of the branch, for branches numbered over all layers."""
+    layer, second = divmod(number, 2)
+    return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
+
+
+def _start_from_norm(anatomy: Anatomy, branches: list[_BranchNorms]) -> list[int]:
+    """The numbers of branches of the form x = norm(x); x = x + f(x).
+
+    Post-LN after a norm of the embeddings has the same graph as this form of attention. Only here
+    names decide: the first norm belongs to the first block if its name says so.
+    """
+    attention, mlp = branches[0::2], branches[1::2]
+    found: list[int] = []
+    if all(b.stream and not b.before for b in attention) and _belongs_to_first_block(
+        anatomy, attention[0]
+    ):
+        found += range(0, len(branches), 2)
+    settled = found or all(b.before for b in attention)
+    if settled and all(b.stream and not b.before for b in mlp):
+        found += range(1, len(branches), 2)
+    return found
+
+
+def _belongs_to_first_block(anatomy: Anatomy, branch: _BranchNorms) -> bool:
+    graph, scale, layer = anatomy.graph, branch.stream[0].scale, anatomy.layers[0]
+    fc = graph.parameters_between([layer.fc_end], [layer.x2])
+    if scale is None or not fc:
+        return False
+    norm, projection = (graph.names[node].partition(".0.") for node in (scale, fc[0]))
+    return norm[0] == projection[0] and bool(norm[1])
+
+
+def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list[Norm]) -> None:
+    """Name the norm of one branch: on its input, else its result, else the stream after it."""
+    name, end = _names(number)
+    if branch.before:
+        places.named[name] = branch.before.pop()
+        for norm in branch.before:
+            places.extra[f"{name}.before"] = norm
+    elif branch.after:
+        places.named[name] = branch.after.pop()
+        places.on_output.append(name)
+    elif following:
+        places.named[name] = following.pop(0)
+        places.post.append(name)
+    else:
+        places.missing.append(name)
+    for norm in branch.after:
+        places.extra[end] = norm
+
+
+def _branch_norms(graph: Graph, stream: Node, x: Node, branch: Node, total: Sum) -> _BranchNorms:
+    found = norms_between(graph, stream, x)
+    shortcut = total.shortcut
+    shared = set() if shortcut is None else graph.ancestors[shortcut] | {shortcut}
+    before = [norm for norm in found if norm.end not in shared]
+    after = norms_between(graph, branch, total.branch) if total.branch is not branch else []
+    return _BranchNorms([norm for norm in found if norm not in before], before, after)
+
+
+def deviating_layers(anatomy: Anatomy) -> dict[str, list[int]]:
+    """The layers whose shortcuts differ from GPT-2's, by the kind of difference."""
+    layers: list[tuple[int, Layer]] = list(enumerate(anatomy.layers))
+    return {
+        "no_attn_residual": [i for i, layer in layers if layer.attn_sum.shortcut is None],
+        "no_mlp_residual": [i for i, layer in layers if layer.mlp_sum.shortcut is None],
+        "past_attention": [i for i, layer in layers if _past_attention(anatomy, layer)],
+        "parallel": [i for i, layer in layers if layer.parallel],
+    }
+
+
+def _past_attention(anatomy: Anatomy, layer: Layer) -> bool:
+    """Whether the MLP's shortcut starts before attention's sum, which only the MLP then reads."""
+    shortcut = layer.mlp_sum.shortcut
+    if shortcut is None or layer.parallel:
+        return False
+    return layer.mid not in anatomy.graph.ancestors[shortcut] | {shortcut}

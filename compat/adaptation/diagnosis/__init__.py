@@ -1,1 +1,1 @@
-"""What is unlike GPT-2, where it stands in the source, and the numbers that confirm it."""
+"""Deviations from GPT-2: how they are found, confirmed and reported with the line and the fix."""

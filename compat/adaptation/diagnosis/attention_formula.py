@@ -1,69 +1,64 @@
-"""What attention computes between q, k, v and the heads, measured."""
+"""What attention computes between q, k, v and the heads, measured by running the graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.mapping.assignments import Attention
-from compat.adaptation.mapping.views import View, token_view
+from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
 class AttentionFormula:
-    """softmax over one axis of the masked, scaled scores; the mask at its place.
+    """A softmax of masked and scaled scores.
 
     Args:
-        allowed: (T, T), True where query t (row) may see key s.
-        scale: of q·k, everything counted.
-        axis: of (B, H, T, S) that the softmax sums to one: −1 in GPT-2.
-        after: the mask is applied after the softmax, without a renormalisation.
-        error: max|Δ| of the probabilities from this formula, on random q and k.
+        allowed: (T, T), True where the query of a row attends to the key of a column.
+        scale: the factor of q·k, of all operations together.
+        axis: of (B, H, T, T), over which the softmax is computed; −1 in GPT-2.
+        after: whether the mask is applied after the softmax, without renormalization.
     """
 
     allowed: Tensor
     scale: float
     axis: int = -1
     after: bool = False
-    error: float = 0.0
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """(B, H, T, S) of q·k, not scaled → probabilities."""
+        """Unscaled scores q·k (B, H, T, T) → probabilities (B, H, T, T)."""
         hidden = ~self.allowed
         scores = scores * self.scale
         if not self.after:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         probs = scores.softmax(self.axis)
         if self.after or self.axis != -1:
-            # Rows that are hidden as a whole are even after the softmax, and weigh nothing.
+            # Where every score is hidden, the softmax is uniform, and its values do not count.
             return probs.masked_fill(hidden, 0)
         return probs
 
 
 class AttentionPiece:
-    """q, k, v → heads of one layer, run with values of our own."""
+    """Attention of one layer as a function of q, k and v, each (B, H, T, D)."""
 
     def __init__(self, graph: Graph, attention: Attention) -> None:
         self.graph, self.attention = graph, attention
         self.B, self.H, self.T, self.D = attention.heads.index.shape
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """All (B, H, T, D)."""
+        """The result of the model's own operations, (B, H, T, D)."""
         given: dict[Node, Tensor] = {}
-        held: dict[Node, list[tuple[View, Tensor]]] = {}
-        a = self.attention
-        for view, value in ((a.q, q), (a.k, k), (a.v, v)):
+        views = (self.attention.q, self.attention.k, self.attention.v)
+        for view, value in zip(views, (q, k, v), strict=True):
             given.update(zip(view.nodes, view.write(value), strict=True))
-            for node in view.nodes:
-                held.setdefault(node, []).append((view, value))
-        return a.heads.read(self.graph.run(a.heads.nodes, given))
+        return self.attention.heads.read(self.graph.run(self.attention.heads.nodes, given))
 
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """(B, H, T, S): how much each value counts, found by values that are 1 at one time."""
+    def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """The weight of every value, (B, H, T, T), found with one-hot values."""
         columns = []
         for start in range(0, self.T, self.D):
             width = min(self.D, self.T - start)
@@ -79,89 +74,72 @@ class AttentionPiece:
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-# Over which axis of (B, H, T, S) the softmax goes, and whether the mask comes after it.
-PLACES = ((-1, False), (-2, False), (-1, True), (-2, True), (-3, False), (-4, False))
+# The axis of the softmax, and whether the mask is applied after it, in the order of the attempts.
+ATTEMPTS = ((-1, False), (-2, False), (-1, True), (-2, True), (-3, False), (-4, False))
 
 
 def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
-    """The formula of a layer's attention; None where none of those known fits."""
+    """The formula of a layer's attention; None if no formula of this form fits."""
     piece = AttentionPiece(graph, attention)
     zero = piece.random(0, 0.0)
-    even = piece.weights(zero, zero).nan_to_num()  # rows without a key may be 0/0
+    even = piece.probabilities(zero, zero).nan_to_num()  # rows without a key may be 0/0
     if not torch.allclose(even, even[:1, :1].expand_as(even), atol=1e-9):
         return None
     seen = even[0, 0] > 1e-9
-    # A query that sees no key gets all of them alike where hidden scores are finite.
-    blind = seen & ~(seen.all(-1, keepdim=True) & ~seen.all())
-    for allowed in (seen, blind):
-        for axis, after in PLACES:
+    # With a finite mask, a query without a key attends to all keys alike.
+    without_blind = seen & ~(seen.all(-1, keepdim=True) & ~seen.all())
+    for allowed in (seen, without_blind):
+        for axis, after in ATTEMPTS:
             formula = AttentionFormula(allowed, 1.0, axis, after)
             rows = allowed.any(-1)
-            made = formula.probabilities(torch.zeros_like(even))[0, 0][rows]
-            if torch.allclose(made, even[0, 0][rows], atol=1e-6):
-                fitted = _with_scale(piece, formula)
-                if fitted is not None:
-                    return fitted
+            expected = formula.probabilities(torch.zeros_like(even))[0, 0][rows]
+            if torch.allclose(expected, even[0, 0][rows], atol=1e-6):
+                fitted = replace(formula, scale=_fit_scale(piece, formula))
+                if _agrees(piece, fitted):
+                    # The views of q and k contain a factor that is applied before the product.
+                    return replace(fitted, scale=attention.prescale * fitted.scale)
     return None
 
 
-def _with_scale(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFormula | None:
-    """The scale by which q·k enters, from the logarithms of probabilities; checked on others."""
+def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
+    """The factor of q·k, by least squares from the logarithms of probabilities."""
     q, k = piece.random(1, 0.3), piece.random(2, 0.3)
-    probs, raw = piece.weights(q, k), q @ k.mT
-    allowed = formula.allowed.expand_as(probs) & (probs > 0)
-    logs = torch.where(allowed, probs, 1).log()
-    axis = formula.axis
-    count = allowed.sum(axis, keepdim=True).clamp(min=1)
-
-    def centred(x: Tensor) -> Tensor:
-        x = torch.where(allowed, x, 0)
-        return torch.where(allowed, x - x.sum(axis, keepdim=True) / count, 0)
-
+    probs, scores = piece.probabilities(q, k), q @ k.mT
+    used = formula.allowed.expand_as(probs) & (probs > 0)
+    logs = torch.where(used, probs, 1).log()
     if formula.after:
-        return _search_scale(piece, formula, probs, raw)
-    logs, raw = centred(logs), centred(raw)
-    scale = ((logs * raw).sum() / raw.square().sum()).item()
-    return _checked(piece, formula, scale)
+        # The rest of a row is unknown, but its probabilities have the ratios of the softmax.
+        used = formula.allowed & (formula.allowed.cumsum(-1) > 1)
+        logs, scores = logs - logs[..., :1], scores - scores[..., :1]
+    else:
+        # The softmax determines the logarithms up to a constant.
+        count = used.sum(formula.axis, keepdim=True).clamp(min=1)
+        scores = torch.where(used, scores, 0)
+        logs = logs - logs.sum(formula.axis, keepdim=True) / count
+        scores = scores - scores.sum(formula.axis, keepdim=True) / count
+    logs, scores = torch.where(used, logs, 0), torch.where(used, scores, 0)
+    return ((logs * scores).sum() / scores.square().sum()).item()
 
 
-def _search_scale(
-    piece: AttentionPiece, formula: AttentionFormula, probs: Tensor, raw: Tensor
-) -> AttentionFormula | None:
-    """Without all probabilities of a row, the ratios of those that are left."""
-    allowed = formula.allowed
-    first = allowed & (allowed.cumsum(-1) > 1)
-    base = torch.where(allowed, probs, 1).log()
-    logs, raws = base - base[..., :1], raw - raw[..., :1]
-    logs, raws = torch.where(first, logs, 0), torch.where(first, raws, 0)
-    scale = ((logs * raws).sum() / raws.square().sum()).item()
-    return _checked(piece, formula, scale)
-
-
-def _checked(
-    piece: AttentionPiece, formula: AttentionFormula, scale: float
-) -> AttentionFormula | None:
+def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
+    """Whether a formula predicts the probabilities on other random q and k."""
     q, k = piece.random(3), piece.random(4)
-    found = AttentionFormula(formula.allowed, scale, formula.axis, formula.after)
-    rows = formula.allowed.any(-1)
-    ours, theirs = piece.weights(q, k), found.probabilities(q @ k.mT)
-    error = (ours - theirs)[:, :, rows].abs().max().item()
-    total = piece.attention.prescale * scale  # before the product and after it
-    done = AttentionFormula(formula.allowed, total, formula.axis, formula.after, error)
-    return done if error < 1e-5 else None
+    difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
+    error = difference[:, :, formula.allowed.any(-1)].abs().max().item()
+    return error < 1e-5
 
 
 def rotation_of(
     graph: Graph, attention: Attention, x1: Node, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """What q and k are multiplied by on their way from the projections, (T, D, D) each.
+    """The matrices by which q and k are multiplied at each position, (T, D, D) each.
 
-    None where it is no one matrix per position. Measured on random inputs of the projections.
+    They are measured on random inputs of the projections. None if there are no such matrices.
 
     Args:
         graph: with the checkpoint's weights.
         attention: of one layer.
-        x1: what the projections read.
+        x1: the node that the projections read.
         weight: of the fused projection, (C, 3·C).
         bias: (3·C,), or zeros.
     """
@@ -170,18 +148,19 @@ def rotation_of(
         return None
     B, H, T, D = attention.q.index.shape
     found = []
-    for place, (view, factor) in enumerate(
-        ((attention.q, attention.q_factor), (attention.k, attention.k_factor))
+    for third, view, factor in (
+        (0, attention.q, attention.q_factor),
+        (1, attention.k, attention.k_factor),
     ):
-        plain, turned = [], []
+        plain, rotated = [], []
         for seed in range(-(-D // (B * H)) + 1):
             generator = torch.Generator().manual_seed(seed)
             x = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
             given = dict(zip(source.nodes, source.write(x), strict=True))
-            turned.append(view.read(graph.run(view.nodes, given)) / factor)
-            y = (x @ weight + bias).chunk(3, dim=-1)[place]
+            rotated.append(view.read(graph.run(view.nodes, given)) / factor)
+            y = (x @ weight + bias).chunk(3, dim=-1)[third]
             plain.append(y.view(B, T, H, D).transpose(1, 2))
-        before, after = (torch.cat(t).permute(2, 0, 1, 3).flatten(1, 2) for t in (plain, turned))
+        before, after = (torch.cat(t).permute(2, 0, 1, 3).flatten(1, 2) for t in (plain, rotated))
         matrix = torch.linalg.lstsq(before, after).solution  # (T, D, D)
         if not torch.allclose(before @ matrix, after, rtol=1e-5, atol=1e-5):
             return None

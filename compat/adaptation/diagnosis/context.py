@@ -1,61 +1,58 @@
-"""A model under examination, and one deviation found in it."""
+"""A model under examination: its parts, its mapping, and the formulas that were measured in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.parts import Anatomy, Layer
-from compat.adaptation.anatomy.placement import NormPlaces
-from compat.adaptation.diagnosis.modified_reference import ModifiedReference
-from compat.adaptation.mapping.assignments import Assignments
-from compat.adaptation.result import Severity
+from compat.adaptation.anatomy.dissect import Anatomy, Layer
+from compat.adaptation.anatomy.norms import NormFormula, NormPlaces, formula_of
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.attention_formula import AttentionFormula, attention_of
+from compat.adaptation.diagnosis.formulas import Activation, activation_of
+from compat.adaptation.mapping.assignments import (
+    Assignments,
+    EmbeddingFormula,
+    Unmatched,
+    embedding_of,
+)
 from compat.adaptation.tracing.graph import Graph, Place
 from compat.config import GPT2Config
 from compat.ops import Rows
 
-Apply = Callable[[ModifiedReference], None]
-
-
-@dataclass
-class Deviation:
-    """One deviation, in all the layers that show it.
-
-    Args:
-        code: of `CODES`.
-        tap: the first one that it changes; None where it changes none.
-        place: the author's line.
-        words: for the texts of the code; "evidence" if it is known already.
-        severity: where it is not the code's.
-        apply: makes the same change to a reference; None where there is nothing to change.
-    """
-
-    code: str
-    tap: str | None
-    place: Place | None
-    words: dict[str, Any] = field(default_factory=dict)
-    apply: Apply | None = None
-    severity: Severity | None = None
-
 
 @dataclass
 class DiagnosisContext:
-    """All that is known of a model before it is judged."""
+    """What is known about a model when the diagnosis begins.
+
+    Args:
+        model: with the checkpoint's weights.
+        anatomy: the parts of its graph.
+        places: its norms.
+        mapping: the parameters that each tensor of the checkpoint went to.
+        config: of the checkpoint.
+        weights: of the checkpoint, in float64.
+        unmatched: the tensors that went nowhere.
+        last_only: the node that drops all positions but the last, if there is one.
+        with_targets: the model drops them unless it is called with targets, as it is here.
+        fixed_length: the only sequence length that the model accepts, if it accepts only one.
+        noise: a sentence that says by how much two runs in eval mode differ.
+    """
 
     model: nn.Module
     anatomy: Anatomy
     places: NormPlaces
     mapping: Assignments
     config: GPT2Config
-    weights: dict[str, Tensor]  # of the checkpoint, in float64
-    last_only: Node | None = None  # where all positions but the last are dropped
-    with_targets: bool = False  # they are dropped unless targets are given, as they are here
-    fixed_length: int | None = None  # the only length that the model takes
-    noise: str = ""  # by how much two runs in eval mode differ, in words
+    weights: dict[str, Tensor]
+    unmatched: Unmatched
+    last_only: Node | None = None
+    with_targets: bool = False
+    fixed_length: int | None = None
+    noise: str = ""
 
     @property
     def graph(self) -> Graph:
@@ -67,14 +64,44 @@ class DiagnosisContext:
 
     @property
     def room(self) -> int:
-        """How many positions model and checkpoint both have."""
-        home = self.mapping.by_tensor.get("wpe.weight")
-        if home is not None and isinstance(home[1], Rows):
-            return min(self.config.n_positions, home[1].wanted)
+        """The number of positions that both the model and the checkpoint have."""
+        assigned = self.mapping.by_tensor.get("wpe.weight")
+        if assigned is not None and isinstance(assigned[1], Rows):
+            return min(self.config.n_positions, assigned[1].wanted)
         return self.config.n_positions
 
+    @cached_property
+    def embedding(self) -> EmbeddingFormula | None:
+        """The formula of the embedding; None if it is unknown or the token table did not fit."""
+        assigned = self.mapping.by_tensor
+        if "wte.weight" not in assigned:
+            return None
+        positions = assigned["wpe.weight"][0][0] if "wpe.weight" in assigned else None
+        table = assigned["wte.weight"][0][0]
+        return embedding_of(self.graph, self.anatomy.embed, table, positions)
+
+    @cached_property
+    def norm_formulas(self) -> dict[str, NormFormula | None]:
+        """The formula of each norm, by name; None if it is unknown."""
+        return {name: formula_of(self.graph, norm) for name, norm in self.places.named.items()}
+
+    @cached_property
+    def attention_formulas(self) -> list[AttentionFormula | None]:
+        """The formula of attention in each layer; None if it is unknown."""
+        return [attention_of(self.graph, attention) for attention in self.mapping.attentions]
+
+    @cached_property
+    def activations(self) -> list[Activation]:
+        """The activation in each layer."""
+        return [activation_of(self.graph, layer.fc_end, layer.act) for _, layer in self.layers]
+
+    def owner_of(self, hf: str) -> Place | None:
+        """The line that builds the module to which a tensor went."""
+        assigned = self.mapping.by_tensor.get(hf)
+        return assigned and source.built(self.model, self.graph.names[assigned[0][0]])
+
     def tap_after(self, node: Node) -> str:
-        """The first tap that is computed after a node, or by it."""
+        """The first tap that is computed by a node or after it."""
         anatomy, order = self.anatomy, self.graph.order
         taps = [("embed", anatomy.embed)]
         for i, layer in self.layers:
@@ -86,12 +113,3 @@ class DiagnosisContext:
             taps += [(f"h.{i}.{name}", n) for name, n in nodes.items()]
         taps += [("ln_f", anatomy.xf)]
         return next((name for name, n in taps if order[n] >= order[node]), "logits")
-
-
-def sizes_of(config: GPT2Config) -> dict[str, Any]:
-    return {
-        "n_positions": config.n_positions,
-        "n_embd": config.n_embd,
-        "d_head": config.d_head,
-        "n_layer": config.n_layer,
-    }

@@ -1,49 +1,88 @@
-"""The structural witness: everything in a model that is unlike GPT-2."""
+"""The diagnosis: find the deviations, confirm them by counterfactual runs, report the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import torch
+from torch import Tensor
 
-from compat.adaptation.diagnosis.check_assignments import (
-    of_lost,
-    of_shared,
-    of_sizes,
-    of_sourceless,
+from compat.adaptation.diagnosis import (
+    assignments,
+    attention,
+    blocks,
+    counterfactual,
+    embeddings_and_head,
+    execution,
+    norms,
 )
-from compat.adaptation.diagnosis.check_attention import of_attention
-from compat.adaptation.diagnosis.check_blocks import of_mlp, of_wiring
-from compat.adaptation.diagnosis.check_embeddings_and_head import (
-    of_dropout,
-    of_embedding,
-    of_head,
-    of_output,
-    of_random,
-    of_tracing,
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.findings import (
+    fused_kernels,
+    left_in_training,
+    leftovers,
+    limits_of,
+    to_findings,
+    without_effect,
 )
-from compat.adaptation.diagnosis.check_names import of_names
-from compat.adaptation.diagnosis.check_norms import of_norms
-from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
-from compat.adaptation.mapping.fit import Unmatched
+from compat.adaptation.diagnosis.registry import CODES, find_deviations
+from compat.adaptation.mapping.taps import Taps
+from compat.adaptation.result import Finding
+from compat.adaptation.tracing.calling import Forward, eval_mode
+from compat.parity import LogitsProof, ParityReport
+from compat.parity.check import Reference
+from compat.taps import tap_names
+
+__all__ = ["CODES", "diagnose"]
+
+# Importing these modules fills the registry.
+AREAS = (embeddings_and_head, norms, attention, blocks, assignments, execution)
+SEVERITIES = ("breaks", "drifts", "limit", "info")
 
 
-def _examined(
-    part: Callable[[DiagnosisContext], Iterable[Deviation]], case: DiagnosisContext
-) -> list[Deviation]:
-    """What one part finds; somebody's code may be anything, and the verdict needs it not."""
-    try:
-        return list(part(case))
-    except Exception as error:
-        what = part.__name__.removeprefix("of_")
-        text = f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return [Deviation("unexamined", None, None, {"found": text})]
+def diagnose(
+    context: DiagnosisContext,
+    call: Forward,
+    ids: Tensor,
+    training: bool,
+    reference: Reference,
+    taps: Taps,
+    report: ParityReport | None,
+    logits: LogitsProof,
+) -> list[Finding]:
+    """Every deviation from GPT-2, the breaking ones first, then in execution order.
 
+    Args:
+        context: the model, loaded with the checkpoint's weights.
+        call: calls it with ids.
+        ids: (B, T), of the shape that the graph was traced with.
+        training: whether the model came in training mode.
+        reference: the checkpoint in `transformers`.
+        taps: the taps that the graph shows.
+        report: the comparison of taps, or None if the logits have another shape.
+        logits: the comparison of logits on designed inputs.
+    """
+    model, found = context.model, find_deviations(context)
+    expected, exact = reference.trace(ids)
+    if report and not any(deviation.changes for deviation in found):
+        result = counterfactual.nothing_to_explain(found)
+    else:
+        with eval_mode(model):
+            own = call(model, ids).detach()
+        truth = (expected if exact is None else exact)["logits"]
+        result = counterfactual.run(context, found, taps, ids, truth, own)
+    own_error = torch.finfo(reference.dtype).eps
+    if exact is not None:
+        own_error = counterfactual.relative_rms(expected["logits"].double(), exact["logits"])
+    findings = to_findings(found, result, own_error)
+    findings += leftovers(context, taps, result, findings, report, logits)
+    if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
+        findings = fused_kernels(findings, model, call, reference, context)
+    findings += left_in_training(model, call, training, ids)
+    if report:  # the limits of a proof that failed do not matter
+        findings = [without_effect(each) for each in findings] + limits_of(logits)
+    order = {tap: place for place, tap in enumerate(tap_names(len(context.layers)))}
 
-def deviations(case: DiagnosisContext, lost: Unmatched) -> list[Deviation]:
-    """Everything unlike GPT-2, in the order in which a text meets it."""
-    found: list[Deviation] = []
-    blocks, ends = (of_norms, of_attention, of_mlp, of_wiring), (of_head, of_output)
-    for part in (of_embedding, *blocks, *ends, of_random, of_dropout, of_tracing):
-        found += _examined(part, case)
-    for missing in (of_sizes, of_lost, of_shared):
-        found += missing(case, lost)
-    return [*found, *of_sourceless(case, lost), *of_names(case)]
+    def position(found: Finding) -> tuple[int, int]:
+        tap = order.get(found.tap, len(order)) if found.tap else len(order)
+        return SEVERITIES.index(found.severity), tap
+
+    return sorted(findings, key=position)

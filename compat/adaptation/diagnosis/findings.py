@@ -1,40 +1,30 @@
-"""From deviations and their numbers to findings that a person can read."""
+"""From deviations and the numbers of the counterfactual run to findings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compat.adaptation.diagnosis.codes import CODES
-from compat.adaptation.diagnosis.context import Deviation
+import torch
+from torch import Tensor, nn
+
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.counterfactual import Counterfactual
+from compat.adaptation.diagnosis.proof import end_to_end
+from compat.adaptation.diagnosis.registry import CODES, Deviation
+from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
+from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
 from compat.adaptation.tracing.graph import Place
-from compat.parity import LogitsProof
+from compat.parity import LogitsProof, ParityReport
+from compat.parity.check import Reference
 
-RANK = {"breaks": 0, "drifts": 1, "limit": 2, "info": 3}
-
-
-def to_findings(
-    found: Sequence[Deviation], witness: Counterfactual, own_error: float
-) -> list[Finding]:
-    """The findings, the breaking ones first, then in the order of the text.
-
-    Args:
-        found: the deviations.
-        witness: what the reference computes with them.
-        own_error: of the reference's logits against float64, relative RMS; what moves them by less
-            than twice that is drift.
-    """
-    findings = []
-    numeric = [d for d in found if d.apply is not None]
-    for deviation, alone in zip(found, witness.alone, strict=True):
-        if deviation.code == "unexplained" and deviation.apply is not None and alone < 1e-12:
-            continue  # a formula of its own that computes the same
-        severity = _severity(deviation, alone, own_error)
-        evidence = _evidence(deviation, alone, witness, numeric)
-        findings.append(finding(deviation, severity, evidence))
-    return sorted(findings, key=lambda f: RANK[f.severity])
+# Deviations with which no change to the reference makes up for the difference.
+NOT_MODELLED = frozenset(
+    "random_parameters inner_dim n_embd_mismatch random_in_forward n_layer_mismatch vocab_mismatch "
+    "changed_logits".split()
+)
 
 
 def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
@@ -46,60 +36,175 @@ def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
         file=place.file if place else None,
         line=place.line if place else None,
         source_line=place.text if place else None,
-        message=code.message.format(**deviation.words),
-        fix=code.fix.format(**deviation.words),
+        message=code.message.format(**deviation.values),
+        fix=code.fix.format(**deviation.values),
         evidence=evidence,
     )
 
 
-def _severity(deviation: Deviation, alone: float, own_error: float) -> Severity:
-    severity = deviation.severity or CODES[deviation.code].severity
-    told = deviation.code not in ("unexplained", "softmax_output")
-    if severity == "breaks" and told and deviation.apply is not None and alone <= 2 * own_error:
-        return "drifts"
-    return severity
-
-
-def _evidence(
-    deviation: Deviation, alone: float, witness: Counterfactual, numeric: Sequence[Deviation]
-) -> str:
-    """What the numbers say, in one sentence."""
-    if "evidence" in deviation.words:
-        return str(deviation.words["evidence"])
-    if deviation.apply is None and _severity(deviation, alone, 0) == "info":
-        return "seen in the graph; it changes no number"
-    if deviation.apply is None:
-        return "seen in the graph; the reference cannot be changed in the same way"
-    if not witness.trusted:
-        return "seen in the graph; not confirmed, because the reference could not be rebuilt"
-    if not witness.explains:
-        return f"seen in the graph; alone it moves the logits by {alone:.2g} of their RMS"
-    if deviation.code == "softmax_output":
-        return (
-            f"confirmed: what it is applied to are the reference's logits, to {witness.error:.1g}"
-        )
-    if len(numeric) == 1:
-        return (
-            "confirmed: the reference with this one change reproduces your logits to "
-            f"{witness.error:.1g}; the change moves them by {alone:.2g} of their RMS"
-        )
-    return (
-        f"confirmed: the reference with this and {len(numeric) - 1} other "
-        f"change{'s' if len(numeric) > 2 else ''} reproduces your logits to {witness.error:.1g}; "
-        f"alone it moves them by {alone:.2g} of their RMS"
-    )
-
-
-def unexplained(tap: str | None, place: Place | None, words: str, evidence: str) -> Finding:
-    deviation = Deviation("unexplained", tap, place, {"found": words})
+def unexplained(tap: str | None, place: Place | None, message: str, evidence: str) -> Finding:
+    deviation = Deviation(tap, place, {"found": message}, code="unexplained")
     return finding(deviation, "breaks", evidence)
 
 
-def without_effect(found: Finding) -> Finding:
-    """A finding of a model whose logits all agree, where what it names can change no logit then.
+def untraced(error: Exception) -> Finding:
+    """The finding for a model without a graph."""
+    place = source.named(str(error))
+    return finding(Deviation(None, place, {"found": str(error)}, code="untraced"), "info", "")
 
-    Extra parameters keep the values that they have, such as a layer scale of 1, and a table may
-    have more rows than there are ids. `nan_to_num` changes no finite value.
+
+def to_findings(
+    found: Sequence[Deviation], counterfactual: Counterfactual, own_error: float
+) -> list[Finding]:
+    """A finding for every deviation.
+
+    Args:
+        found: the deviations.
+        counterfactual: what the reference computes with them.
+        own_error: the relative RMS error of the reference's logits against float64. A deviation
+            that moves the logits by at most twice as much is drift.
+    """
+    findings = []
+    changes = sum(deviation.changes is not None for deviation in found)
+    for deviation, alone in zip(found, counterfactual.alone, strict=True):
+        changed = deviation.changes is not None
+        if deviation.code == "unexplained" and changed and alone < 1e-12:
+            continue  # an unknown formula that computes the same
+        severity = deviation.severity or CODES[deviation.code].severity
+        can_drift = changed and deviation.code not in ("unexplained", "softmax_output")
+        if severity == "breaks" and can_drift and alone <= 2 * own_error:
+            severity = "drifts"
+        evidence = _evidence(deviation, severity, alone, counterfactual, changes)
+        findings.append(finding(deviation, severity, evidence))
+    return findings
+
+
+def _evidence(
+    deviation: Deviation,
+    severity: Severity,
+    alone: float,
+    counterfactual: Counterfactual,
+    changes: int,
+) -> str:
+    """How the deviation was confirmed, as a sentence.
+
+    Args:
+        deviation: the deviation.
+        severity: of the finding.
+        alone: by how much the deviation alone moves the logits.
+        counterfactual: the result with all deviations.
+        changes: how many of the deviations change the reference.
+    """
+    if deviation.evidence:
+        return deviation.evidence
+    if deviation.changes is None and severity == "info":
+        return "found in the graph, but it does not change any number"
+    if deviation.changes is None:
+        return "found in the graph, but the reference cannot be changed in the same way"
+    if not counterfactual.trusted:
+        return "found in the graph, but not confirmed, because the reference was not reproduced"
+    moved = f"{alone:.2g} of their RMS"
+    if not counterfactual.explains:
+        return f"found in the graph, and this change alone moves the logits by {moved}"
+    error = f"{counterfactual.error:.1g}"
+    if deviation.code == "softmax_output":
+        return f"confirmed: before it, your logits equal the reference's to within {error}"
+    if changes == 1:
+        return (
+            f"confirmed: with this one change, the reference reproduces your logits to within "
+            f"{error}, and the change moves them by {moved}"
+        )
+    others = f"{changes - 1} other change{'s' if changes > 2 else ''}"
+    return (
+        f"confirmed: with this and {others}, the reference reproduces your logits to within "
+        f"{error}, and this change alone moves them by {moved}"
+    )
+
+
+def leftovers(
+    context: DiagnosisContext,
+    taps: Taps,
+    counterfactual: Counterfactual,
+    findings: Sequence[Finding],
+    report: ParityReport | None,
+    logits: LogitsProof,
+) -> list[Finding]:
+    """Differences that the findings do not explain."""
+    left: list[Finding] = []
+    modelled = all(f.code not in NOT_MODELLED for f in findings)
+    if counterfactual.trusted and counterfactual.first is not None and modelled:
+        tap, error = counterfactual.first
+        node = max(taps[tap].nodes, key=context.graph.order.__getitem__)
+        message = f"{tap} differs from the reference for a reason that compat does not know"
+        evidence = f"the relative RMS error from the ids on is {error:.2g} in float64"
+        local = next((t.local for t in report.taps if t.tap == tap), None) if report else None
+        if local is not None:
+            evidence += f"; the local error is {local.rel_rms:.2g}"
+        left.append(unexplained(tap, context.graph.place(node), message, evidence))
+    if any(f.severity == "breaks" for f in [*findings, *left]):
+        return left
+    if report is None or not all(tap.passed for tap in report.taps):
+        first = None if report is None else report.first_divergence
+        message = "parity fails, but compat found no deviation from GPT-2"
+        left.append(unexplained(first, None, message, "" if report is None else report.headline))
+    elif not report.passed:
+        failed = logits.failed[0]
+        B, T = failed.input_shape
+        message = (
+            f"the model agrees with the reference on short random ids, but not on {failed.name} "
+            f"({B} × {T} ids)"
+        )
+        left.append(unexplained("logits", None, message, report.headline))
+    return left
+
+
+def fused_kernels(
+    findings: list[Finding],
+    model: nn.Module,
+    call: Forward,
+    reference: Reference,
+    context: DiagnosisContext,
+) -> list[Finding]:
+    """Replace "unexplained" if the model agrees without the fused kernels of torch's encoder."""
+    with plain_kernels():
+        proof = end_to_end(model, call, reference, context.room, context.fixed_length)
+    if not proof.passed:
+        return findings
+    kinds = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+    path = next((name for name, m in model.named_modules() if isinstance(m, kinds)), "")
+    place = source.building(model, path) if path else None
+    if place is not None:
+        place = source.mention(place.file, "TransformerEncoderLayer") or place
+    deviation = Deviation("logits", place, code="fast_path")
+    evidence = f"confirmed: without the fused kernel, max|Δlogits| is {proof.max_abs:.2g}"
+    explained = finding(deviation, "breaks", evidence)
+    return [explained if f.code == "unexplained" else f for f in findings]
+
+
+def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tensor) -> list[Finding]:
+    """Whether the logits differ in the mode in which the constructor leaves the model."""
+    if not training:
+        return []
+    with torch.no_grad():
+        as_left = call(model, ids).detach()
+    with eval_mode(model):
+        quiet, again = call(model, ids).detach(), call(model, ids).detach()
+    if torch.equal(as_left, quiet) or not torch.equal(quiet, again):
+        return []  # no difference, or one that eval mode does not end
+    moved = (as_left - quiet).abs().max().item()
+    dropout = next((name for name, m in model.named_modules()
+                    if isinstance(m, nn.Dropout) and m.p > 0), None)  # fmt: skip
+    place = None if dropout is None else source.building(model, dropout)
+    deviation = Deviation("embed", place, code="train_mode")
+    evidence = f"in the mode that the constructor leaves, the logits differ by up to {moved:.2g}"
+    return [finding(deviation, "info", evidence)]
+
+
+def without_effect(found: Finding) -> Finding:
+    """A finding of a model in parity, whose deviation cannot have changed a logit.
+
+    Extra parameters have values without an effect, such as a layer scale of 1, a table may have
+    more rows than there are ids, and `nan_to_num` does not change finite values.
     """
     if found.code in ("random_parameters", "vocab_mismatch"):
         evidence = "all logits agree with the values that the model has"
@@ -111,10 +216,11 @@ def without_effect(found: Finding) -> Finding:
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:
-    """What the comparison of logits did not reach, as findings on their lines."""
-    found = []
+    """The conditions that the comparison of logits did not cover."""
+    findings = []
     for limit in logits.limits:
         place = Place(limit.file, limit.line or 0) if limit.file else None
-        deviation = Deviation("not_compared", None, place, {"found": limit.message})
-        found.append(finding(deviation, "limit", "seen while the model ran on the proof's inputs"))
-    return found
+        deviation = Deviation(None, place, {"found": limit.message}, code="not_compared")
+        evidence = "observed while the model ran on the inputs of the proof"
+        findings.append(finding(deviation, "limit", evidence))
+    return findings

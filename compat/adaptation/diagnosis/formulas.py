@@ -1,4 +1,4 @@
-"""What activations and embeddings compute, measured on inputs chosen to tell formulas apart."""
+"""Activation functions by name, and which of them a model computes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from compat.adaptation.mapping.views import token_view
+from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
+from compat.config import GPT2Config
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
@@ -29,37 +30,53 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "selu": F.selu,
 }
+ALIASES = {
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "swish": "silu",
+}
+
+
+def canonical_activation(config: GPT2Config) -> str:
+    """The checkpoint's activation, under its name in `ACTIVATIONS`."""
+    return ALIASES.get(config.activation_function, config.activation_function)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What stands between the MLP's projections: a name, None if not known, and the function."""
+    """The function between the projections of the MLP.
+
+    Args:
+        name: as in `ACTIVATIONS`; None if it is unknown.
+        function: what it computes; None if it could not be measured.
+    """
 
     name: str | None
     function: Callable[[Tensor], Tensor] | None
 
 
 def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
-    """The activation between two nodes, measured from −6 to 6."""
+    """The activation between two nodes, measured on values from −6 to 6."""
     source, target = token_view(graph, start), token_view(graph, end)
     if source is None or target is None or source.index.shape != target.index.shape:
         return Activation(None, None)
 
-    def own(x: Tensor) -> Tensor:
-        """The model's own, on an input of just its shape."""
+    def measured(x: Tensor) -> Tensor:
+        """The model's function of x, which has the shape of its input."""
         given = dict(zip(source.nodes, source.write(x), strict=True))
         return target.read(graph.run([end], given))
 
     x = torch.linspace(-6, 6, source.index.numel(), dtype=torch.float64)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     x = x.view(source.index.shape)
-    y = own(x)
-    slope = -own(torch.full_like(x, -1.0)).mean().item()
+    y = measured(x)
+    slope = -measured(torch.full_like(x, -1.0)).mean().item()
 
-    def leaky(x: Tensor) -> Tensor:
+    def leaky_relu(x: Tensor) -> Tensor:
         return F.leaky_relu(x, slope)
 
-    known = {**ACTIVATIONS, f"leaky_relu with slope {slope:.4g}": leaky}
-    errors = {name: (y - f(x)).abs().max().item() for name, f in known.items()}
+    known = {**ACTIVATIONS, f"leaky_relu with slope {slope:.4g}": leaky_relu}
+    errors = {name: (y - function(x)).abs().max().item() for name, function in known.items()}
     best = min(errors, key=lambda name: errors[name])
-    return Activation(best, known[best]) if errors[best] < 2e-6 else Activation(None, own)
+    return Activation(best, known[best]) if errors[best] < 2e-6 else Activation(None, measured)

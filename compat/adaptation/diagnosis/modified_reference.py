@@ -1,188 +1,208 @@
-"""GPT-2 written down once more, with every deviation as a switch: the numerical witness.
+"""GPT-2 in float64 with switches for deviations, for counterfactual runs.
 
-With all switches as they are by default it computes what `transformers` computes; that is checked
-each time before it is believed.
+Without changes it computes what `transformers` computes; `counterfactual.run` verifies that each
+time before it relies on it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from compat.adaptation.anatomy.norms import NormFormula
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.adaptation.diagnosis.formulas import ACTIVATIONS
+from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
 from compat.config import GPT2Config
 from compat.parity.trace import Trace
 
+Function = Callable[[Tensor], Tensor]
 OwnAttention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → heads, (B, H, T, D) each
 
 
 @dataclass
-class ModifiedReference:
-    """A GPT-2 with deviations.
+class Changes:
+    """What a reference computes differently from GPT-2; by default, nothing.
 
     Args:
-        config: of the checkpoint.
-        weights: under Hugging Face's names, in float64; what the model has no place for is missing:
-            biases count as zero, a missing norm is none at all.
-        formulas: of norms that are not GPT-2's, by name.
-        post: norms that stand on the stream, after the sum.
-        on_output: norms that stand on the branch's result, before the sum.
-        from_norm: norms behind which the shortcut starts.
-        activation, attention: by layer, where it is not GPT-2's.
-        rotation: by layer, what q and k are multiplied by at every position: (T, D, D) each.
-        unmerged: layers in which the heads are merged without bringing each token's together.
-        parallel, no_attn_residual, no_mlp_residual: layers.
-        past_attention: layers in which the MLP is added to what came in, not to attention's sum.
-        extra: norms that GPT-2 does not have, on the embeddings ("embed"), before another norm
-            ("h.0.ln_1.before") or on what a branch makes ("h.0.attn"), and what they compute.
-        n_head, n_layer: of the model, where they are not the checkpoint's.
-        token_scale, position_scale, offset, added: of the embeddings.
-        head_scale: of the logits.
+        weights: tensors that replace the checkpoint's; None removes one. A missing bias counts as
+            zero, and a norm without a weight is skipped.
+        norm_formula: formulas of norms, by name.
+        extra_norm: norms that GPT-2 does not have, by position: "embed", "final", "h.0.attn",
+            "h.0.mlp" for the output of a branch, or "h.0.ln_1.before".
+        post_norm: names of norms that are applied after the residual sum.
+        norm_on_output: names of norms that are applied to the output of the branch.
+        residual_from_norm: names of norms after which the residual connection starts.
+        activation: by layer.
+        attention: by layer.
+        rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
+        value_as_key: layers that use the value as the key.
+        unmerged_heads: layers that merge the heads without transposing them back.
+        parallel: layers whose MLP reads the input of the block.
+        no_attn_residual, no_mlp_residual: layers without these residual connections.
+        mlp_residual_from_input: layers that add the MLP to the input of the block.
+        token_scale, position_scale: factors of the embeddings.
+        position_offset: the position of the first token.
+        added: a constant (T, C) that is added to the embedding.
+        head_scale: a factor of the logits.
+        n_head, n_layer: sizes that replace the checkpoint's.
     """
 
-    config: GPT2Config
-    weights: Mapping[str, Tensor]
-    formulas: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    post: set[str] = field(default_factory=set)
-    on_output: set[str] = field(default_factory=set)
-    activation: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    weights: dict[str, Tensor | None] = field(default_factory=dict)
+    norm_formula: dict[str, Function] = field(default_factory=dict)
+    extra_norm: dict[str, Function] = field(default_factory=dict)
+    post_norm: set[str] = field(default_factory=set)
+    norm_on_output: set[str] = field(default_factory=set)
+    residual_from_norm: set[str] = field(default_factory=set)
+    activation: dict[int, Function] = field(default_factory=dict)
     attention: dict[int, AttentionFormula | OwnAttention] = field(default_factory=dict)
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    head_scale: float = 1.0
-    unmerged: set[int] = field(default_factory=set)
+    value_as_key: set[int] = field(default_factory=set)
+    unmerged_heads: set[int] = field(default_factory=set)
     parallel: set[int] = field(default_factory=set)
     no_attn_residual: set[int] = field(default_factory=set)
     no_mlp_residual: set[int] = field(default_factory=set)
-    past_attention: set[int] = field(default_factory=set)
-    from_norm: set[str] = field(default_factory=set)
+    mlp_residual_from_input: set[int] = field(default_factory=set)
     token_scale: float = 1.0
     position_scale: float = 1.0
-    offset: int = 0
+    position_offset: int = 0
     added: Tensor | None = None
-    extra: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    head_scale: float = 1.0
     n_head: int | None = None
     n_layer: int | None = None
 
-    def drop(self, tensors: Iterable[str]) -> None:
-        """Go on without these tensors."""
-        gone = set(tensors)
-        self.weights = {name: t for name, t in self.weights.items() if name not in gone}
+
+def combine(changes: Iterable[Changes]) -> Changes:
+    """All the changes at once."""
+    combined = Changes()
+    for change in changes:
+        for each in fields(Changes):
+            value = getattr(change, each.name)
+            if isinstance(value, (dict, set)):
+                getattr(combined, each.name).update(value)
+            elif value is not each.default:
+                setattr(combined, each.name, value)
+    return combined
+
+
+class ModifiedReference:
+    """A GPT-2 with changes.
+
+    Args:
+        config: of the checkpoint.
+        weights: of the checkpoint, by Hugging Face name, in float64.
+        changes: what to compute differently.
+    """
+
+    def __init__(self, config: GPT2Config, weights: Mapping[str, Tensor], changes: Changes) -> None:
+        self.config, self.changes = config, changes
+        replaced = {**weights, **changes.weights}
+        self.weights = {name: tensor for name, tensor in replaced.items() if tensor is not None}
+        self.taps: Trace = {}
 
     def trace(self, ids: Tensor) -> Trace:
-        """Ids (B, T) → every tap of `compat.taps`, in float64."""
-        seen: Trace = {}
-        x = self._embed(ids)
-        seen["embed"] = x
-        x = self._extra("embed", x)
-        for i in range(self.n_layer or self.config.n_layer):
-            x = self._block(i, x, seen)
-        x = seen["ln_f"] = self._norm("ln_f", self._extra("final", x))
+        """The value of every tap of `compat.taps`, in float64, for ids of shape (B, T)."""
+        self.taps = {}
+        x = self.taps["embed"] = self._embed(ids)
+        x = self._extra_norm("embed", x)
+        for i in range(self.changes.n_layer or self.config.n_layer):
+            x = self.taps[f"h.{i}.out"] = self._block(i, x)
+        x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
-        seen["logits"] = x @ head.T * self.head_scale
-        return seen
+        self.taps["logits"] = x @ head.T * self.changes.head_scale
+        return self.taps
 
     def _embed(self, ids: Tensor) -> Tensor:
-        T = ids.shape[1]
-        x = self.weights["wte.weight"][ids] * self.token_scale
+        T, changes = ids.shape[1], self.changes
+        x = self.weights["wte.weight"][ids] * changes.token_scale
         if "wpe.weight" in self.weights:
-            rows = self.weights["wpe.weight"][self.offset : self.offset + T]
-            x = x + rows * self.position_scale
-        return x if self.added is None else x + self.added[:T]
+            rows = self.weights["wpe.weight"][changes.position_offset : changes.position_offset + T]
+            x = x + rows * changes.position_scale
+        return x if changes.added is None else x + changes.added[:T]
 
-    def _extra(self, place: str, x: Tensor) -> Tensor:
-        return self.extra[place](x) if place in self.extra else x
+    def _block(self, i: int, x: Tensor) -> Tensor:
+        """(B, T, C) → (B, T, C)."""
+        changes, ln_1, ln_2 = self.changes, f"h.{i}.ln_1", f"h.{i}.ln_2"
+        mid = self._branch(ln_1, x, lambda y: self._attention(i, y))
+        mid = self._extra_norm(f"h.{i}.attn", mid)
+        if i not in changes.no_attn_residual:
+            mid = self._shortcut(ln_1, x) + mid
+        if ln_1 in changes.post_norm:
+            mid = self._norm(ln_1, mid)
+        self.taps[f"h.{i}.resid_mid"] = mid
+        out = self._branch(ln_2, x if i in changes.parallel else mid, lambda y: self._mlp(i, y))
+        out = self._extra_norm(f"h.{i}.mlp", out)
+        if i not in changes.no_mlp_residual:
+            out = self._shortcut(ln_2, x if i in changes.mlp_residual_from_input else mid) + out
+        return self._norm(ln_2, out) if ln_2 in changes.post_norm else out
 
-    def _block(self, i: int, x: Tensor, seen: Trace) -> Tensor:
-        ln_1, ln_2 = f"h.{i}.ln_1", f"h.{i}.ln_2"
-        branch = self._branch(ln_1, x, lambda y: self._attention(i, y, seen), seen)
-        branch = self._extra(f"h.{i}.attn", branch)
-        mid = branch if i in self.no_attn_residual else self._shortcut(ln_1, x) + branch
-        mid = seen[f"h.{i}.resid_mid"] = self._norm(ln_1, mid) if ln_1 in self.post else mid
-        start = x if i in self.parallel else mid
-        branch = self._branch(ln_2, start, lambda y: self._mlp(i, y, seen), seen)
-        branch = self._extra(f"h.{i}.mlp", branch)
-        out = (
-            branch
-            if i in self.no_mlp_residual
-            else self._shortcut(ln_2, x if i in self.past_attention else mid) + branch
-        )
-        out = self._norm(ln_2, out) if ln_2 in self.post else out
-        seen[f"h.{i}.out"] = out
-        return out
+    def _branch(self, norm: str, x: Tensor, function: Function) -> Tensor:
+        """Attention or the MLP with its norm, which is applied to the input, the output or not."""
+        if norm in self.changes.norm_on_output:
+            return self._norm(norm, function(x))
+        if norm not in self.changes.post_norm:
+            x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
+        return function(x)
 
-    def _shortcut(self, name: str, x: Tensor) -> Tensor:
-        return self._norm(name, x) if name in self.from_norm else x
+    def _shortcut(self, norm: str, x: Tensor) -> Tensor:
+        return self._norm(norm, x) if norm in self.changes.residual_from_norm else x
 
-    def _branch(
-        self, name: str, x: Tensor, inner: Callable[[Tensor], Tensor], seen: Trace
-    ) -> Tensor:
-        """The norm in front of the branch, or on its result, or elsewhere."""
-        if name in self.on_output:
-            return self._norm(name, inner(x))
-        if name not in self.post:
-            x = seen[name] = self._norm(name, self._extra(f"{name}.before", x))
-        return inner(x)
+    def _extra_norm(self, position: str, x: Tensor) -> Tensor:
+        norm = self.changes.extra_norm.get(position)
+        return x if norm is None else norm(x)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         if f"{name}.weight" not in self.weights:
             return x
-        eps = self.config.layer_norm_epsilon
-        x = self.formulas.get(name, NormFormula(eps=eps))(x) * self.weights[f"{name}.weight"]
-        return x + self._bias(name)
-
-    def _bias(self, name: str) -> Tensor | float:
-        return self.weights.get(f"{name}.bias", 0.0)
+        usual = NormFormula(eps=self.config.layer_norm_epsilon)
+        formula = self.changes.norm_formula.get(name, usual)
+        return formula(x) * self.weights[f"{name}.weight"] + self._bias(name)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.weights[f"{name}.weight"] + self._bias(name)
 
-    def _attention(self, i: int, x: Tensor, seen: Trace) -> Tensor:
-        (B, T, C), H = x.shape, self.n_head or self.config.n_head
-        name = f"h.{i}.attn"
+    def _bias(self, name: str) -> Tensor | float:
+        return self.weights.get(f"{name}.bias", 0.0)
+
+    def _attention(self, i: int, x: Tensor) -> Tensor:
+        (B, T, C), H = x.shape, self.changes.n_head or self.config.n_head
+        name, taps = f"h.{i}.attn", self.taps
         q, k, v = self._linear(f"{name}.c_attn", x).chunk(3, dim=-1)
-        seen[f"h.{i}.q"], seen[f"h.{i}.k"], seen[f"h.{i}.v"] = q, k, v
-        q, k, v = (t.view(B, T, H, C // H).transpose(1, 2) for t in (q, k, v))
-        if i in self.rotation:
-            turn = self.rotation[i]
-            q, k = (torch.einsum("bhtd,tde->bhte", t, R) for t, R in zip((q, k), turn, strict=True))
+        if i in self.changes.value_as_key:
+            k = v
+        taps[f"h.{i}.q"], taps[f"h.{i}.k"], taps[f"h.{i}.v"] = q, k, v
+        q, k, v = (t.view(B, T, H, C // H).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        if i in self.changes.rotation:
+            for_q, for_k = self.changes.rotation[i]
+            q = torch.einsum("bhtd,tde->bhte", q, for_q)
+            k = torch.einsum("bhtd,tde->bhte", k, for_k)
         scale = self.config.attention_scale(i) * math.sqrt(self.config.d_head * H / C)
-        formula = self.attention.get(i) or causal(T, scale)
+        formula = self.changes.attention.get(i) or causal(T, scale)
         if isinstance(formula, AttentionFormula):
-            probs = seen[f"h.{i}.probs"] = formula.probabilities(q @ k.mT)
-            heads = probs @ v  # (B, H, T, D)
+            probs = taps[f"h.{i}.probs"] = formula.probabilities(q @ k.mT)
+            heads = probs @ v
         else:
             heads = formula(q, k, v)
-        seen[f"h.{i}.heads"] = heads.transpose(1, 2).reshape(B, T, C)
-        merged = heads.reshape(B, T, C) if i in self.unmerged else seen[f"h.{i}.heads"]
+        context = taps[f"h.{i}.heads"] = heads.transpose(1, 2).reshape(B, T, C)
+        if i in self.changes.unmerged_heads:
+            context = heads.reshape(B, T, C)
         if f"{name}.c_proj.weight" in self.weights:
-            merged = self._linear(f"{name}.c_proj", merged)
-        seen[name] = merged
-        return merged
+            context = self._linear(f"{name}.c_proj", context)
+        taps[name] = context
+        return context
 
-    def _mlp(self, i: int, x: Tensor, seen: Trace) -> Tensor:
-        name = f"h.{i}.mlp"
-        fc = seen[f"h.{i}.fc"] = self._linear(f"{name}.c_fc", x)
-        name_of_it = self.config.activation_function
-        usual = ACTIVATIONS[ALIASES.get(name_of_it, name_of_it)]
-        act = seen[f"h.{i}.act"] = self.activation.get(i, usual)(fc)
-        seen[name] = self._linear(f"{name}.c_proj", act)
-        return seen[name]
-
-
-ALIASES = {
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "gelu_accurate": "gelu_new",
-    "swish": "silu",
-}
+    def _mlp(self, i: int, x: Tensor) -> Tensor:
+        name, taps = f"h.{i}.mlp", self.taps
+        usual = ACTIVATIONS[canonical_activation(self.config)]
+        fc = taps[f"h.{i}.fc"] = self._linear(f"{name}.c_fc", x)
+        act = taps[f"h.{i}.act"] = self.changes.activation.get(i, usual)(fc)
+        out = taps[name] = self._linear(f"{name}.c_proj", act)
+        return out
 
 
 def causal(T: int, scale: float) -> AttentionFormula:
-    """GPT-2's own attention."""
+    """The attention of GPT-2."""
     return AttentionFormula(torch.ones(T, T, dtype=torch.bool).tril(), scale)

@@ -1,4 +1,4 @@
-"""Where in the author's source something stands: the line that runs it, or that builds it."""
+"""The lines of the user's source that run an operation or build a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 from torch import nn
@@ -15,63 +15,72 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
 
+# Lines that run something.
+
 
 def running(graph: Graph, nodes: Iterable[Node], *kinds: str) -> Place | None:
-    """The line of the first node of one of these kinds; of the first with a line, if none is."""
+    """The line of the first node of one of these kinds, or else of the first node with a line."""
     nodes = [node for node in nodes if graph.place(node) is not None]
-    wanted = [node for node in nodes if kind(node) in kinds]
-    return graph.place((wanted or nodes)[0]) if nodes else None
+    preferred = [node for node in nodes if kind(node) in kinds]
+    return graph.place((preferred or nodes)[0]) if nodes else None
 
 
-def calling(graph: Graph, inside: Node, beside: Node) -> Place | None:
-    """The line at which the ways to two nodes part: where a block calls what computes `inside`."""
-    frames, others = graph.places(inside), graph.places(beside)
+def calling(graph: Graph, node: Node, other: Node) -> Place | None:
+    """The line that calls what computes `node`: where its stack departs from that of `other`."""
+    frames, others = graph.places(node), graph.places(other)
     before = None
-    for frame, other in zip(frames, others, strict=False):
-        if frame != other:  # in another function they have parted on one and the same line before
-            return frame if frame.function == other.function else before
+    for frame, beside in zip(frames, others, strict=False):
+        if frame != beside:  # in different functions, the line before called both
+            return frame if frame.function == beside.function else before
         before = frame
-    if frames == others and len(frames) > 1 and _path(inside) != _path(beside):
-        return frames[-2]  # both are computed by the same lines of two modules
+    if frames == others and len(frames) > 1 and _module_path(node) != _module_path(other):
+        return frames[-2]  # two modules of one class
     return before or (frames[-1] if frames else None)
 
 
-def _path(node: Node) -> str:
-    """The module that computes a node."""
+def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
+    """The line that calls a norm, not a line within it."""
+    frames = graph.places(norm.end)
+    module = next((model.get_submodule(path) for path in _module_paths(norm.end, model)), None)
+    if module is not None and _is_users(module) and norm.scale is not None:
+        pointer = graph.values[norm.scale].data_ptr()
+        owned = [p for p in module._parameters.values() if p is not None]
+        if any(parameter.data_ptr() == pointer for parameter in owned):
+            last = max((i for i, f in enumerate(frames) if f.function == "forward"), default=0)
+            outside = [f for f in frames if f.function != frames[-1].function or f.line < 0]
+            frames = frames[:last] or outside or frames
+            return frames[-1] if frames else None
+    if len(frames) > 1 and "norm" in frames[-1].function.lower():
+        frames = frames[:-1]  # a function that normalizes
+    return frames[-1] if frames else None
+
+
+def _module_path(node: Node) -> str:
+    """The path of the module that computes a node, as the tracer writes it."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
-    """The line that calls a norm, not the lines within it."""
-    frames = graph.places(norm.end)
-    module = _innermost(norm.end, model)
-    own = module is not None and not type(module).__module__.startswith("torch.")
-    inside = own and norm.scale is not None and any(
-        p is not None and p.data_ptr() == graph.values[norm.scale].data_ptr()
-        for p in module._parameters.values()  # type: ignore[union-attr]
-    )  # fmt: skip
-    if inside:
-        outside = [f for f in frames if f.function != frames[-1].function or f.line < 0]
-        frames = _before_last_forward(frames) or outside or frames
-    elif len(frames) > 1 and "norm" in frames[-1].function.lower():
-        frames = frames[:-1]  # a function that normalises: the line that calls it
-    return frames[-1] if frames else None
-
-
-def _before_last_forward(frames: list[Place]) -> list[Place]:
-    """The frames that led to the innermost `forward`."""
-    last = max((i for i, f in enumerate(frames) if f.function == "forward"), default=0)
-    return frames[:last]
-
-
-def _innermost(node: Node, model: nn.Module) -> nn.Module | None:
+def _module_paths(node: Node, model: nn.Module) -> list[str]:
+    """The paths of the modules that compute a node, the innermost first, without the model's."""
     stack = node.meta.get("nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
-        path = re.sub(r"^model\.?", "", str(path))
-        if path and _has(model, path):
-            return model.get_submodule(path)
-    return None
+    paths = [re.sub(r"^model\.?", "", str(path)) for path, _ in stack.values()]
+    return [path for path in reversed(paths) if path and _has(model, path)]
+
+
+def _is_users(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.")
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+# Lines that build something.
 
 
 def building(model: nn.Module, path: str) -> Place | None:
@@ -84,29 +93,30 @@ def building(model: nn.Module, path: str) -> Place | None:
         name, rest = parts[end - 1], parts[end:]
         if owner is None or name.isdigit():
             continue
-        place = _assignment(type(owner), name, rest)
-        if place is not None:
+        if place := _assignment(type(owner), name, rest):
             return place
     return None
 
 
 def built(model: nn.Module, parameter: str) -> Place | None:
-    """The line that builds the small module a parameter belongs to; else the parameter's own."""
+    """The line that builds the small module a parameter belongs to, or else the parameter."""
     path = parameter.rpartition(".")[0]
     module = model.get_submodule(path)
     small = not list(module.children()) and len(list(module.parameters())) <= 2
     return (building(model, path) if small and path else None) or building(model, parameter)
 
 
-def torch_module(model: nn.Module, node: Node) -> Place | None:
-    """The line that builds the torch module, such as nn.GELU, in which a node is computed."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [re.sub(r"^model\.?", "", str(path)) for path, _ in stack.values()]
+def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
+    """The line that builds a torch module, such as nn.GELU, that computes one of the nodes."""
+    return next((place for node in nodes if (place := _torch_module(model, node))), None)
+
+
+def _torch_module(model: nn.Module, node: Node) -> Place | None:
     names: list[str] = []
     innermost = ""
-    for path in reversed([path for path in paths if path and _has(model, path)]):
+    for path in _module_paths(node, model):
         module = model.get_submodule(path)
-        if not type(module).__module__.startswith("torch."):
+        if _is_users(module):
             break
         if not isinstance(module, (nn.Sequential, nn.ModuleList)):
             names.append(type(module).__name__)
@@ -114,73 +124,29 @@ def torch_module(model: nn.Module, node: Node) -> Place | None:
     if not names:
         return None
     place = building(model, innermost)
-    for name in names:  # a layer may be built apart from the stack that it is copied into
+    for name in names:  # a layer may be built before it is passed to the stack that copies it
         if place is not None and (line := mention(place.file, name)):
             found = naming(place, name)
             return found if name in found.text else line
     return place
 
 
-def saying(model: nn.Module, pattern: str) -> Place | None:
-    """The first line of the model's own class that matches."""
-    cls: type = type(model)
-    parsed = _parsed(cls)
-    if parsed is None:
-        return None
-    file, first, _ = parsed
-    count = len(inspect.getsourcelines(cls)[0])
-    lines = (Place(file, first + i) for i in range(count))
-    return next((line for line in lines if re.search(pattern, line.text)), None)
-
-
-def named(message: str) -> Place | None:
-    """The line that the message of a tracer that stopped speaks of."""
-    line = re.search(r" at (\S+):(\d+) ", message)
-    return Place(line[1], int(line[2])) if line else None
-
-
-def mention(file: str, name: str) -> Place | None:
-    """The first line of a file that calls a class of this name."""
-    for number, text in enumerate(linecache.getlines(file), 1):
-        if re.search(rf"\b{name}\(", text) and not text.lstrip().startswith(("#", "class ")):
-            return Place(file, number)
-    return None
-
-
-def naming(place: Place, name: str) -> Place:
-    """The first line from there on that has the name, within a few lines; else the line."""
-    for line in range(place.line, place.line + 8):
-        if name in Place(place.file, line).text:
-            return Place(place.file, line)
-    return place
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
 def _assignment(cls: type, name: str, rest: list[str]) -> Place | None:
-    """Where a class assigns `self.name`, or the item or key of it that `rest` goes on with."""
+    """The line at which a class assigns `self.name`, or the item or key of it that `rest` names."""
     for base in cls.__mro__:
         if base.__module__.startswith("torch."):
             break
-        parsed = _parsed(base)
-        if parsed is None:
+        if (parsed := _parsed(base)) is None:
             continue
         file, first, tree = parsed
         for node in ast.walk(tree):
-            if (found := _assigns(node, name)) is not None:
-                line = _within(found, rest).lineno
-                return Place(file, first + line - 1)
+            if (value := _assigned(node, name)) is not None:
+                return Place(file, first + _item(value, rest).lineno - 1)
     return None
 
 
-def _assigns(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
-    """What a statement makes `self.name` of, or registers under that name."""
+def _assigned(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
+    """The call that a statement assigns to `self.name` or registers under the name."""
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         flat = [t for target in targets for t in getattr(target, "elts", [target])]
@@ -194,32 +160,40 @@ def _assigns(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     return None
 
 
-def _within(made: ast.expr | ast.stmt, rest: list[str]) -> ast.expr | ast.stmt:
-    """The part of what is made that a path goes on to: an item's number, a key."""
-    for step in rest:
-        if step.isdigit() and isinstance(made, ast.Call):
-            items = made.args
+def _item(value: ast.expr | ast.stmt, path: list[str]) -> ast.expr | ast.stmt:
+    """The part of a value that a path leads to, by the numbers of items and by keys."""
+    for step in path:
+        if step.isdigit() and isinstance(value, ast.Call):
+            items = value.args
             if len(items) == 1 and isinstance(items[0], (ast.List, ast.Tuple)):
                 items = items[0].elts
-            if int(step) >= len(items) or not isinstance(items[int(step)], ast.expr):
-                return made
-            if isinstance(items[int(step)], (ast.Starred, ast.ListComp, ast.GeneratorExp)):
-                return made
-            made = items[int(step)]
+            generated = (ast.Starred, ast.ListComp, ast.GeneratorExp)
+            if int(step) >= len(items) or isinstance(items[int(step)], generated):
+                return value
+            value = items[int(step)]
         elif not step.isdigit():
-            keyed = [k.value for n in ast.walk(made) if isinstance(n, ast.Call)
-                     for k in n.keywords if k.arg == step]  # fmt: skip
-            keyed += [v for n in ast.walk(made) if isinstance(n, ast.Dict)
-                      for k, v in zip(n.keys, n.values, strict=True)
-                      if isinstance(k, ast.Constant) and k.value == step]  # fmt: skip
-            if not keyed:
-                return made
-            made = keyed[0]
-    return made
+            keyed = next(_keyed(value, step), None)
+            if keyed is None:
+                return value
+            value = keyed
+    return value
+
+
+def _keyed(value: ast.AST, key: str) -> Iterator[ast.expr]:
+    """The values of a keyword or key, first those of calls, then those of dictionaries."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            yield from (k.value for k in node.keywords if k.arg == key)
+    for node in ast.walk(value):
+        if isinstance(node, ast.Dict):
+            for k, v in zip(node.keys, node.values, strict=True):
+                if isinstance(k, ast.Constant) and k.value == key:
+                    yield v
 
 
 @cache
 def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
+    """The file of a class, its first line, and its syntax tree."""
     try:
         lines, first = inspect.getsourcelines(cls)
         file = inspect.getsourcefile(cls)
@@ -227,3 +201,40 @@ def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
     except (OSError, TypeError, SyntaxError):
         return None
     return None if file is None else (file, first, tree)
+
+
+# Lines with a certain text.
+
+
+def matching(model: nn.Module, pattern: str) -> Place | None:
+    """The first line of the model's class that matches a regular expression."""
+    cls: type = type(model)
+    parsed = _parsed(cls)
+    if parsed is None:
+        return None
+    file, first, _ = parsed
+    count = len(inspect.getsourcelines(cls)[0])
+    lines = (Place(file, first + i) for i in range(count))
+    return next((line for line in lines if re.search(pattern, line.text)), None)
+
+
+def named(message: str) -> Place | None:
+    """The line that the message of a tracer names."""
+    line = re.search(r" at (\S+):(\d+) ", message)
+    return Place(line[1], int(line[2])) if line else None
+
+
+def mention(file: str, name: str) -> Place | None:
+    """The first line of a file that calls a class of this name."""
+    for number, text in enumerate(linecache.getlines(file), 1):
+        if re.search(rf"\b{name}\(", text) and not text.lstrip().startswith(("#", "class ")):
+            return Place(file, number)
+    return None
+
+
+def naming(place: Place, name: str) -> Place:
+    """The first line with the name, from a line on and at most seven later, or else that line."""
+    for line in range(place.line, place.line + 8):
+        if name in Place(place.file, line).text:
+            return Place(place.file, line)
+    return place

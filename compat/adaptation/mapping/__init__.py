@@ -1,1 +1,1 @@
-"""Which parameter holds which tensor of the checkpoint, and the taps that show it."""
+"""Assign the tensors of the checkpoint to parameters, and the taps to nodes of the graph."""

@@ -1,32 +1,56 @@
-"""Where every Hugging Face tensor goes: the parameters that play its part."""
+"""Assign the checkpoint's tensors to parameters of the model.
+
+Each layer is traced from its norms through the projections to their results. A layer that computes
+the same as an earlier one takes over its assignments. Embeddings, head and norms are assigned by
+the shapes of their parameters.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.mapping.views import View
-from compat.errors import AdaptError
-from compat.name_map import Op
+from compat.adaptation.anatomy.dissect import Anatomy, Layer
+from compat.adaptation.anatomy.norms import Norm, NormPlaces
+from compat.adaptation.mapping.linear_maps import (
+    LinearMap,
+    View,
+    find_op,
+    head_view,
+    linear_map,
+    merged,
+    token_view,
+)
+from compat.adaptation.tracing.graph import Graph, kind, size
+from compat.checkpoint import Checkpoint
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.config import GPT2Config
+from compat.errors import AdaptError, NameMapError
+from compat.name_map import Op, Same, Transpose
+from compat.ops import Fused, Rearrange, Rows
 
-Home = tuple[tuple[Node, ...], Op]  # the parameters that one tensor goes to, and how
+# The parameters that one tensor of the checkpoint is loaded into, and the operation.
+Assignment = tuple[tuple[Node, ...], Op]
 
 
 class BatchFirst(AdaptError):
-    """Attention along the first axis of the ids: a mistake, or a model that wants ids (T, B)."""
+    """Attention along the first axis of the ids: a mistake, or a model that expects ids (T, B)."""
 
 
 @dataclass
 class Attention:
-    """What tracing one layer's attention showed beside the map itself.
+    """How one layer computes attention, beside what its parameters hold.
 
     Args:
         q, k, v, heads: views (B, H, T, D) of the operands and of the result.
         q_factor, k_factor: what q and k are multiplied by before their product.
-        rotated: q and k change with the position on their way from the projections.
-        shared_kv: one projection is key and value.
-        unmerged: the output projection does not see each token's heads side by side.
+        rotated: q and k depend on the position, as with rotary embeddings.
+        shared_kv: one projection computes key and value.
+        unmerged: the input of the output projection is not the concatenation of each token's heads.
     """
 
     q: View
@@ -46,10 +70,465 @@ class Attention:
 
 @dataclass
 class Assignments:
-    """The homes of the tensors, by Hugging Face name, every layer written out."""
+    """Which parameters hold which tensor.
 
-    by_tensor: dict[str, Home] = field(default_factory=dict)
+    Args:
+        by_tensor: by Hugging Face name, with all layers written out.
+        attentions: of each layer.
+        zeroed: biases that GPT-2 does not have, which are set to zero.
+        output_softmax: the softmax that is applied to the logits.
+        head_scale: what the logits are multiplied by.
+    """
+
+    by_tensor: dict[str, Assignment] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
-    zeroed: list[Node] = field(default_factory=list)  # biases that GPT-2 does not have
-    output_softmax: Node | None = None  # what is applied to the logits
+    zeroed: list[Node] = field(default_factory=list)
+    output_softmax: Node | None = None
     head_scale: float = 1.0
+
+
+@dataclass
+class Unmatched:
+    """The tensors of the checkpoint that are not assigned, and why.
+
+    Args:
+        names: of all such tensors.
+        shapes: those whose parameter has another shape: found, expected.
+        shared: those whose parameters hold another tensor already: its name.
+        nodes: parameters whose tensors do not fit, or that the checkpoint has no layer for.
+        partly: fused biases of which the model holds a part.
+    """
+
+    names: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    nodes: set[Node] = field(default_factory=set)
+    partly: dict[str, str] = field(default_factory=dict)
+
+
+def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -> Assignments:
+    """Assign a tensor to every parameter that plays a part in a GPT-2.
+
+    Raises:
+        AdaptError: a part is not a projection of each token, or two parts share parameters.
+    """
+    found = Assignments()
+    traced: dict[int, dict[str, Assignment]] = {}
+    for i, layer in enumerate(anatomy.layers):
+        attention = _attention(anatomy, layer, i)
+        pairs: dict[Node, Node] | None = None
+        equal = 0
+        for equal in traced:
+            if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
+                break
+        if pairs is None:
+            own = traced[i] = _assign_layer(anatomy, layer, i, attention)
+        else:
+            own = {}
+            for hf, (nodes, op) in traced[equal].items():
+                own[hf] = tuple(pairs[node] for node in nodes), op
+            views = {name: getattr(attention, name) for name in ("q", "k", "v", "heads")}
+            attention = replace(found.attentions[equal], **views)
+        found.attentions.append(attention)
+        found.by_tensor.update({f"h.{i}.{hf}": assignment for hf, assignment in own.items()})
+    for hf, norm in places.named.items():
+        found.by_tensor.update(_assign_norm(anatomy.graph, hf, norm))
+    _assign_embeddings_and_head(anatomy, found, config)
+    return found
+
+
+def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
+    graph, cores = anatomy.graph, layer.cores
+    q, k, v, heads = (
+        head_view(cores, [getattr(core, name) for core in cores], graph.shape)
+        for name in ("q", "k", "v", "out")
+    )
+    B, T = graph.shape
+    where = graph.at(cores[0].product)
+    if size(cores[0].q.node)[cores[0].q.time] == B != T:
+        raise BatchFirst(
+            f"layer {i}: attention{where} runs over the sequences of the batch, not over the "
+            "tokens. Pass batch_first=True to nn.MultiheadAttention for tensors (B, T, C)."
+        )
+    if q is None or k is None or v is None or heads is None:
+        raise AdaptError(
+            f"layer {i}: q, k and v of the attention{where} do not have the same heads and "
+            "lengths, as with keys that several heads share or with a cache. GPT-2 has as many "
+            "keys and values as queries"
+        )
+    return Attention(q, k, v, heads)
+
+
+def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | None:
+    """The parameters of layer j and those of layer i, if both compute the same node by node."""
+    graph = anatomy.graph
+
+    def nodes_of(i: int) -> tuple[list[Node], Node]:
+        layer = anatomy.layers[i]
+        start = anatomy.layers[i - 1].out if i else anatomy.embed
+        nodes = graph.between([layer.out], [start])
+        # A mask that all layers share is computed within the first layer.
+        return sorted(nodes, key=graph.live.__contains__), start
+
+    (ours, start), (theirs, other) = nodes_of(j), nodes_of(i)
+    if len(ours) != len(theirs):
+        return None
+    pairs = {start: other}
+    for one, two in zip(ours, theirs, strict=True):
+        if (one.op, size(one), one in graph.names) != (two.op, size(two), two in graph.names):
+            return None
+        if one.op == "call_function" and one.target != two.target:
+            return None
+        pairs[one] = two
+        translated = torch.fx.map_arg((one.args, one.kwargs), lambda node: pairs.get(node, node))
+        if one not in graph.names and str(translated) != str((two.args, two.kwargs)):
+            return None
+        if one in graph.values and one not in graph.names and one is not two:
+            if not torch.equal(graph.values[one], graph.values[two]):
+                return None
+    return {one: two for one, two in pairs.items() if one in graph.names}
+
+
+def _assign_layer(
+    anatomy: Anatomy, layer: Layer, i: int, attention: Attention
+) -> dict[str, Assignment]:
+    """The assignments of one layer, and what `attention` says beside its views."""
+    graph = anatomy.graph
+
+    def view(node: Node, what: str) -> View:
+        found = token_view(graph, node)
+        if found is None:
+            raise AdaptError(
+                f"layer {i}: {what}{graph.at(node)} has shape {list(size(node))}, "
+                "but one vector per token was expected"
+            )
+        return found
+
+    x1 = view(layer.x1, "the input of q, k and v")
+    n_head, d_head = attention.q.index.shape[1], attention.q.index.shape[3]
+    maps = []
+    for operand in (attention.q, attention.k, attention.v):
+        target = merged(operand)
+        found = linear_map(graph, x1, target)
+        if found is None:  # the first token alone, where the position enters
+            attention.rotated = True
+            first = View(x1.nodes, x1.index[:, :1]), View(target.nodes, target.index[:, :1])
+            found = linear_map(graph, *first)
+        if found is None:
+            raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
+        maps.append(found)
+    q, k, v = maps
+    attention.q_factor, attention.k_factor = q.factor, k.factor
+    attention.shared_kv = _same(k, v)
+    assigned = _assign_qkv(graph, [q, k, v], n_head)
+    if layer.out_proj is not None:
+        end = view(layer.attn, "the result of attention")
+        found = linear_map(graph, merged(attention.heads), end, d_head)
+        if found is None:
+            attention.unmerged = True
+            start = token_view(graph, layer.heads)
+            found = None if start is None else linear_map(graph, start, end)
+        if found is None:
+            raise _not_linear(graph, i, "attention's output projection", layer.out_proj)
+        assigned.update(_assign_projection(graph, "attn.c_proj", found, n_head, i))
+    for hf, start_node, end_node in (
+        ("mlp.c_fc", layer.x2, layer.fc_end),
+        ("mlp.c_proj", layer.act, layer.mlp),
+    ):
+        start, end = view(start_node, f"the input of {hf}"), view(end_node, f"the result of {hf}")
+        found = linear_map(graph, start, end)
+        if found is None:
+            raise _not_linear(graph, i, hf, end_node)
+        assigned.update(_assign_projection(graph, hf, found, n_head, i))
+    return assigned
+
+
+def _not_linear(graph: Graph, i: int, what: str, node: Node) -> AdaptError:
+    return AdaptError(f"layer {i}: {what}{graph.at(node)} is not a linear projection of each token")
+
+
+def _same(one: LinearMap, other: LinearMap) -> bool:
+    return one.parameters == other.parameters and torch.equal(one.weight, other.weight)
+
+
+def _contents(
+    graph: Graph, maps: Sequence[LinearMap], numbers: Sequence[Tensor]
+) -> dict[Node, Tensor]:
+    """For every parameter, which element of the fused tensor each of its elements is, or −1.
+
+    Args:
+        graph: of the parameters.
+        maps: one or several.
+        numbers: of the elements in each map's columns. The fused tensor has all of them side by
+            side along the last axis.
+    """
+    found: dict[Node, Tensor] = {}
+    width = sum(n.shape[-1] for n in numbers)
+    offset = 0
+    for linear, number in zip(maps, numbers, strict=True):
+        rows = number.reshape(-1, number.shape[-1])
+        place = torch.arange(rows.shape[0])[:, None] * width + offset
+        place = place + torch.arange(rows.shape[1])
+        first = 1
+        for node in linear.parameters:
+            count = graph.values[node].numel()
+            own = (rows >= first) & (rows < first + count)
+            if own.any():
+                content = found.setdefault(node, torch.full((count,), -1))
+                content[rows[own] - first] = place[own]
+            first += count
+        offset += number.shape[-1]
+    return {node: found[node].view(graph.values[node].shape) for node in found}
+
+
+def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[str, Assignment]:
+    assigned: dict[str, Assignment] = {}
+    C, N = maps[0].weight.shape
+    if _same(maps[1], maps[2]):
+        nowhere = LinearMap([], 0 * maps[1].weight, 0 * maps[1].bias, 1.0)
+        maps = [maps[0], _unused(graph, maps) or nowhere, maps[2]]
+    for hf, numbers, shape in (
+        ("attn.c_attn.weight", [m.weight for m in maps], (C, 3 * N)),
+        ("attn.c_attn.bias", [m.bias for m in maps], (3 * N,)),
+    ):
+        contents = _contents(graph, maps, numbers)
+        if not contents:
+            continue
+        complete = all(bool((content >= 0).all()) for content in contents.values())
+        op = find_op(list(contents.values()), shape, n_head, qkv=True) if complete else None
+        held = sum(content.numel() for content in contents.values())
+        if op is None or held != sum(int((n > 0).sum()) for n in numbers):
+            names = ", ".join(graph.names[node] for node in contents)
+            raise AdaptError(
+                f"q, k and v share the parameters {names} or use only parts of them, as where one "
+                "parameter holds several layers. Give each layer parameters of its own"
+            )
+        assigned[hf] = tuple(contents), op
+    return assigned
+
+
+def _unused(graph: Graph, maps: Sequence[LinearMap]) -> LinearMap | None:
+    """The unused part of the parameters where one projection is key and value.
+
+    The checkpoint's keys are loaded into it without effect. Without such a part they are left out.
+    """
+    q, k, _ = maps
+    used = torch.cat([q.weight.reshape(-1), k.weight.reshape(-1), q.bias, k.bias])
+    numbers = torch.arange(1, sum(graph.values[node].numel() for node in q.parameters) + 1)
+    spare = numbers[~torch.isin(numbers, used)]
+    bias_count = q.bias.numel() if q.bias.any() else 0
+    if len(spare) != q.weight.numel() + bias_count:
+        return None
+    weight, bias = spare[: q.weight.numel()], spare[q.weight.numel() :]
+    by_row = q.weight.shape[1] > 1 and q.weight[0, 1] - q.weight[0, 0] != 1
+    weight = weight.view(q.weight.mT.shape).mT if by_row else weight.view(q.weight.shape)
+    return LinearMap(q.parameters, weight, bias if bias_count else torch.zeros_like(q.bias), 1.0)
+
+
+def _assign_projection(
+    graph: Graph, hf: str, found: LinearMap, n_head: int, i: int
+) -> dict[str, Assignment]:
+    assigned: dict[str, Assignment] = {}
+    for part, numbers in (("weight", found.weight), ("bias", found.bias)):
+        contents = _contents(graph, [found], [numbers])
+        if not contents:
+            continue
+        nodes = sorted(contents, key=lambda node: int(contents[node].min()))
+        op = find_op([contents[node] for node in nodes], numbers.shape, n_head)
+        if op is None:
+            names = ", ".join(graph.names[node] for node in contents)
+            raise AdaptError(
+                f"layer {i}: {hf}.{part} cannot be loaded into {names}, because the order of its "
+                "elements there is not known to compat, or other layers are in the same parameter"
+            )
+        assigned[f"{hf}.{part}"] = tuple(nodes), op
+    return assigned
+
+
+def _assign_norm(graph: Graph, hf: str, norm: Norm) -> dict[str, Assignment]:
+    assigned: dict[str, Assignment] = {}
+    for part, node in (("weight", norm.scale), ("bias", norm.shift)):
+        if node is not None:
+            content = torch.arange(graph.values[node].numel()).view(graph.values[node].shape)
+            op = find_op([content], (content.numel(),), 1)
+            if op is not None:
+                assigned[f"{hf}.{part}"] = (node,), op
+    return assigned
+
+
+def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GPT2Config) -> None:
+    """The embeddings and the head, by the shapes of their parameters."""
+    graph, C = anatomy.graph, anatomy.width
+    tables = graph.parameters_between([anatomy.token_embedding], [])
+    if len(tables) != 1:
+        names = ", ".join(graph.names[node] for node in tables)
+        raise AdaptError(
+            f"the token embedding is computed from {len(tables)} parameters ({names}), "
+            "but one table was expected"
+        )
+    table = tables[0]
+
+    def is_table(node: Node) -> bool:
+        shape = graph.values[node].shape
+        return node is not table and C in shape and shape.numel() > C
+
+    def assign(hf: str, node: Node, rows: int, start: int = 0) -> None:
+        """With another number of rows than the checkpoint's, take those that both have."""
+        pattern = _pattern(graph, node, C)
+        wanted = graph.values[node].numel() // config.n_embd
+        plain: dict[str, Op] = {"r c -> r c": Same(), "r c -> c r": Transpose()}
+        op = plain.get(pattern) or Rearrange(pattern)
+        found.by_tensor[hf] = (node,), op if wanted == rows else Rows(rows, wanted, pattern, start)
+
+    assign(EMBEDDING, table, config.vocab_size)
+    for node in filter(is_table, graph.parameters_between([anatomy.embed], [])):
+        spare = graph.values[node].numel() // config.n_embd - config.n_positions
+        formula = embedding_of(graph, anatomy.embed, table, node) if spare > 0 else None
+        first = formula.offset if formula is not None else None
+        start = first if first is not None and 0 <= first <= spare else 0
+        assign("wpe.weight", node, config.n_positions, start)
+        break
+    for node in graph.parameters_between([anatomy.logits], [anatomy.xf]):
+        if is_table(node):
+            assign(HEAD, node, config.vocab_size)
+        elif node is not table and graph.values[node].numel() > 1:
+            found.zeroed.append(node)  # a bias; a single number is a factor
+    found.head_scale = _head_scale(anatomy)
+
+
+def _pattern(graph: Graph, node: Node, C: int) -> str:
+    """The axes of a table, from rows and channels, by its shape."""
+    shape = tuple(graph.values[node].shape)
+    rows = graph.values[node].numel() // C
+    patterns = {  # where two have the same shape, the last one
+        (rows, C, 1): "r c -> r c 1",
+        (rows, 1, C): "r c -> r 1 c",
+        (1, rows, C): "r c -> 1 r c",
+        (C, rows): "r c -> c r",
+        (rows, C): "r c -> r c",
+    }
+    if shape not in patterns:
+        raise AdaptError(
+            f"{graph.names[node]} has shape {list(shape)}, but a table [rows, {C}] was expected"
+        )
+    return patterns[shape]
+
+
+def _head_scale(anatomy: Anatomy) -> float:
+    """What the logits are multiplied by after the head."""
+    graph = anatomy.graph
+    between = graph.between([graph.output], [anatomy.head])
+    if not any(kind(node) in ("mul", "div") for node in between):
+        return 1.0
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size(anatomy.xf), generator=generator, dtype=torch.float64)
+    nodes = [anatomy.head, graph.output]
+    (head, logits), (base, other) = (graph.run(nodes, {anatomy.xf: v}) for v in (x, 0 * x))
+    scale = float((logits - other).norm() / (head - base).norm())
+    same = torch.allclose(logits - other, scale * (head - base), rtol=1e-6, atol=1e-9)
+    return scale if same else 1.0
+
+
+@dataclass(frozen=True)
+class EmbeddingFormula:
+    """token_scale · wte[ids] + position_scale · wpe[offset + t] + added.
+
+    Args:
+        token_scale: 1 in GPT-2.
+        position_scale: 1 in GPT-2.
+        offset: the row of the first token's position; None without learned positions.
+        added: (T, C) that is added and not a parameter, such as sinusoids; None for nothing.
+    """
+
+    token_scale: float
+    position_scale: float
+    offset: int | None
+    added: Tensor | None
+
+
+def embedding_of(
+    graph: Graph, embed: Node, table: Node, positions: Node | None
+) -> EmbeddingFormula | None:
+    """Measure the formula of the embeddings; None where no such formula fits."""
+    B, T = graph.shape
+    view = token_view(graph, embed)
+    if view is None:
+        return None
+    ids = {graph.input: torch.zeros(B, T, dtype=torch.long)}
+    # A parameter that is 1 everywhere is a factor. All others are terms, and set to zero.
+    factors = {
+        node for node in graph.parameters_between([embed], [])
+        if node not in (table, positions) and bool((graph.values[node] == 1).all())
+    }  # fmt: skip
+
+    def only(wanted: Node | None, filled: Tensor | None = None) -> Tensor:
+        """The embedding with one table filled with ones or with values, and the others zero."""
+
+        def value(node: Node) -> Tensor:
+            if node is wanted and filled is not None:
+                return filled
+            number = 1.0 if node is wanted or node in factors else 0.0
+            return torch.tensor(number, dtype=torch.float64).expand(graph.values[node].shape)
+
+        return view.read(graph.run([embed], ids, value))
+
+    constant = only(None)
+    tokens = only(table) - constant
+    scale = tokens.reshape(-1)[0].item()
+    if not torch.allclose(tokens, torch.full_like(tokens, scale)):
+        return None
+    added = constant[0] if constant.abs().max() > 0 else None
+    if positions is None:
+        return EmbeddingFormula(scale, 1.0, None, added)
+    factor = (only(positions) - constant).reshape(-1)[0].item()
+    if factor == 0:
+        return EmbeddingFormula(scale, 1.0, None, added)
+    C = view.index.shape[-1]
+    shape = graph.values[positions].shape
+    axis = next(i for i, n in enumerate(shape) if n != 1 and (n != C or shape.numel() == C * C))
+    broadcast = [-1 if i == axis else 1 for i in range(len(shape))]
+    number = torch.arange(shape[axis], dtype=torch.float64).view(broadcast).expand(shape)
+    row = (only(positions, number) - constant) / factor
+    offset = round(row[0, 0, 0].item())
+    expected = torch.arange(T, dtype=torch.float64)[:, None] + offset
+    if not torch.allclose(row, expected.expand_as(row), atol=1e-4):
+        return None
+    return EmbeddingFormula(scale, factor, offset, added)
+
+
+def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Unmatched:
+    """Remove assignments that the checkpoint's tensors do not fit into.
+
+    Returns:
+        All tensors of the checkpoint that are not assigned.
+    """
+    unmatched, holder = Unmatched(), dict[Node, str]()
+    for hf, (nodes, op) in list(found.by_tensor.items()):
+        if hf not in checkpoint.infos:
+            unmatched.nodes |= set(nodes)
+            del found.by_tensor[hf]
+            continue
+        wanted = [list(graph.values[node].shape) for node in nodes]
+        shape = checkpoint.infos[hf].shape
+        try:
+            loaded = [list(t.shape) for t in op.load(torch.empty(shape, device="meta"))]
+        except (NameMapError, RuntimeError):
+            loaded = [list(shape)]
+        if holders := [holder[node] for node in nodes if node in holder]:
+            unmatched.shared[hf] = holders[0]
+        elif loaded != wanted:
+            unmatched.shapes[hf] = wanted[0], loaded[0]
+            unmatched.nodes |= set(nodes)
+        else:
+            holder.update(dict.fromkeys(nodes, hf))
+            if isinstance(op, Fused) and hf.endswith("bias"):
+                held = "".join(part.qkv for part in op.parts)
+                if absent := "".join(x for x in "qkv" if x not in held):
+                    unmatched.partly[hf] = absent
+            continue
+        del found.by_tensor[hf]
+    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    if HEAD in checkpoint.infos.keys() - tied - found.by_tensor.keys() - unmatched.shapes.keys():
+        unmatched.shared[HEAD] = EMBEDDING  # the model ties its head
+    unmatched.names = [hf for hf in checkpoint.infos if hf not in found.by_tensor.keys() | tied]
+    return unmatched

@@ -1,11 +1,14 @@
-"""A name map without a graph, for code that cannot be traced: by the order of first use.
+"""A name map without a graph, from the order in which parameters are first used.
 
-Less is known than from a graph: q, k and v are told by name or order, and only the logits can be
-compared. Parity of the logits decides whether the guess was right.
+It is used for models that cannot be traced, such as those whose hidden states leave torch for
+NumPy (the zoo's mutations `untraced`), and for graphs in which no GPT-2 is recognised. It guesses:
+q, k and v are distinguished by name, else by order. The logits, which are all that can be compared
+here, decide whether the guess was right. Without it these models would be refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from compat.adaptation.mapping.role_names import ROLES
-from compat.adaptation.tracing.calling import Forward, eval_mode, reason
+from compat.adaptation.tracing.calling import Forward, describe_error, eval_mode
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.name_map import NameMap, Op, Row, Same, Split, Transpose
@@ -23,15 +25,22 @@ from compat.ops import Rearrange
 Called = tuple[str, nn.Module]
 ATTENTION, MLP = ("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")
 
+# Names by which query, key and value are distinguished.
+ROLES = {
+    "q": re.compile(r"(^|[_.])(w?_?q|query|queries|to_?q|q_?proj|w_?query)([_.]|$)", re.I),
+    "k": re.compile(r"(^|[_.])(w?_?k|key|keys|to_?k|k_?proj|w_?key)([_.]|$)", re.I),
+    "v": re.compile(r"(^|[_.])(w?_?v|value|values|to_?v|v_?proj|w_?value)([_.]|$)", re.I),
+}
+
 
 def map_by_calls(model: nn.Module, call: Forward, ids: Tensor, config: GPT2Config) -> NameMap:
-    """Embeddings, then norm, attention, norm, MLP for each layer, norm, head.
+    """Embeddings; norm, attention, norm and MLP of each layer; norm; head.
 
     Raises:
         AdaptError: the modules are not called in that order.
     """
     called = _calls(model, call, ids)
-    tables = [c for c in called if _is_table(c[1])]
+    tables = [c for c in called if isinstance(c[1], nn.Embedding)]
     rest = [c for c in called if c not in tables]
     head = rest.pop() if rest and not _is_norm(rest[-1][1]) else None
     groups: list[list[Called]] = []
@@ -39,28 +48,27 @@ def map_by_calls(model: nn.Module, call: Forward, ids: Tensor, config: GPT2Confi
         if _is_norm(one[1]):
             groups.append([])
         if not groups:
-            raise AdaptError(f"{one[0]} is called before any norm; cannot be mapped by calls")
+            raise AdaptError(f"{one[0]} is called before any norm")
         groups[-1].append(one)
     if len(groups) != 2 * config.n_layer + 1 or not tables:
         raise AdaptError(
-            f"{len(groups)} norms are called; expected {2 * config.n_layer + 1} for "
-            f"{config.n_layer} layers"
+            f"{len(groups)} norms and {len(tables)} embeddings are called, but "
+            f"{2 * config.n_layer + 1} norms were expected for {config.n_layer} layers"
         )
     rows = [Row("wte.weight", (_parameter(tables[0], 2),), Same())]
     rows.append(_position_row(model, tables, config))
-    for number, group in enumerate(groups[:-1]):
+    for number, (norm, *branch) in enumerate(groups[:-1]):
         layer, second = divmod(number, 2)
-        rows += _norm_rows(f"h.{layer}.ln_{second + 1}", group[0])
-        rows += _branch_rows(f"h.{layer}.", group[1:], MLP if second else ATTENTION)
+        rows += _norm_rows(f"h.{layer}.ln_{second + 1}", norm)
+        rows += _branch_rows(f"h.{layer}.", branch, MLP if second else ATTENTION)
     rows += _norm_rows("ln_f", groups[-1][0])
     if head is not None and head[1] is not tables[0][1]:
         rows.append(Row("lm_head.weight", (_parameter(head, 2),), Same()))
-    zeros = _biases(head) if head is not None else []
-    return NameMap(tuple(rows), zeros=tuple(zeros))
+    return NameMap(tuple(rows), zeros=tuple(_biases(head) if head is not None else []))
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters torch's functions are called with, each when it is first used."""
+    """Records the names of parameters in the order in which torch functions first use them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -72,7 +80,7 @@ class _Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A question about a parameter, such as for its data type, is not a use of it.
+        # Reading an attribute of a parameter, such as its data type, does not count as a use.
         if any(isinstance(value, Tensor) for value in tree_leaves(result)):
             for value in tree_leaves((args, kwargs)):
                 if id(value) in self.names:
@@ -81,19 +89,15 @@ class _Uses(TorchFunctionMode):
 
 
 def _calls(model: nn.Module, call: Forward, ids: Tensor) -> list[Called]:
-    """The modules with parameters of their own, in the order in which these are first used."""
+    """The modules with parameters of their own, in the order of the first use of these."""
     uses = _Uses(model)
     try:
         with eval_mode(model), uses:
             call(model, ids)
     except Exception as error:
-        raise AdaptError(f"it cannot be run: {reason(error)}") from error
+        raise AdaptError(f"the model cannot be run: {describe_error(error)}") from error
     owners = dict.fromkeys(name.rpartition(".")[0] for name in uses.used)
     return [(path, model.get_submodule(path)) for path in owners if path]
-
-
-def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -105,7 +109,7 @@ def _parameter(one: Called, ndim: int) -> str:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.ndim == ndim:
             return f"{path}.{name}"
-    raise AdaptError(f"{path} has no parameter with {ndim} axes; cannot be mapped by calls")
+    raise AdaptError(f"{path} has no parameter with {ndim} axes")
 
 
 def _biases(one: Called) -> list[str]:
@@ -114,7 +118,7 @@ def _biases(one: Called) -> list[str]:
 
 
 def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config) -> Row:
-    """The second table, or a parameter of its shape that no module holds."""
+    """The second embedding, or a parameter of its shape that the model itself holds."""
     if len(tables) > 1:
         return Row("wpe.weight", (_parameter(tables[1], 2),), Same())
     shape = (config.n_positions, config.n_embd)
@@ -122,11 +126,11 @@ def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config
     for name, parameter in model.named_parameters(recurse=False):
         if tuple(parameter.shape) in ops:
             return Row("wpe.weight", (name,), ops[tuple(parameter.shape)])
-    raise AdaptError(f"no positions: no second embedding, no parameter of shape {list(shape)}")
+    raise AdaptError(f"there is no second embedding and no parameter of shape {list(shape)}")
 
 
 def _norm_rows(hf: str, one: Called) -> list[Row]:
-    """The scale is what starts at one, or comes first."""
+    """The scale is the parameter that starts at one, else the first."""
     path, module = one
     named = dict(module.named_parameters(recurse=False))
     scales = [name for name, p in named.items() if bool((p == 1).all())] or list(named)[:1]
@@ -136,31 +140,32 @@ def _norm_rows(hf: str, one: Called) -> list[Row]:
 
 
 def _branch_rows(layer: str, called: Sequence[Called], names: tuple[str, str]) -> list[Row]:
-    """A branch's projections: one or three, then one."""
+    """The one or three projections at the beginning of a branch, and the one at its end."""
     if len(called) not in (2, 4) or (len(called) == 4 and names is not ATTENTION):
-        raise AdaptError(f"{layer}{names[0]}: {len(called)} projections are called; expected 2")
-    first, last = list(called[:-1]), called[-1]
+        raise AdaptError(
+            f"{len(called)} projections are called for {layer}{names[0]} and {layer}{names[1]}, "
+            "but 2 were expected"
+        )
+    *first, last = called
+    transposed = isinstance(last[1], nn.Linear)
+    oriented: Op = Transpose() if transposed else Same()
+    ops: tuple[Op, Op] = (oriented, Same())  # of the first weight and bias
     if len(first) == 3:
         first.sort(key=lambda one: "qkv".find(_role(one)))
-    transposed = isinstance(last[1], nn.Linear)
-    weight: Op = Split(3, transpose=transposed) if len(first) == 3 else _orient(transposed)
-    bias: Op = Split(3) if len(first) == 3 else Same()
-    rows = [
-        Row(f"{layer}{names[0]}.weight", tuple(_parameter(one, 2) for one in first), weight),
-        Row(f"{layer}{names[1]}.weight", (_parameter(last, 2),), _orient(transposed)),
-    ]
-    for name, ones, op in ((names[0], first, bias), (names[1], [last], Same())):
+        ops = Split(3, transpose=transposed), Split(3)
+    rows = []
+    for name, ones, weight, bias in (
+        (layer + names[0], first, *ops),
+        (layer + names[1], [last], oriented, Same()),
+    ):
+        rows.append(Row(f"{name}.weight", tuple(_parameter(one, 2) for one in ones), weight))
         biases = [b for one in ones for b in _biases(one)]
         if len(biases) == len(ones):
-            rows.append(Row(f"{layer}{name}.bias", tuple(biases), op))
+            rows.append(Row(f"{name}.bias", tuple(biases), bias))
     return rows
 
 
 def _role(one: Called) -> str:
-    """Of which of q, k and v the module's own name speaks."""
+    """Which of q, k and v the module is by its name; "q" for any other name."""
     last = one[0].rpartition(".")[2]
     return next((role for role, pattern in ROLES.items() if pattern.search(last)), "q")
-
-
-def _orient(transposed: bool) -> Op:
-    return Transpose() if transposed else Same()

@@ -1,30 +1,122 @@
-"""What a linear piece of a graph does with its parameters, found by sending numbers through it.
+"""Which element of which parameter joins two channels, measured by sending numbers through a graph.
 
-Every element of every parameter gets a number of its own. Where the input is 1 in one channel and
-0 in all others, the output shows the number of the very element that joins the two: no layout needs
-to be known beforehand, and no name is looked at.
+A `View` is a value of the graph in the reference's shape. `linear_map` measures a projection
+between two views: every element of every parameter gets a number of its own, and where the input
+is 1 in one channel and 0 in all others, the output shows the number of the element that joins the
+two. Neither layouts nor names need to be known. `find_op` expresses the result as an operation of
+the name map.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.mapping.views import View
-from compat.adaptation.tracing.graph import Graph
+from compat.adaptation.anatomy.dissect import Core, Operand
+from compat.adaptation.tracing.graph import Graph, size
+from compat.errors import NameMapError
+from compat.name_map import Op, Same, Split, Transpose
+from compat.ops import Fused, Part, Rearrange
+
+
+@dataclass(frozen=True)
+class View:
+    """A value of the reference's shape, held by one or several nodes in any order of elements.
+
+    Args:
+        nodes: that hold the value.
+        index: of the reference's shape; the position of each of its elements in the flattened and
+            concatenated values of the nodes.
+        factor: what the value is multiplied by in the nodes, as where q is scaled before q·kᵀ.
+    """
+
+    nodes: tuple[Node, ...]
+    index: Tensor
+    factor: float = 1.0
+
+    def read(self, values: Sequence[Tensor]) -> Tensor:
+        """The nodes' values → the reference's shape."""
+        flat = torch.cat([value.reshape(-1) for value in values])[self.index]
+        return flat if self.factor == 1 else flat / self.factor
+
+    def write(self, value: Tensor) -> list[Tensor]:
+        """The reference's shape → the nodes' values."""
+        flat = value.new_zeros(sum(prod(size(node)) for node in self.nodes))
+        flat[self.index.reshape(-1)] = value.reshape(-1) * self.factor
+        pieces = torch.split(flat, [prod(size(node)) for node in self.nodes])
+        return [piece.reshape(size(n)) for piece, n in zip(pieces, self.nodes, strict=True)]
+
+
+def token_view(graph: Graph, node: Node) -> View | None:
+    """A node that holds one vector per token, as (B, T, N); the axes are known by their lengths."""
+    B, T = graph.shape
+    shape, place = size(node), torch.arange(prod(size(node)))
+    if not shape or prod(shape) % (B * T):
+        return None
+    if shape[0] == B * T:
+        if node in graph.time_first:
+            return View((node,), place.view(T, B, -1).transpose(0, 1))
+        return View((node,), place.view(B, T, -1))
+    if shape[0] == T and B in shape[1:]:
+        time, batch = 0, shape.index(B, 1)
+    elif shape[0] == B and T in shape[1:]:
+        batch, time = 0, shape.index(T, 1)
+    else:
+        return None
+    rest = [axis for axis in range(len(shape)) if axis not in (batch, time)]
+    return View((node,), place.view(shape).permute(batch, time, *rest).reshape(B, T, -1))
+
+
+def head_view(
+    cores: Sequence[Core], operands: Sequence[Operand], shape: tuple[int, int]
+) -> View | None:
+    """One operand of all cores as (B, H, T, D).
+
+    The groups of a core are its batch and head axes, merged or not. The batch comes first, as in
+    (B, H, T, D) and (B·H, T, D), or alone, as in (B, T, D).
+    """
+    B, T = shape
+    pieces: list[tuple[int, Tensor]] = []  # of each head of each sequence: which sequence, (T, D)
+    offset = 0
+    for core, operand in zip(cores, operands, strict=True):
+        groups = prod(size(core.out.node)[axis] for axis in core.out.groups)
+        if groups % B:
+            return None
+        sizes = size(operand.node)
+        index = torch.arange(prod(sizes)).view(sizes)
+        index = index.permute(*operand.groups, operand.time, operand.d)
+        index = index.reshape(-1, sizes[operand.time], sizes[operand.d])
+        if groups > len(index):
+            return None  # fewer keys than queries, because several heads share them
+        pieces += [(group // (groups // B), index[group] + offset) for group in range(groups)]
+        offset += prod(sizes)
+    ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+    if len({piece.shape for piece in ordered}) != 1 or ordered[0].shape[0] != T:
+        return None
+    stacked = torch.stack(ordered).view(B, -1, *ordered[0].shape)
+    return View(tuple(operand.node for operand in operands), stacked)
+
+
+def merged(view: View) -> View:
+    """(B, H, T, D) → (B, T, H·D)."""
+    B, H, T, D = view.index.shape
+    return View(view.nodes, view.index.transpose(1, 2).reshape(B, T, H * D), view.factor)
 
 
 @dataclass
 class LinearMap:
-    """out[n] = factor · (Σ_k weight[k, n]·in[k] + bias[n]), as places in the parameters.
+    """out[n] = factor · (Σ_k weight[k, n]·in[k] + bias[n]), with numbers of elements.
 
     Args:
         parameters: whose elements are numbered from 1 on, one parameter after another.
         weight: (K, N) numbers.
-        bias: (N,) numbers; 0 for none.
+        bias: (N,) numbers; 0 for no bias.
         factor: of weight and bias.
     """
 
@@ -35,7 +127,7 @@ class LinearMap:
 
 
 class Probe:
-    """One linear piece, from `source` to `target`, and ways to send values through it."""
+    """The piece of a graph from `source` to `target`, as a function of its input."""
 
     def __init__(self, graph: Graph, source: View, target: View) -> None:
         self.graph, self.source, self.target = graph, source, target
@@ -47,7 +139,7 @@ class Probe:
             count += graph.values[node].numel()
 
     def __call__(self, x: Tensor, numbered: bool) -> Tensor:
-        """The output for x, the parameters all 1 or numbered."""
+        """The output for x, with parameters that are all 1 or numbered."""
 
         def value(node: Node) -> Tensor:
             shape = self.graph.values[node].shape
@@ -56,15 +148,15 @@ class Probe:
             count = torch.arange(shape.numel(), dtype=torch.float64)
             return (count + self.first[node]).view(shape)
 
-        given = dict(zip(self.source.nodes, self.source.write(x), strict=True))
-        return self.target.read(self.graph.run(self.target.nodes, given, value))
+        known = dict(zip(self.source.nodes, self.source.write(x), strict=True))
+        return self.target.read(self.graph.run(self.target.nodes, known, value))
 
 
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:
-    """The map between two views (B, T, K) and (B, T, N); None if this is no linear map per token.
+    """The map between two views (B, T, K) and (B, T, N); None if it is not linear for each token.
 
-    Few channels are tried, and the numbers between them follow: along the channels, or within
-    heads of `d_head` channels, they rise evenly. Where they don't, every channel is tried.
+    A few channels are measured, and the numbers between them are interpolated: they rise evenly
+    along the channels, or within heads of `d_head` channels. Otherwise every channel is measured.
     """
     probe = Probe(graph, source, target)
     B, T, K = source.index.shape
@@ -78,9 +170,9 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
         return None
     each = torch.arange(1, B * T + 1, dtype=torch.float64).view(B, T, 1)
     if not torch.allclose(probe(one * each, False) - off, on * each, rtol=1e-9):
-        return None  # some token sees another token's input
+        return None  # some token depends on the input of another
     bias = probe(zero, numbered=True) / factor
-    numbers = _whole(bias[0, 0])
+    numbers = _integers(bias[0, 0])
     if numbers is None or not torch.equal(bias.round(), numbers.expand_as(bias)):
         return None
     if not torch.allclose(off, (numbers != 0).double() * factor, rtol=1e-9):
@@ -92,7 +184,7 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
 
 
 def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> Tensor | None:
-    """The numbers (K, N): of a few channels, continued; or of all, one after another."""
+    """The numbers (K, N): a few channels measured and interpolated, or all of them measured."""
     B, T, _ = bias.shape
     channels = [0, 1 % K, d_head % K, K - 1]
     generator = torch.Generator().manual_seed(0)
@@ -106,26 +198,122 @@ def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> T
     weight = seen[0] + (k % d_head) * along + (k // d_head) * across
     if K > 1 and torch.equal(weight[channels], seen):
         return weight.long()
-    rows = [
-        _numbers(probe, bias, factor, list(range(K))[start : start + B * T], K)
-        for start in range(0, K, B * T)
-    ]
-    return None if any(r is None for r in rows) else torch.cat([r for r in rows if r is not None])
+    rows = []
+    for start in range(0, K, B * T):
+        row = _numbers(probe, bias, factor, list(range(K))[start : start + B * T], K)
+        if row is None:
+            return None
+        rows.append(row)
+    return torch.cat(rows)
 
 
 def _numbers(
     probe: Probe, bias: Tensor, factor: float, channels: list[int], K: int
 ) -> Tensor | None:
-    """The numbers (len(channels), N): every token is given another channel."""
+    """The numbers (len(channels), N), with another channel for every token."""
     B, T, _ = bias.shape
     x = torch.zeros(B * T, K, dtype=torch.float64)
     x[torch.arange(len(channels)), channels] = 1
     out = probe(x.view(B, T, K), numbered=True) / factor - bias
-    found = _whole(out.reshape(B * T, -1)[: len(channels)])
+    found = _integers(out.reshape(B * T, -1)[: len(channels)])
     return None if found is None else found.long()
 
 
-def _whole(x: Tensor) -> Tensor | None:
-    """x as whole numbers, if that is what they are."""
+def _integers(x: Tensor) -> Tensor | None:
+    """x rounded to integers; None if it is not close to integers."""
     rounded = x.round()
     return rounded if torch.allclose(x, rounded, rtol=1e-9, atol=1e-3) else None
+
+
+def find_op(
+    contents: Sequence[Tensor], shape: Sequence[int], n_head: int, qkv: bool = False
+) -> Op | None:
+    """The operation that turns one Hugging Face tensor into parameters.
+
+    Args:
+        contents: for each parameter, in its shape, which element of the Hugging Face tensor,
+            counted from 0, each of its elements is.
+        shape: of the Hugging Face tensor.
+        n_head: for axes of heads.
+        qkv: the tensor is the fused q, k and v, `"c (q h d)"`.
+    """
+    count = torch.arange(prod(shape)).view(*shape)
+    tried = _ops(contents, count, n_head, qkv)
+    return next((op for op in tried if _makes(op, count, contents)), None)
+
+
+def _ops(contents: Sequence[Tensor], count: Tensor, n_head: int, qkv: bool) -> Iterator[Op]:
+    """The operations to try, the simplest first."""
+    if len(contents) == 1:
+        yield Same()
+        if count.ndim == 2:
+            yield Transpose()
+    elif count.ndim == 1:
+        yield Split(len(contents))
+    elif not qkv or len(contents) == 3:
+        yield from (Split(len(contents), flip, dim) for dim in (0, -1) for flip in (True, False))
+    if qkv:
+        parts = [_part(content, count, n_head) for content in contents]
+        if all(parts):
+            yield Fused(n_head, tuple(part for part in parts if part is not None))
+    elif len(contents) == 1:
+        letters = "io" if count.ndim == 2 else "c"
+        if right := _layout(contents[0], count, letters):
+            yield Rearrange(f"{' '.join(letters)} -> {right}")
+        if count.ndim == 2 and count.shape[0] % n_head == 0:
+            by_head = count.view(n_head, -1, count.shape[1])
+            if right := _layout(contents[0], by_head, "hdc"):
+                yield Rearrange(f"(h d) c -> {right}", (("h", n_head),))
+
+
+def _part(content: Tensor, count: Tensor, n_head: int) -> Part | None:
+    """Which of q, k and v and which heads one parameter holds, and in which order of axes."""
+    fused = count.view(count.shape[0] if count.ndim == 2 else 1, 3, n_head, -1)
+    D = fused.shape[-1]
+    flat = content.reshape(-1)
+    # The different values in the order in which they occur.
+    which = list(dict.fromkeys((flat // (n_head * D) % 3).unique_consecutive().tolist()))
+    heads = list(dict.fromkeys((flat // D % n_head).unique_consecutive().tolist()))
+    held = fused[:, which][:, :, heads]
+    letters = "".join(x for x, n in zip("cqhd", held.shape, strict=True) if n > 1)
+    axes = _layout(content, held.squeeze(), letters)
+    every = heads == list(range(n_head))
+    if axes is None:
+        return None
+    return Part("".join("qkv"[w] for w in which), axes, None if every else tuple(heads))
+
+
+def _layout(content: Tensor, tensor: Tensor, letters: str) -> str | None:
+    """The order and grouping of a tensor's axes in a parameter, such as "(q h d) c"."""
+    for order in permutations(range(tensor.ndim)):
+        sizes = [tensor.shape[i] for i in order]
+        axes = _grouped([letters[i] for i in order], sizes, content.shape)
+        if axes and torch.equal(tensor.permute(order).reshape(-1), content.reshape(-1)):
+            return axes
+    return None
+
+
+def _grouped(letters: Sequence[str], sizes: Sequence[int], shape: Sequence[int]) -> str | None:
+    """Axes merged to those of a shape, in brackets: "(q h d) c"; None if they do not fit."""
+    groups, place = [], 0
+    for length in shape:
+        group: list[str] = []
+        elements = 1
+        while elements < length and place < len(letters):
+            group.append(letters[place])
+            elements *= sizes[place]
+            place += 1
+        if elements != length:
+            return None
+        groups.append(group)
+    if place != len(letters):
+        return None
+    return " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] if g else "1" for g in groups)
+
+
+def _makes(op: Op, count: Tensor, contents: Sequence[Tensor]) -> bool:
+    try:
+        result = op.load(count)
+    except (RuntimeError, ValueError, NameMapError):
+        return False
+    return len(result) == len(contents) and all(map(torch.equal, result, contents))

@@ -1,1 +1,1 @@
-"""From somebody's module to a graph that can be run in pieces."""
+"""Trace a user's module into a graph that can be run in pieces."""

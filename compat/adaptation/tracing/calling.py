@@ -1,4 +1,4 @@
-"""How to call somebody's model, and where its logits are in what it returns."""
+"""Which models are accepted, and how a user's model is called to get logits from ids."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compat.errors import AdaptError
+from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
 from compat.user_code import is_users, users_frames
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
-Arguments = Callable[[Tensor], dict[str, Any]]  # beside the ids
-
-# A mask (T, T) in the conventions that people have: none, True to see, True to hide, to be added.
+# The conventions for a mask (T, T): none, True to see, True to hide, and one that is added.
 MASKS: tuple[Callable[[int], Tensor | None], ...] = (
     lambda T: None,
     lambda T: torch.ones(T, T, dtype=torch.bool).tril(),
@@ -33,53 +29,81 @@ MASKS: tuple[Callable[[int], Tensor | None], ...] = (
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
-class _ProcessSettings:
-    """torch's switch for the fused kernels of nn.MultiheadAttention, and a warning of torch's own.
+def check_model(model: object) -> None:
+    """Accept only a module whose parameters have one data type and are on the CPU.
 
-    Both belong to the process. They are off while any thread needs them off, and then set to what
-    they were before the first. All other warnings come through.
+    Nothing is run or written.
+
+    Raises:
+        AdaptError: says what was passed, and what to pass instead.
     """
+    if not isinstance(model, nn.Module):
+        raise AdaptError(f"adapt() expects an nn.Module, but got {_described(model)}")
+    name, parameters = type(model).__name__, dict(model.named_parameters())
+    if any(isinstance(p, nn.UninitializedParameter) for p in parameters.values()):
+        raise AdaptError(
+            f"{name} has lazy modules, whose parameters have no shape yet. "
+            "Call the model once on ids before you pass it to adapt()."
+        )
+    if not parameters:
+        raise AdaptError(
+            f"{name} has no parameters to load a checkpoint into. "
+            "Keep weights in nn.Parameter, and lists of modules in nn.ModuleList."
+        )
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) != 1:
+        raise AdaptError(
+            f"{name} has parameters of type {listed(sorted(map(str, dtypes)))}, but adapt() "
+            "expected one data type. Convert the model first, for example with model.float()."
+        )
+    devices = {parameter.device for parameter in parameters.values()} - {torch.device("cpu")}
+    if devices:
+        raise AdaptError(
+            f"{name} has parameters on {listed(sorted(map(str, devices)))}, but adapt() expected "
+            "all of them on the CPU. Move the model with model.cpu(), or build it on the CPU."
+        )
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users, self.before = 0, True
 
-    def off(self) -> None:
-        with self.lock:
-            if self.users == 0:
-                self.before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-                self.warnings = warnings.catch_warnings()
-                self.warnings.__enter__()
-                # torch.export about its own use of pytrees
-                warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`")
-            self.users += 1
-
-    def restore(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                self.warnings.__exit__(None, None, None)
-                torch.backends.mha.set_fastpath_enabled(self.before)
+def _described(value: object) -> str:
+    """What was passed instead of a module, and what to do."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return f"the class {value.__name__}. Pass an instance, for example {value.__name__}()."
+    if isinstance(value, Mapping):
+        return (
+            f"a {type(value).__name__} of {len(value)} entries. "
+            "Load it into its model with load_state_dict, and pass the model."
+        )
+    if callable(value):
+        named = getattr(value, "__name__", type(value).__name__)
+        return f"the function {named}. Pass the nn.Module that holds its weights."
+    return f"a value of type {type(value).__name__}. Pass an instance of your model."
 
 
-_settings = _ProcessSettings()
+# torch's switch for the fused kernels of nn.MultiheadAttention, torch.export and the warning
+# filters are global to the process, so one thread at a time uses them.
+global_state = threading.RLock()
 
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """No gradients, and none of the fused kernels that nn.MultiheadAttention takes in eval mode."""
-    _settings.off()
-    try:
-        with torch.no_grad():
+    """No gradients, and none of the fused kernels that nn.MultiheadAttention uses in eval mode.
+
+    The process-wide switch is restored afterwards. Other threads wait meanwhile.
+    """
+    with global_state, torch.no_grad(), warnings.catch_warnings():
+        # torch.export warns about its own use of pytrees; all other warnings are shown.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`")
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
             yield
-    finally:
-        _settings.restore()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without gradients, afterwards in the mode it was in."""
+    """Run the model in eval mode and without gradients, then restore each module's mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -90,8 +114,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def reason(error: Exception) -> str:
-    """What was raised, and the author's line that led to it."""
+def describe_error(error: Exception) -> str:
+    """The type and first line of an exception, and the user's line that raised it."""
     lines = [f"{f.filename}:{f.lineno} {f.line}" for f in users_frames(error)]
     named = re.findall(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)', str(error))
     lines += [f"{file}:{line} {text}" for file, line, text in named if is_users(file)]
@@ -102,87 +126,82 @@ def reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """One way of calling: `way(model, ids)` gives logits (B, T, V), or (B, 1, V).
+    """One signature to call a model with: `signature(model, ids)` returns logits (B, T, V).
 
     Args:
-        arguments: beside the ids, made for the ids at hand.
-        last: logits of the last position alone will do.
-        targets: the ids are given as targets too, without which only the last position comes.
+        names: of the arguments beside the ids. Their values follow from their names.
+        mask: makes the value of a mask argument from the number of tokens.
+        last: accept logits (B, 1, V) of the last position alone.
+        targets: the ids are passed as targets too, without which only the last position is
+            returned.
     """
 
-    arguments: Arguments
+    names: tuple[str, ...] = ()
+    mask: Callable[[int], Tensor | None] = MASKS[0]
     last: bool = False
     targets: bool = False
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
-        return find_logits(model(ids, **self.arguments(ids)), ids, self.last)
+        arguments = {name: self._value(name, ids) for name in self.names}
+        return find_logits(model(ids, **arguments), ids, self.last)
+
+    def _value(self, name: str, ids: Tensor) -> Tensor | None:
+        """Positions, a mask or targets, as the argument's name suggests; otherwise None."""
+        if "pos" in name:
+            return torch.arange(ids.shape[1])
+        if "mask" in name and "pad" not in name:
+            return self.mask(ids.shape[1])
+        return ids if name in TARGETS else None
 
 
-def default_forward(model: nn.Module, ids: Tensor) -> CallSignature:
-    """The first way of calling that gives logits for these ids; for all positions if it can be.
+def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
+    """The first signature that returns logits for these ids, of all positions if possible.
 
-    Where a mask is asked for, the first way with which no token sees a later one.
+    Of several masks, it is the first with which no token sees a later one.
 
     Raises:
-        AdaptError: none did.
+        AdaptError: none returned logits.
     """
     tried: list[str] = []
     for last in (False, True):
-        found = [way for text, way in _ways(model, last) if _works(model, way, ids, text, tried)]
-        causal = (way for way in found if len(found) == 1 or _is_causal(model, way, ids))
+        found = []
+        for text, signature in _signatures(model, last):
+            try:
+                with eval_mode(model), plain_kernels():
+                    signature(model, ids)
+                found.append(signature)
+            except Exception as error:
+                if not last:
+                    tried.append(f"{text}: {describe_error(error)}")
+        causal = (s for s in found if len(found) == 1 or _is_causal(model, s, ids))
         if found:
             return next(causal, found[0])
     raise AdaptError(
-        f"{type(model).__name__} gives no logits:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"
-        "expected a float tensor (B, T, V) for ids (B, T); in Python, say how to get it: "
+        f"{type(model).__name__} gives no logits, but adapt() expected a float tensor (B, T, V) "
+        "for ids (B, T). It was called as follows:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"
+        "Pass a function that returns the logits: "
         "adapt(model, source, forward=lambda model, ids: …)"
     )
 
 
-def _works(model: nn.Module, way: CallSignature, ids: Tensor, text: str, tried: list[str]) -> bool:
-    try:
-        with eval_mode(model), plain_kernels():
-            way(model, ids)
-    except Exception as error:
-        if not way.last:
-            tried.append(f"{text}: {reason(error)}")
-        return False
-    return True
-
-
-def _is_causal(model: nn.Module, way: CallSignature, ids: Tensor) -> bool:
-    """Whether another last token leaves all logits before it as they are."""
-    other = ids.clone()
-    other[:, -1] = ids[:, 0]
-    with eval_mode(model), plain_kernels():
-        one, two = way(model, ids), way(model, other)
-    return one.shape[1] > 1 and torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4)
-
-
-def _ways(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]:
-    """Calls to try: with the ids alone, with what else is asked for, with targets."""
+def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]:
+    """Signatures to try: the ids and the required arguments; the ids as targets too."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     required = [p.name for p in parameters[1:] if p.default is p.empty and p.kind in named]
     masks = MASKS if any("mask" in name for name in required) else MASKS[:1]
-    call = f"model({', '.join(['ids', *required])})"
-    ways = [
-        (call, CallSignature(partial(_given, names=required, mask=mask), last)) for mask in masks
-    ]
+    text = f"model({', '.join(['ids', *required])})"
+    found = [(text, CallSignature(tuple(required), mask, last)) for mask in masks]
     if targets := [p.name for p in parameters if p.name in TARGETS]:
-        given = CallSignature(lambda ids: {targets[0]: ids}, last, targets=True)
-        ways.append((f"model(ids, {targets[0]}=ids)", given))
-    return ways
+        signature = CallSignature((targets[0],), last=last, targets=True)
+        found.append((f"model(ids, {targets[0]}=ids)", signature))
+    return found
 
 
-def _given(ids: Tensor, names: list[str], mask: Callable[[int], Tensor | None]) -> dict[str, Any]:
-    return {name: _made(name, ids, mask) for name in names}
-
-
-def _made(name: str, ids: Tensor, mask: Callable[[int], Tensor | None]) -> Tensor | None:
-    """An argument by what its name says: positions, a mask, targets; else None."""
-    if "pos" in name:
-        return torch.arange(ids.shape[1])
-    if "mask" in name and "pad" not in name:
-        return mask(ids.shape[1])
-    return ids if name in TARGETS else None
+def _is_causal(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
+    """Whether a change of the last token leaves all earlier logits unchanged."""
+    other = ids.clone()
+    other[:, -1] = ids[:, 0]
+    with eval_mode(model), plain_kernels():
+        one, two = signature(model, ids), signature(model, other)
+    return one.shape[1] > 1 and torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4)

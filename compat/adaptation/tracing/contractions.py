@@ -1,4 +1,4 @@
-"""Matrix products in all their spellings, as one: two operands and a letter for every axis."""
+"""Every form of matrix product as one data class: two operands with a letter for each axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SDPA = frozenset(
 
 @dataclass(frozen=True)
 class Contraction:
-    """out = einsum("a,b->out", a, b), plus a bias where one is added in the same operation."""
+    """out = einsum("a_axes,b_axes->out_axes", a, b), plus the bias if the operation adds one."""
 
     node: Node
     a: Node
@@ -40,7 +40,7 @@ class Contraction:
 
 
 def contraction(node: Node) -> Contraction | None:
-    """The node as a contraction, or None if it is another operation."""
+    """The node as a contraction; None for any other operation."""
     name = kind(node)
     args: Any = node.args
     if name == "linear":
@@ -59,7 +59,7 @@ def contraction(node: Node) -> Contraction | None:
 
 
 def _matmul(node: Node, a: Node, b: Node) -> Contraction | None:
-    """Axes before the last two are matched from the right, as in broadcasting."""
+    """Batch axes, those before the last two, are matched from the right as in broadcasting."""
     n, m = len(size(a)), len(size(b))
     if n < 1 or m < 2:
         return None
@@ -72,7 +72,7 @@ def _matmul(node: Node, a: Node, b: Node) -> Contraction | None:
 
 
 def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
-    """The equation with its ellipsis written out and its result, if missing, made explicit."""
+    """The equation with its ellipsis expanded and, if it has none, an explicit result."""
     left, _, out = equation.replace(" ", "").partition("->")
     parts = left.split(",")
     rest = iter(x for x in reversed(ascii_letters) if x not in equation)

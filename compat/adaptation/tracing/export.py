@@ -1,33 +1,38 @@
-"""From a module to its graph: torch.export first, make_fx where that cannot follow the code."""
+"""From a module to its graph: torch.export first, make_fx where torch.export stops."""
 
 from __future__ import annotations
 
-import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
-from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels, reason
-from compat.adaptation.tracing.canonical import drop_dead_code, inline_regions
+from compat.adaptation.tracing.calling import (
+    Forward,
+    describe_error,
+    eval_mode,
+    global_state,
+    plain_kernels,
+)
 from compat.adaptation.tracing.graph import Graph, kind
 from compat.errors import AdaptError
 
-_one_at_a_time = threading.RLock()  # torch.export keeps its state in its module
-TOOLS = {"_by_export": "torch.export", "_by_make_fx": "make_fx"}
+# Regions as torch.export writes them: a call with a subgraph among its arguments.
+REGIONS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 
 
 class Untraceable(AdaptError):
-    """Code that no tracer can follow."""
+    """A model that neither torch.export nor make_fx can trace."""
 
 
 class Stopped(Exception):
     """Raised by the model's code while it was traced; the original exception is its cause.
 
-    torch.export prints the graph traced so far to stderr, for any exception that can hold it.
+    torch.export assigns the graph traced so far to any exception that accepts the attribute, and
+    prints it to stderr. This one does not accept it.
     """
 
     @property
@@ -40,7 +45,7 @@ class Stopped(Exception):
 
 
 class Caller(nn.Module):
-    """The author's model behind one signature: ids (B, T) → logits (B, T, V)."""
+    """The user's model behind one signature: ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -48,19 +53,19 @@ class Caller(nn.Module):
         self.call = forward
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        keep_all_lines()
+        _record_all_lines()
         try:
             return self.call(self.model, input_ids)
         except Exception as error:
             raise Stopped from error
 
 
-def keep_all_lines() -> None:
-    """Let the tracer at work record the lines of all functions, not of `forward` methods alone.
+def _record_all_lines() -> None:
+    """Let the active tracer record the lines of all functions, not of `forward` methods alone.
 
     It is set on the tracer of this thread, not on torch's class.
     """
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes a while
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # a slow import
 
     mode = get_proxy_mode()
     if mode is None:  # the model is run, not traced
@@ -74,8 +79,34 @@ def keep_all_lines() -> None:
     tracer._filter_traceback_frames = keep
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter with several, the embedding's, or the first."""
+def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
+    """Trace `forward(model, input_ids)` in eval mode.
+
+    Raises:
+        Untraceable: both tracers failed; names the lines.
+    """
+    caller = Caller(model, forward)
+    first = _first_names(model)
+    stopped: list[str] = []
+    with global_state, eval_mode(model), plain_kernels():
+        for tool, tracer in (("torch.export", _by_export), ("make_fx", _by_make_fx)):
+            try:
+                graph = tracer(caller, input_ids)
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error, Stopped) else None
+                why = describe_error(cause if isinstance(cause, Exception) else error)
+                stopped.append(f"{tool} stopped: {why}")
+                continue
+            if graph.output in graph.live:
+                graph.names = {node: first.get(name, name) for node, name in graph.names.items()}
+                graph.stopped = stopped
+                return graph
+            stopped.append(f"{tool} lost the ids, because values leave torch on the way")
+    raise Untraceable("the model cannot be traced: " + "; ".join(stopped))
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a shared parameter, its name in the embedding, else its first name."""
     known: dict[int, str] = {}
     named = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in named:
@@ -85,66 +116,26 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: known[id(parameter)] for name, parameter in named}
 
 
-def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
-    """Trace `forward(model, input_ids)` in eval mode.
-
-    Raises:
-        Untraceable: neither torch.export nor make_fx could follow; names the lines.
-    """
-    caller = Caller(model, forward)
-    stopped = []
-    with _one_at_a_time, eval_mode(model), plain_kernels():
-        for tracer in (_by_export, _by_make_fx):
-            try:
-                graph = tracer(caller, input_ids)
-            except Exception as error:
-                cause = error.__cause__ if isinstance(error, Stopped) else None
-                why = reason(cause if isinstance(cause, Exception) else error)
-                stopped.append(f"{TOOLS[tracer.__name__]} stopped: {why}")
-                continue
-            if graph.output in graph.live:
-                first = first_names(model)
-                graph.names = {node: first.get(name, name) for node, name in graph.names.items()}
-                graph.stopped = stopped
-                return graph
-            stopped.append(f"{TOOLS[tracer.__name__]} lost the ids: values leave torch on the way")
-    raise Untraceable("the model cannot be traced: " + "; ".join(stopped))
-
-
-def _by_export(caller: Caller, input_ids: Tensor) -> Graph:
-    program = torch.export.export(caller, (input_ids,), strict=False)
+def _by_export(caller: Caller, ids: Tensor) -> Graph:
+    program = torch.export.export(caller, (ids,), strict=False)
     dropouts = [node for node in program.graph.nodes if _drops(node)]
-    if any(_in_place(node) or _is_vmapped(node) for node in _all_nodes(program.graph_module)):
-        program = program.run_decompositions({})  # no operation in place, no nesting of vmap
-    inline_regions(program.graph_module)
-    signature, state = program.graph_signature, program.state_dict
-    held: dict[str, Any] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    held.update(signature.inputs_to_lifted_tensor_constants)
-    values, names, buffers, ids = {}, {}, {}, None
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    if any(_needs_decomposition(node) for module in modules for node in module.graph.nodes):
+        program = program.run_decompositions({})
+    _inline_regions(program.graph_module)
+    signature = program.graph_signature
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = signature.inputs_to_lifted_tensor_constants
+    stored = {**program.constants, **program.state_dict}
+    names = {node: held[node.name] for node in program.graph.nodes if node.name in held}
+    values: dict[Node, Any] = {node: stored[name] for node, name in names.items()}
     for node in program.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node.name not in held:
-            ids = node
-            continue
-        name = held[node.name]
-        values[node] = state[name] if name in state else program.constants[name]
-        if node.name in signature.inputs_to_parameters:
-            names[node] = name.removeprefix("model.")
-        elif node.name in signature.inputs_to_buffers:
-            buffers[node] = name.removeprefix("model.")
-    assert ids is not None
-    dropouts = [node for node in program.graph.nodes if _drops(node)] or dropouts
-    _merge_repeats(program.graph)
-    logits = _output(program.graph)
-    drop_dead_code(program.graph, logits)
-    nodes = [node for node in program.graph.nodes if node.op != "output"]
-    values = {node: value.detach() for node, value in values.items()}
-    B, T = input_ids.shape
-    return Graph(nodes, values, names, ids, logits, (B, T), buffers, dropouts, input_ids)
+        if node.name in constants:
+            values[node] = stored[constants[node.name]]
+    return _graph(program.graph, caller, ids, values, names, dropouts)
 
 
-def _by_make_fx(caller: Caller, input_ids: Tensor) -> Graph:
+def _by_make_fx(caller: Caller, ids: Tensor) -> Graph:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     held = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
@@ -153,47 +144,63 @@ def _by_make_fx(caller: Caller, input_ids: Tensor) -> Graph:
         logits: Tensor = torch.func.functional_call(caller, dict(tensors), (ids,))
         return logits
 
-    functional = torch.func.functionalize(run, remove="mutations")
     trace = make_fx(
-        functional,
+        torch.func.functionalize(run, remove="mutations"),
         tracing_mode="real",
         record_stack_traces=True,
         _error_on_data_dependent_ops=False,
     )
-    traced: GraphModule = trace(held, input_ids)
-    parameters = dict(caller.named_parameters())
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    values, names, buffers = {}, {}, {}
-    for node, (name, tensor) in zip(placeholders, held.items(), strict=False):
-        values[node] = tensor.detach()
-        if name in parameters:
-            names[node] = name.removeprefix("model.")
-        else:
-            buffers[node] = name.removeprefix("model.")
+    traced: GraphModule = trace(held, ids)
+    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
+    names = dict(zip(placeholders, held, strict=False))  # the last placeholder is that of the ids
+    values: dict[Node, Any] = {node: held[name] for node, name in names.items()}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            values[node] = getattr(traced, str(node.target)).detach()
-    _merge_repeats(traced.graph)
-    output = _output(traced.graph)
-    drop_dead_code(traced.graph, output)
-    nodes = [node for node in traced.graph.nodes if node.op != "output"]
-    dropouts = [node for node in nodes if _drops(node)]
-    B, T = input_ids.shape
-    ids = placeholders[-1]
-    return Graph(nodes, values, names, ids, output, (B, T), buffers, dropouts, input_ids)
+            values[node] = getattr(traced, str(node.target))
+    return _graph(traced.graph, caller, ids, values, names, [])
 
 
-def _output(graph: torch.fx.Graph) -> Node:
-    """The node of the logits, past which nothing is returned."""
-    found: Any = next(node for node in graph.nodes if node.op == "output").args[0]
-    while isinstance(found, (list, tuple)):
-        found = found[-1]
-    logits: Node = found
-    return logits
+def _graph(
+    graph: fx.Graph,
+    caller: Caller,
+    ids: Tensor,
+    values: Mapping[Node, Tensor],
+    names: Mapping[Node, str],
+    dropouts: list[Node],
+) -> Graph:
+    """The graph without repeated and dead operations.
+
+    Args:
+        graph: of a tracer; changed in place.
+        caller: what was traced.
+        ids: (B, T) that it was traced with.
+        values: of parameters, buffers and constants.
+        names: of parameters and buffers.
+        dropouts: nodes of dropout that decompositions may have replaced.
+    """
+    *_, inputs = (node for node in graph.nodes if node.op == "placeholder" and node not in values)
+    _merge_repeats(graph)
+    output: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    while isinstance(output, (list, tuple)):
+        output = output[-1]
+    drop_dead_code(graph, output)
+    parameters = dict(caller.named_parameters(remove_duplicate=False))
+    ours = {node: name.removeprefix("model.") for node, name in names.items()}
+    return Graph(
+        nodes=[node for node in graph.nodes if node.op != "output"],
+        values={node: value.detach() for node, value in values.items()},
+        names={node: name for node, name in ours.items() if names[node] in parameters},
+        input=inputs,
+        output=output,
+        shape=(ids.shape[0], ids.shape[1]),
+        buffers={node: name for node, name in ours.items() if names[node] not in parameters},
+        dropouts=[node for node in graph.nodes if _drops(node)] or dropouts,
+        example=ids,
+    )
 
 
-def _merge_repeats(graph: torch.fx.Graph) -> None:
-    """Make one node of those that compute the same, as where a norm is called once for q, k, v."""
+def _merge_repeats(graph: fx.Graph) -> None:
+    """Merge nodes that compute the same, such as a norm that is called for each of q, k and v."""
     seen: dict[str, Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and not _drops(node):
@@ -203,26 +210,66 @@ def _merge_repeats(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _in_place(node: Node) -> bool:
-    """Whether an operation changes its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+def drop_dead_code(graph: fx.Graph, output: Node) -> None:
+    """Make a node the graph's output and erase all other operations that it does not depend on."""
+    needed, stack = set[Node](), [output]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    [end] = (node for node in graph.nodes if node.op == "output")
+    end.args = (output,)
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and node not in needed:
+            graph.erase_node(node)
 
 
-def _is_vmapped(node: Node) -> bool:
-    """Whether an operation opens or closes a level of `torch.vmap`."""
-    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+def _inline_regions(module: GraphModule) -> None:
+    """Inline the subgraphs of `torch.no_grad()` and `autocast(enabled=False)`.
+
+    Enabled autocast is left as it is, because it computes in another data type.
+    """
+    for node in list(module.graph.nodes):
+        if getattr(node.target, "__name__", str(node.target)) in REGIONS:
+            _inline(module, node)
 
 
-def _all_nodes(module: GraphModule) -> Iterator[Node]:
-    """The nodes of a graph and of the subgraphs that it calls."""
-    for part in module.modules():
-        if isinstance(part, GraphModule):
-            yield from part.graph.nodes
+def _inline(module: GraphModule, region: Node) -> None:
+    place = next(i for i, a in enumerate(region.args) if isinstance(a, Node) and a.op == "get_attr")
+    submodule: Any = region.args[place]
+    inner = getattr(module, str(submodule.target))
+    if str(region.target) == "wrap_with_autocast" and region.args[2]:
+        return
+    _inline_regions(inner)
+    if any(node.op == "get_attr" for node in inner.graph.nodes):
+        return
+    arguments = iter(region.args[place + 1 :])
+    copies: dict[Node, Any] = {}
+    with region.graph.inserting_before(region):
+        for node in inner.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(arguments)
+            elif node.op != "output":
+                copies[node] = region.graph.node_copy(node, copies.__getitem__)
+    [output] = (node for node in inner.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    for user in list(region.users):  # each reads one of the results
+        user.replace_all_uses_with(copies[results[user.args[1]]])
+        region.graph.erase_node(user)
+    region.graph.erase_node(region)
+    if not submodule.users:
+        submodule.graph.erase_node(submodule)
+
+
+def _needs_decomposition(node: Node) -> bool:
+    """Whether an operation works in place, or opens or closes a level of `torch.vmap`."""
+    in_place = bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    return in_place or getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def _drops(node: Node) -> bool:
-    """Dropout at work: with a probability, and told that it is in training."""
+    """Whether an operation is dropout with a probability and in training mode."""
     arguments = [*node.args, *node.kwargs.values()]
     if kind(node) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"):
         return bool(arguments[1]) and bool(arguments[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
 
 from compat.ops import Affine, WeightNorm
 from compat.user_code import is_users
@@ -20,8 +21,7 @@ aten: Any = torch.ops.aten
 
 Values = Mapping[Node, Tensor]
 
-
-# Operations that only move elements, or copy them: the value is that of their first argument.
+# Operations that only move or copy elements. Their result has the values of their first argument.
 MOVES = frozenset(
     """
     _reshape_alias _to_copy _unsafe_view alias alias_copy clone contiguous detach dropout expand
@@ -30,8 +30,7 @@ MOVES = frozenset(
     """.split()
 )
 
-
-# Results that depend on the shape of their arguments, never on the values.
+# Operations whose result depends on the shape of their arguments, never on the values.
 SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split()
 )
@@ -39,7 +38,7 @@ SHAPE_ONLY = frozenset(
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the author's source."""
+    """A line of the user's source."""
 
     file: str
     line: int
@@ -52,10 +51,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Derived:
-    """A weight that is computed from parameters alone, such as `1 + gain`."""
+    """A weight that the model computes from parameters alone, such as `1 + gain`.
+
+    Args:
+        names: of the parameters.
+        values: of the parameters; they share memory with the model's.
+        op: computes the weight from the parameters (`save`), and the parameters from it (`load`).
+    """
 
     names: tuple[str, ...]
-    values: tuple[Tensor, ...]  # of the parameters, in the memory of the model's own
+    values: tuple[Tensor, ...]
     op: Affine | WeightNorm
 
 
@@ -65,17 +70,16 @@ class Graph:
 
     Args:
         nodes: in execution order.
-        values: of the placeholders and constants: parameters, buffers.
-        names: the parameter of a placeholder, as in `model.named_parameters()`.
-        buffers: the same for buffers.
-        example: the ids that it was traced with.
-        stopped: which tracers could not follow the code, and at which line.
-        dropouts: nodes that drop values though the model is in eval mode; `run` drops nothing.
+        values: of the placeholders and constants, that is of parameters and buffers.
+        names: the name of each parameter's placeholder, as in `model.named_parameters()`.
         input: the node of the ids, (B, T).
         output: the node of the logits.
-        derived: placeholders of weights that the model computes from its parameters: the names of
-            these, and how.
-        shape: (B, T) of the ids that it was traced with; it runs on no other shape.
+        shape: (B, T) of the ids that it was traced with. It runs on no other shape.
+        buffers: the name of each buffer's placeholder.
+        dropouts: nodes that drop values although the model is in eval mode. `run` drops nothing.
+        example: the ids that it was traced with.
+        stopped: one message for each tracer that failed, with the line that stopped it.
+        derived: placeholders of weights that the model computes from its parameters.
     """
 
     nodes: list[Node]
@@ -86,7 +90,7 @@ class Graph:
     shape: tuple[int, int]
     buffers: dict[Node, str]
     dropouts: list[Node]
-    example: Tensor  # ids
+    example: Tensor
     stopped: list[str] = field(default_factory=list)
     derived: dict[Node, Derived] = field(default_factory=dict)
 
@@ -109,13 +113,13 @@ class Graph:
         found: dict[Node, set[Node]] = {}
         for node in self.nodes:
             if node in self.live:
-                above = [a for a in node.all_input_nodes if a in self.live]
+                above = live_inputs(self, node)
                 found[node] = set(above).union(*(found[a] for a in above))
         return found
 
     @cached_property
     def parameters_of(self) -> dict[Node, frozenset[Node]]:
-        """For every dead node, such as a transposed weight, the parameters that it is made of."""
+        """For every node that is not live, such as a transposed weight, the parameters in it."""
         found: dict[Node, frozenset[Node]] = {}
         for node in self.nodes:
             if node in self.names:
@@ -127,10 +131,10 @@ class Graph:
 
     @cached_property
     def time_first(self) -> set[Node]:
-        """Nodes whose first axis holds all tokens with the time outside: t·B + b, not b·T + t.
+        """Nodes whose first axis holds all tokens in the order t·B + b instead of b·T + t.
 
-        Found by changing the first sequence, with parameters at random, and looking which rows
-        change.
+        They are found by changing the first sequence, with random parameters: the rows that change
+        are those of the first sequence.
         """
         B, T = self.shape
         merged = [n for n in self.nodes if n in self.live and size(n)[:1] == (B * T,)]
@@ -154,32 +158,24 @@ class Graph:
                 found.add(node)
         return found
 
-    def parameter_names(self, node: Node) -> tuple[str, ...]:
-        """The parameters behind a placeholder."""
-        return self.derived[node].names if node in self.derived else (self.names[node],)
-
-    def derive_again(self) -> None:
-        """Compute the derived weights from the values that the parameters have now."""
-        for node, found in self.derived.items():
-            self.values[node] = found.op.save(found.values)
-
-    def forget(self) -> None:
-        """What was found out about the graph does not hold any more: it was changed."""
+    def invalidate(self) -> None:
+        """Drop all cached properties, because the graph was changed."""
+        self.nodes = [node for node in self.output.graph.nodes if node.op != "output"]
         for name in ("order", "live", "ancestors", "parameters_of", "time_first"):
             self.__dict__.pop(name, None)
 
-    def copy(self, node: Node, user: Node) -> Node:
-        """A node of its own for what one of the node's users reads."""
-        with node.graph.inserting_before(user):
-            made = node.graph.call_function(aten.clone.default, (node,))
-        made.meta = dict(node.meta)
-        self.nodes.insert(self.nodes.index(user), made)
-        self.forget()
-        return made
+    def parameter_names(self, node: Node) -> tuple[str, ...]:
+        """The names of the parameters behind a placeholder."""
+        return self.derived[node].names if node in self.derived else (self.names[node],)
 
-    def between(self, ends: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        """The nodes, dead ones too, that `ends` are computed by once the cuts are given."""
-        cuts, stack, seen = set(cuts), list(ends), set()
+    def recompute_derived(self) -> None:
+        """Compute the derived weights from the current values of the parameters."""
+        for node, found in self.derived.items():
+            self.values[node] = found.op.save(found.values)
+
+    def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
+        """The nodes that compute `targets` from the values of `cuts`, live or not, in order."""
+        cuts, stack, seen = set(cuts), list(targets), set()
         while stack:
             node = stack.pop()
             if node not in seen and node not in cuts:
@@ -187,53 +183,60 @@ class Graph:
                 stack += node.all_input_nodes
         return sorted(seen, key=self.order.__getitem__)
 
-    def parameters_between(self, ends: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        return [node for node in self.between(ends, cuts) if node in self.names]
+    def parameters_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
+        return [node for node in self.between(targets, cuts) if node in self.names]
 
     def run(
         self,
-        ends: Iterable[Node],
-        given: Values,
+        targets: Iterable[Node],
+        known: Values,
         parameters: Callable[[Node], Tensor] | None = None,
         double: bool = True,
         finite: bool = False,
     ) -> list[Tensor]:
-        """The values of `ends`, computed from the given ones; in float64 unless `double` is False.
+        """Compute the values of `targets` from known values.
 
         Args:
-            ends: the nodes wanted.
-            given: values that are taken instead of computing them.
-            parameters: instead of the model's own.
-            double: compute in float64, whatever the graph says.
-            finite: go on with zeros where NaN comes out.
+            targets: the nodes whose values are returned.
+            known: values that replace the computation of their nodes.
+            parameters: gives the value of each parameter instead of the model's own.
+            double: compute in float64 instead of the float32 that the graph names.
+            finite: replace NaN by zero in every result.
         """
-        ends, env = list(ends), dict(given)
+        targets, env = list(targets), dict(known)
         env.setdefault(self.input, self.example)
-        for node in self.between(ends, given):
+        for node in self.between(targets, known):
             if node in self.names and parameters is not None:
                 env[node] = parameters(node)
             elif node in self.values:
-                env[node] = _double(self.values[node]) if double else self.values[node]
+                value = self.values[node]
+                env[node] = value.double() if double and value.is_floating_point() else value
             elif node.op == "call_function":
                 env[node] = call(node, env, double)
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
-        return [env[node] for node in ends]
+        return [env[node] for node in targets]
 
     def place(self, node: Node) -> Place | None:
-        """The innermost line of the author's, not torch's, that computed a node."""
+        """The innermost line of the user's code that computed a node."""
         places = self.places(node)
         return places[-1] if places else None
 
     def places(self, node: Node) -> list[Place]:
-        """The lines of the author's that led to a node, the outermost first."""
+        """The lines of the user's code that led to a node, the outermost first."""
         trace = node.meta.get("stack_trace") or ""
         frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', trace)
         return [Place(file, int(line), name) for file, line, name in frames if is_users(file)]
 
+    def at(self, *nodes: Node) -> str:
+        """ " at FILE:LINE" of nodes, for messages; "" where no line is known."""
+        places = [place for node in nodes if (place := self.place(node))]
+        lines = dict.fromkeys(f"{place.file}:{place.line}" for place in places)
+        return f" at {', '.join(lines)}" if lines else ""
+
 
 def kind(node: Node) -> str:
-    """The name of the ATen operation, such as `softmax`, or "" for what is no operation."""
+    """The name of the ATen operation, such as `softmax`, or "" for a node without one."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is not None:
         return str(packet.__name__).removesuffix("_")
@@ -241,7 +244,7 @@ def kind(node: Node) -> str:
 
 
 def size(node: Node) -> tuple[int, ...]:
-    """The shape of a node's value; () where it is no tensor."""
+    """The shape of a node's value; () for a value that is not a tensor."""
     value = node.meta.get("val", node.meta.get("tensor_meta"))
     shape = getattr(value, "shape", None)
     return () if shape is None else tuple(int(n) for n in shape)
@@ -249,36 +252,46 @@ def size(node: Node) -> tuple[int, ...]:
 
 def tensor_inputs(node: Node) -> list[Node]:
     """The nodes among the arguments, lists flattened, in the order of the arguments."""
-    return list(_nodes((*node.args, *node.kwargs.values())))
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def live_inputs(graph: Graph, node: Node) -> list[Node]:
+    """The inputs of a node that depend on the ids."""
+    return [a for a in node.all_input_nodes if a in graph.live]
+
+
+def live_users(graph: Graph, node: Node) -> list[Node]:
+    """The operations that read a node and depend on the ids."""
+    return [user for user in node.users if user in graph.live]
 
 
 def call(node: Node, env: Values, double: bool) -> Any:
-    """One operation; dropout is off, whatever the model says."""
+    """Execute one operation, without dropout."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
             return env[argument]
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(value(item) for item in argument)
         return torch.float64 if double and argument is torch.float32 else argument
 
-    args = [value(argument) for argument in node.args]
-    kwargs = {name: value(argument) for name, argument in node.kwargs.items()}
+    args: Any = list(map_aggregate(node.args, value))
+    kwargs: Any = dict(map_aggregate(node.kwargs, value))
     if kind(node) == "dropout":
         return args[0]
     if kind(node) == "native_dropout":
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
-    if kind(node) == "view":  # what is given in a node's place may have other strides
+    if kind(node) == "view":  # the strides of a known value can differ from the traced ones
         return args[0].reshape(args[1]) if not isinstance(args[1], torch.dtype) else args[0]
     if kind(node).startswith("_weight_norm"):  # its kernel aborts on expanded tensors
         args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
     if kind(node) == "scaled_dot_product_attention":
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)
-    made = node.target(*args, **kwargs)
-    if double and isinstance(made, Tensor) and made.dtype is torch.float32:
-        return made.double()  # as of a module created in `forward`, in the default data type
-    return made
+    result = node.target(*args, **kwargs)
+    if double and isinstance(result, Tensor) and result.dtype is torch.float32:
+        return result.double()  # of a module constructed in `forward`, in the default data type
+    return result
 
 
 def _exact_sdpa(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -288,17 +301,4 @@ def _exact_sdpa(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dic
         mask = mask.to(args[0].dtype)
     causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
     kept = {name: value for name, value in kwargs.items() if name in ("scale", "enable_gqa")}
-    kept.update(attn_mask=mask, is_causal=causal)
-    return args[:3], kept
-
-
-def _nodes(arguments: Iterable[Any]) -> Iterator[Node]:
-    for argument in arguments:
-        if isinstance(argument, Node):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _nodes(argument)
-
-
-def _double(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+    return args[:3], {**kept, "attn_mask": mask, "is_causal": causal}

@@ -1,12 +1,10 @@
-"""The zoo of hand-written GPT-2s, deviations to write into them, and models that are no GPT-2."""
+"""The zoo of hand-written GPT-2s, the mutations of their source, and models that are not GPT-2."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.adaptation.catalogue import (
     mutations_activation,
-    mutations_ends,
+    mutations_embeddings_and_head,
     mutations_heads,
     mutations_norms,
     mutations_scores,
@@ -22,14 +20,9 @@ MUTATIONS: list[Mutation] = [
     *mutations_scores.MUTATIONS,
     *mutations_heads.MUTATIONS,
     *mutations_wiring.MUTATIONS,
-    *mutations_ends.MUTATIONS,
+    *mutations_embeddings_and_head.MUTATIONS,
     *mutations_sizes.MUTATIONS,
 ]
-
-
-def mutated(mutation: Mutation, folder: Path) -> Path:
-    """Write the changed file into `folder` and return its path."""
-    return composed(MODELS[mutation.style], [mutation], folder)
 
 
 __all__ = [
@@ -41,5 +34,4 @@ __all__ = [
     "Mutation",
     "composed",
     "load_class",
-    "mutated",
 ]

@@ -1,4 +1,4 @@
-"""The entries of the catalogue: a model, a deviation written into one, and how to make them."""
+"""The entries of the catalogue: models, mutations of their source, and helpers to write both."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ _numbers = itertools.count()
 class Model:
     """One hand-written model.
 
-    `expected` maps Hugging Face's names to the model's parameters. `{i}` is the layer and `{h}`
-    the head (one parameter per head); several parameters of a c_attn are in the order query,
-    key, value, whatever the order in the file. A tied head has no row. The parameters in `zero`
-    have no counterpart and have to be zero (a head's bias).
+    Args:
+        file: in `ZOO`.
+        cls: the name of the model's class.
+        build: creates the model for a config of compat.
+        expected: the model's parameters for every Hugging Face name. `{i}` is the layer, and `{h}`
+            is the head if there is one parameter per head. Several parameters of a c_attn are in
+            the order query, key, value. A tied head has no row.
+        zero: parameters without a counterpart that have to be zero, such as the bias of a head.
     """
 
     file: str
@@ -40,11 +44,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One deviation written into the source of a zoo model: `old` becomes `new`, once.
+    """One deviation written into the source of a zoo model.
 
-    `more` are further replacements that the same deviation needs. `at` is a part of the line of
-    the changed file where a person would put the finger, or None where no line is at fault;
-    `also` are other lines that would do.
+    Args:
+        style: the name of the model.
+        code: the code that `adapt` has to report.
+        old: is replaced once by `new`.
+        new: the replacement.
+        at: a part of the line, in the mutated file, that a person would blame; None if none.
+        also: parts of other lines that are accepted.
+        more: further replacements that the same deviation needs.
     """
 
     style: str
@@ -57,7 +66,7 @@ class Mutation:
 
 
 def load_class(path: Path, cls: str) -> type[nn.Module]:
-    """The class `cls` of a file, imported under a name of its own."""
+    """The class `cls` of a file, imported under a unique module name."""
     name = f"_zoo_{next(_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -69,17 +78,17 @@ def load_class(path: Path, cls: str) -> type[nn.Module]:
 
 
 def changed(source: str, mutation: Mutation) -> str:
-    """The source with one deviation written into it."""
+    """The mutated source."""
     for old, new in ((mutation.old, mutation.new), *mutation.more):
         assert old in source, f"{mutation.style} has no {old!r}"
         source = source.replace(old, new, 1)
-    for finger in (mutation.at, *mutation.also):
-        assert finger is None or finger in source, f"{mutation.style}: no line with {finger!r}"
+    for mark in (mutation.at, *mutation.also):
+        assert mark is None or mark in source, f"{mutation.style}: no line with {mark!r}"
     return source
 
 
 def composed(model: Model, mutations: Sequence[Mutation], folder: Path) -> Path:
-    """Write the model's file, with these deviations in it, into `folder` and return its path."""
+    """Write the model's file with these mutations into `folder` and return its path."""
     source = (ZOO / model.file).read_text()
     for mutation in mutations:
         source = changed(source, mutation)
@@ -88,11 +97,11 @@ def composed(model: Model, mutations: Sequence[Mutation], folder: Path) -> Path:
     return path
 
 
-# How a model is built: its own names for the fields of compat's config.
+# How a model is built: its names for the fields of compat's config.
 
 
 def config(name: str, **fields: str) -> Build:
-    """Through a config class of the model's own file: `its field = our field`."""
+    """With a config class of the model's file: `its field = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         make = getattr(sys.modules[cls.__module__], name)
@@ -102,7 +111,7 @@ def config(name: str, **fields: str) -> Build:
 
 
 def keywords(**fields: str) -> Build:
-    """By keyword arguments: `its argument = our field`."""
+    """With keyword arguments: `its argument = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(**{own: getattr(config, ours) for own, ours in fields.items()})
@@ -111,7 +120,7 @@ def keywords(**fields: str) -> Build:
 
 
 def positional(*fields: str) -> Build:
-    """By positional arguments: our fields in its order."""
+    """With positional arguments: our fields in its order."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(*(getattr(config, ours) for ours in fields))
@@ -120,7 +129,7 @@ def positional(*fields: str) -> Build:
 
 
 def dictionary(**fields: str) -> Build:
-    """From one dictionary: `its key = our field`."""
+    """With one dictionary: `its key = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls({own: getattr(config, ours) for own, ours in fields.items()})
@@ -128,7 +137,7 @@ def dictionary(**fields: str) -> Build:
     return build
 
 
-# Where the tensors go.
+# Which parameters the tensors go to.
 
 Names = str | tuple[str, str]  # a module with `weight` and `bias`, or the two parameters
 
@@ -146,9 +155,10 @@ def table(
     ln_f: Names,
     head: str | None = None,
 ) -> Expected:
-    """The table of a model; `block` stands before the names of `ln_1` to `out`.
+    """The table of a model.
 
-    `qkv` is one fused pair, or query, key and value.
+    `block` is the prefix of the names from `ln_1` to `out`. `qkv` is one fused pair, or query, key
+    and value.
     """
     names: Expected = {"wte.weight": (wte,), "wpe.weight": (wpe,)}
     parts = [_both(part, block) for part in qkv] if isinstance(qkv, list) else [_both(qkv, block)]

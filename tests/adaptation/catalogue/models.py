@@ -1,4 +1,4 @@
-"""The zoo: every model, how it is built, and where each tensor has to go."""
+"""The models of the zoo: how each is built, and which parameter each tensor has to go to."""
 
 from __future__ import annotations
 

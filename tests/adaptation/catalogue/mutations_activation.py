@@ -1,4 +1,4 @@
-"""What stands between the two projections of the MLP."""
+"""Mutations of the activation of the MLP."""
 
 from __future__ import annotations
 

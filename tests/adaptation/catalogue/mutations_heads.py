@@ -1,4 +1,4 @@
-"""How q, k and v are projected, split into heads and merged again."""
+"""Mutations of the projections of q, k and v, and of the heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a norm computes, and which parameters it has."""
+"""Mutations of the formulas and the parameters of norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How q·k becomes probabilities: scale, mask, softmax."""
+"""Mutations of the scale, the mask and the softmax of attention."""
 
 from __future__ import annotations
 

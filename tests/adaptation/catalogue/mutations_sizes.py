@@ -1,4 +1,4 @@
-"""Sizes unlike the checkpoint's, dropout, odd parameters, code that is hard to trace."""
+"""Mutations of sizes, dropout and parameters, and code that is hard to trace."""
 
 from __future__ import annotations
 

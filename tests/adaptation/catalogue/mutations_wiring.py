@@ -1,4 +1,4 @@
-"""Which piece reads which: norms, branches, shortcuts, what is shared."""
+"""Mutations of the order of norms and branches, of residual connections, and shared modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings, positions and the head."""
+"""Mutations of the embeddings, the positions and the head."""
 
 from __future__ import annotations
 

@@ -1,0 +1,276 @@
+"""Deviations of sizes and parameters: what differs in shape, is missing, is shared or is unused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.checkpoint.layout import HEAD
+from compat.errors import collapse_layers, listed
+from compat.ops import Rows
+from compat.user_models.synonyms import role_of
+from compat.user_models.usage import reads
+
+# Sizes
+
+
+@deviation("{name} is {found}, but the checkpoint has {expected}", "{fix}")
+def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    """The width, by the name of the constructor's argument or of the key of its config."""
+    found, expected = context.anatomy.width, context.config.n_embd
+    if found == expected:
+        return
+    cls = type(context.model)
+    arguments = list(inspect.signature(cls).parameters)
+    arguments += [key for name in arguments for key in reads(cls, name).names]
+    named = [name for name in arguments if role_of(name) == "n_embd"]
+    name, fix = "the embedding width", f"Set the embedding width to {expected}."
+    if len(named) == 1:
+        name, fix = named[0], f"{named[0]}={expected}"
+    tables = context.graph.parameters_between([context.anatomy.token_embedding], [])
+    place = source.built(context.model, context.graph.names[tables[0]]) if tables else None
+    values = {"name": name, "found": found, "expected": expected, "fix": fix}
+    yield Deviation("embed", place, values)
+
+
+@deviation(
+    "the model has a vocabulary of {found}, but the checkpoint's is {expected}",
+    "vocab_size={expected}",
+)
+def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    found, expected = _rows(context, "wte.weight"), context.config.vocab_size
+    if found is not None and found != expected:
+        values = {"found": found, "expected": expected}
+        yield Deviation("logits", context.owner_of("wte.weight"), values)
+
+
+@deviation(
+    "the model has {found} positions, but the checkpoint has {expected}, so compat loaded the "
+    "first {found}",
+    "Build the model with {expected} positions.",
+    severity="info",
+)
+def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
+    found, expected = _rows(context, "wpe.weight"), context.config.n_positions
+    if found is not None and found < expected:
+        values = {"found": found, "expected": expected}
+        yield Deviation(None, context.owner_of("wpe.weight"), values)
+
+
+def _rows(context: DiagnosisContext, hf: str) -> int | None:
+    """The rows of the model's table if they are not the checkpoint's; its width may differ too."""
+    if hf in context.unmatched.shapes:
+        return prod(context.unmatched.shapes[hf][0]) // context.anatomy.width
+    assigned = context.mapping.by_tensor.get(hf)
+    return assigned[1].wanted if assigned and isinstance(assigned[1], Rows) else None
+
+
+@deviation("the model has {found} layers, but the checkpoint has {expected}", "n_layer={expected}")
+def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    found, expected = len(context.anatomy.layers), context.config.n_layer
+    if found == expected:
+        return
+    assigned, names = context.mapping.by_tensor, context.graph.names
+    first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")
+    place = source.building(context.model, re.split(r"\.\d+\.", first)[0])  # the list of blocks
+    if place is None and "wte.weight" in assigned:
+        table = names[assigned["wte.weight"][0][0]]
+        place = source.building(context.model, table.split(".")[0])
+    values = {"found": found, "expected": expected}
+    changes = Changes(n_layer=found) if found < expected else None
+    yield Deviation(f"h.{min(found, expected) - 1}.out", place, values, changes)
+
+
+@deviation(
+    "the MLP is {found} wide, but the checkpoint's is {expected}",
+    "Set the inner width of the MLP to {expected}.",
+)
+def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (found := _inner_width(context)) is None:
+        return
+    graph, shapes, layer = context.graph, context.unmatched.shapes, context.anatomy.layers[0]
+    fc = graph.parameters_between([layer.fc_end], [layer.x2])
+    module = graph.names[fc[0]].rpartition(".")[0] if fc else ""
+    weight = next(hf for hf in shapes if hf.endswith(".mlp.c_fc.weight"))
+    own, expected = shapes[weight]
+    evidence = f"{weight} is loaded as {expected}, but the parameter has shape {own}"
+    values = {"found": found, "expected": context.config.d_inner}
+    yield Deviation("h.0.fc", source.building(context.model, module), values, evidence=evidence)
+
+
+def _inner_width(context: DiagnosisContext) -> int | None:
+    """The inner width of the MLP; None if it is the checkpoint's, or the same multiple of C."""
+    config, C, shapes = context.config, context.anatomy.width, context.unmatched.shapes
+    weight = next((hf for hf in shapes if hf.endswith(".mlp.c_fc.weight")), None)
+    if weight is None:
+        return None
+    found = prod(shapes[weight][0]) // C
+    follows = C != config.n_embd and found * config.n_embd == config.d_inner * C
+    return None if found == config.d_inner or follows else found
+
+
+@detects("unexplained")
+def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Shapes that differ for no reason named above, such as the width or the inner width."""
+    inner, shapes = _inner_width(context), context.unmatched.shapes
+    others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
+    if others and context.anatomy.width == context.config.n_embd:
+        own, expected = shapes[others[0]]
+        found = f"{listed(others)} cannot be loaded, because the parameter has shape {own} and not "
+        yield Deviation(None, None, {"found": f"{found}{expected}"})
+
+
+# Missing parameters
+
+
+def _missing(code: str) -> Detector:
+    """A detector of one of the codes in `MISSING`."""
+
+    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
+        tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
+        if code == "no_qkv_bias":
+            tensors += [hf for hf, absent in context.unmatched.partly.items() if absent]
+        if not tensors:
+            return
+        module = tensors[0].rpartition(".")[0]
+        if code == "no_ln_weight":
+            place = source.running(context.graph, [context.places.named[module].end])
+        else:
+            attention = context.anatomy.layers[0].attn
+            place = context.owner_of(f"{module}.weight")
+            place = place or source.running(context.graph, [attention])
+        changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
+        values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
+        yield Deviation(_first_tap(tensors[0]), place, values, changes)
+
+    return detect
+
+
+def _code_of(context: DiagnosisContext, hf: str) -> str | None:
+    """The code of an unmatched tensor; None if another finding covers it."""
+    unmatched, parts = context.unmatched, hf.split(".")
+    module = hf.rpartition(".")[0]
+    if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
+        return None
+    if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
+        return None
+    end = ".".join(parts[2:]) if parts[0] == "h" else hf
+    if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
+        end = "attn.c_proj.weight"  # the whole projection is missing
+    end = re.sub(r"^ln_[12f]\.", "ln.", end)
+    return next((code for code, (ends, _, _) in MISSING.items() if end in ends), None)
+
+
+def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:
+    """What the model computes with in place of a tensor that it does not have."""
+    if hf in context.unmatched.partly:
+        parts = list(context.weights[hf].chunk(3))
+        for letter in context.unmatched.partly[hf]:
+            parts["qkv".index(letter)] = torch.zeros_like(parts[0])
+        return torch.cat(parts)
+    is_norm = hf.endswith(".weight") and "ln_" in hf
+    return torch.ones_like(context.weights[hf]) if is_norm else None
+
+
+def _first_tap(hf: str) -> str:
+    """The tap that a tensor changes first."""
+    module = hf.rpartition(".")[0]
+    block, _, name = module.rpartition(".")
+    if name == "c_attn":
+        return f"{block.removesuffix('.attn')}.q"
+    if name == "c_fc":
+        return f"{block.removesuffix('.mlp')}.fc"
+    if name == "c_proj":
+        return block
+    return "logits" if hf == HEAD else module
+
+
+# For each code: the tensors that are missing, what is said of them, and the fix.
+MISSING = {
+    "no_qkv_bias": (
+        ("attn.c_attn.bias",), "the projections of q, k and v have no bias", "bias=True"
+    ),
+    "no_proj_bias": (
+        ("attn.c_proj.bias",), "the output projection of attention has no bias", "bias=True"
+    ),
+    "no_out_proj": (
+        ("attn.c_proj.weight",),
+        "attention has no output projection",
+        "self.c_proj = nn.Linear({n_embd}, {n_embd})",
+    ),
+    "no_mlp_bias": (
+        ("mlp.c_fc.bias", "mlp.c_proj.bias"), "the projections of the MLP have no bias", "bias=True"
+    ),
+    "no_ln_bias": (("ln.bias",), "the norm has no bias", "Add a bias parameter to the norm."),
+    "no_ln_weight": (
+        ("ln.weight",), "the norm has no weight", "Add a weight parameter to the norm."
+    ),
+}  # fmt: skip
+for _code, (_, _lacks, _fix) in MISSING.items():
+    _message = f"{_lacks}, but the checkpoint has {{tensors}}"
+    deviation(_message, _fix, code=_code)(_missing(_code))
+
+
+# Shared and unused parameters
+
+
+@deviation(
+    "{tensors} share one set of parameters, but GPT-2 has separate parameters for each",
+    "Create a module of its own for each of them.",
+)
+def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
+    shared = context.unmatched.shared
+    if not shared:
+        return
+    hf, other = next(iter(shared.items()))
+    module, place = hf.rpartition(".")[0], context.owner_of(other)
+    if "ln_" in hf and module in context.places.named:
+        norm = context.places.named[module]
+        place = source.norm_call(context.graph, context.model, norm) or place
+    elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
+        layer = context.anatomy.layers[int(hf.split(".")[1])]
+        place = source.calling(context.graph, layer.attn, context.anatomy.head) or place
+    values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
+    changes = Changes(weights={name: context.weights[holder] for name, holder in shared.items()})
+    yield Deviation(_first_tap(hf), place, values, changes)
+
+
+@deviation(
+    "{found} have no counterpart in GPT-2 and keep their initial values", "Remove these parameters."
+)
+def random_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
+    yield from _without_source(context, used=True)
+
+
+@deviation(
+    "{found} do not contribute to the logits and keep their initial values",
+    "Remove these parameters.",
+    severity="info",
+)
+def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
+    yield from _without_source(context, used=False)
+
+
+def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
+    """Parameters that no tensor fills; those of extra norms are reported with the norm."""
+    graph, model = context.graph, context.model
+    known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
+    known |= {*context.mapping.zeroed, *context.unmatched.nodes}
+    for norm in context.places.extra.values():
+        known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
+    inputs = graph.parameters_between([graph.output], [])
+    in_use = {name for node in inputs for name in graph.parameter_names(node)}
+    rest = [name for name, p in model.named_parameters() if id(p) not in filled]
+    if found := [name for name in rest if (name in in_use) is used]:
+        yield Deviation(None, source.built(model, found[0]), {"found": listed(found, 4)})

@@ -1,0 +1,451 @@
+"""Deviations of attention: projections, rotation, scale, mask, softmax and heads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.attention_formula import (
+    AttentionFormula,
+    AttentionPiece,
+    rotation_of,
+)
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.modified_reference import Changes, combine
+from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.mapping.by_calls import ROLES
+from compat.adaptation.tracing.contractions import SDPA
+from compat.adaptation.tracing.graph import Place, kind, size
+from compat.ops import Fused
+
+SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
+MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
+SPLITS = ("split", "chunk", "unbind", "split_with_sizes", "slice", "select")
+VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "clone")
+
+
+@dataclass
+class LayerAttention:
+    """Attention in one layer, as the detectors below see it."""
+
+    context: DiagnosisContext
+    i: int
+
+    def __post_init__(self) -> None:
+        self.graph = self.context.graph
+        self.layer = self.context.anatomy.layers[self.i]
+        self.core = self.layer.cores[0]
+        self.attention = self.context.mapping.attentions[self.i]
+        self.formula = self.context.attention_formulas[self.i]
+
+    @cached_property
+    def inside(self) -> list[Node]:
+        """The nodes from q, k and v to the heads."""
+        core = self.core
+        return self.graph.between([core.out.node], [core.q.node, core.k.node, core.v.node])
+
+    def live(self, kinds: frozenset[str]) -> list[Node]:
+        """The nodes inside that depend on the ids and are of these kinds."""
+        return [n for n in self.inside if n in self.graph.live and kind(n) in kinds]
+
+    @property
+    def scores_line(self) -> Place | None:
+        products = [n for n in (self.core.scores, self.core.product) if n is not None]
+        return source.running(self.graph, products)
+
+    @property
+    def softmax_line(self) -> Place | None:
+        return source.running(self.graph, self.live(SOFTMAXES)) or self.scores_line
+
+    def deviation(
+        self, place: Place | None, changes: Changes | None = None, tap: str = "probs", **values: Any
+    ) -> Deviation:
+        """A deviation of this layer; by default its formula is the change to the reference."""
+        if changes is None:
+            assert self.formula is not None
+            changes = Changes(attention={self.i: self.formula})
+        return Deviation(f"h.{self.i}.{tap}", place, values, changes)
+
+
+def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector:
+    """Run a detector in every layer; the first finding stands for all of them."""
+
+    @wraps(detect)
+    def detect_all(context: DiagnosisContext) -> Iterator[Deviation]:
+        layers = (LayerAttention(context, i) for i, _ in context.layers)
+        found = [hit for layer in layers if (hit := detect(layer))]
+        if found:
+            changes = combine(hit.changes for hit in found if hit.changes)
+            yield replace(found[0], changes=changes)
+
+    return detect_all
+
+
+def with_formula(
+    detect: Callable[[LayerAttention, AttentionFormula], Deviation | None],
+) -> Detector:
+    """Run a detector in every layer whose formula is known."""
+
+    @wraps(detect)
+    def detect_one(layer: LayerAttention) -> Deviation | None:
+        return None if layer.formula is None else detect(layer, layer.formula)
+
+    return each_layer(detect_one)
+
+
+@deviation(
+    "q and k are rotated by their position (RoPE), but GPT-2 adds learned position embeddings to "
+    "the token embeddings",
+    "x = wte(ids) + wpe(torch.arange(T))",
+)
+@each_layer
+def rope(layer: LayerAttention) -> Deviation | None:
+    if not layer.attention.rotated:
+        return None
+    turning = layer.graph.between([layer.core.q.node], layer.layer.qkv)
+    live = [n for n in turning if n in layer.graph.live]
+    place = source.running(layer.graph, live, "mul", "neg", "cat")
+    return layer.deviation(place, _rotation(layer), tap="q")
+
+
+def _rotation(layer: LayerAttention) -> Changes:
+    """The measured rotation, and no learned positions if the model has none."""
+    context, name = layer.context, f"h.{layer.i}.attn.c_attn"
+    weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
+    assigned = context.mapping.by_tensor
+    if bias is None or f"{name}.bias" not in assigned:
+        bias = torch.zeros(3 * context.config.n_embd, dtype=torch.float64)
+    rotation = rotation_of(layer.graph, layer.attention, layer.layer.x1, weight, bias)
+    changes = Changes() if rotation is None else Changes(rotation={layer.i: rotation})
+    if "wpe.weight" not in assigned:
+        changes.weights["wpe.weight"] = None
+    return changes
+
+
+@deviation(
+    "one projection computes both the key and the value, but GPT-2 has a projection for each",
+    "heads = softmax(q @ k.transpose(-2, -1)) @ v",
+)
+@each_layer
+def shared_kv(layer: LayerAttention) -> Deviation | None:
+    changes = Changes(value_as_key={layer.i})
+    return layer.deviation(layer.scores_line, changes) if layer.attention.shared_kv else None
+
+
+@deviation(
+    "the heads are merged without transposing them back, but GPT-2 concatenates the heads of each "
+    "token",
+    "heads.transpose(1, 2).contiguous().view(B, T, C)",
+)
+@each_layer
+def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
+    if not layer.attention.unmerged:
+        return None
+    end = layer.layer.out_proj or layer.layer.attn
+    after = layer.graph.between([end], [layer.core.out.node])
+    place = source.running(layer.graph, [n for n in after if n in layer.graph.live], *VIEWS)
+    changes = Changes(unmerged_heads={layer.i})
+    return layer.deviation(place or layer.scores_line, changes, tap="attn")
+
+
+@detects("unexplained")
+@each_layer
+def unknown_attention(layer: LayerAttention) -> Deviation | None:
+    if layer.formula is not None:
+        return None
+    found = "attention is not a masked softmax of scaled scores"
+    changes = Changes(attention={layer.i: AttentionPiece(layer.graph, layer.attention).heads})
+    return layer.deviation(layer.scores_line, changes, found=found)
+
+
+@deviation(
+    "the softmax is computed over {found}, but GPT-2 computes it over the keys",
+    "scores.softmax(dim=-1)",
+)
+@with_formula
+def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if formula.axis == -1:
+        return None
+    nodes = layer.live(SOFTMAXES)
+    place = source.torch_built(layer.context.model, nodes) or layer.softmax_line
+    axis = {-2: "the queries", -3: "the heads", -4: "the batch"}[formula.axis]
+    return layer.deviation(place, found=axis)
+
+
+@deviation(
+    "the mask is applied after the softmax, {effect}, but GPT-2 masks the scores before it",
+    'scores.masked_fill(mask, float("-inf")).softmax(dim=-1)',
+)
+@with_formula
+def mask_after_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if not formula.after:
+        return None
+    masks = reversed(layer.live(frozenset({"mul", "masked_fill", "where"})))
+    place = source.running(layer.graph, masks) or layer.scores_line
+    return layer.deviation(place, effect="so that the probabilities do not sum to one")
+
+
+@detects("mask_after_softmax")
+def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
+    """A mask after the softmax whose rows are divided by their sums, which is equivalent."""
+    layer = LayerAttention(context, 0)
+    softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
+    late = [n for n, _ in _masks_like_gpt2(layer) if context.graph.ancestors[n] & softmaxes]
+    if layer.core.scores is not None and late:
+        values = {"effect": "and the rows are divided by their sums, which is equivalent"}
+        yield Deviation(None, source.running(context.graph, late), values, severity="info")
+
+
+@deviation(
+    "masked scores are set to {found:g}, which has no effect unless a score is as low, but GPT-2 "
+    "uses the lowest value of the data type",
+    "torch.finfo(scores.dtype).min",
+    severity="info",
+)
+def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
+    for node, values in _masks_like_gpt2(LayerAttention(context, 0)):
+        lowest = min(value.min().item() for value in values)
+        if -1e30 < lowest <= -1e3:
+            place = source.running(context.graph, [node])
+            yield Deviation(None, place, {"found": lowest})
+            return
+
+
+def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]]]:
+    """The operations of a mask that hides what GPT-2's hides, with the values that they apply.
+
+    The values are tensors and numbers that do not depend on the ids. Masks that hide something
+    else are deviations of their own.
+    """
+    graph, formula = layer.graph, layer.formula
+    if formula is None or formula.after or formula.axis != -1 or formula.allowed.all():
+        return
+    for node in layer.live(MASKS | SDPA):
+        constants = [a for a in node.all_input_nodes if a not in graph.live and size(a)]
+        sign = -1 if kind(node) == "sub" else 1
+        values = [sign * value.double() for value in graph.run(constants, {})]
+        values += [torch.tensor(a).double() for a in node.args if isinstance(a, float)]
+        if values:
+            yield node, values
+
+
+@deviation(
+    "there is no causal mask, so every token attends to the tokens after it, but GPT-2 hides them",
+    'scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))',
+)
+@with_formula
+def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    return layer.deviation(layer.softmax_line) if formula.allowed.all() else None
+
+
+@deviation(
+    "token {token} attends to {found}, but in GPT-2 it attends to tokens 0 to {token}",
+    "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden",
+)
+@with_formula
+def mask_off(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    allowed = formula.allowed
+    if allowed.all() or torch.equal(allowed, torch.ones_like(allowed).tril()):
+        return None
+    token = min(5, len(allowed) - 1)
+    return layer.deviation(_mask_line(layer), token=token, found=_attended(allowed[token]))
+
+
+def _attended(row: Tensor) -> str:
+    tokens: list[int] = row.nonzero().flatten().tolist()
+    if not tokens:
+        return "no token"
+    if tokens == list(range(tokens[0], tokens[-1] + 1)):
+        return f"tokens {tokens[0]} to {tokens[-1]}"
+    return f"tokens {', '.join(map(str, tokens))}"
+
+
+def _mask_line(layer: LayerAttention) -> Place | None:
+    """The line that creates the mask or its buffer, or else the one that applies it."""
+    graph, model = layer.graph, layer.context.model
+    constant = [n for n in layer.inside if n not in graph.live]
+    makers = [n for n in constant if kind(n) in ("tril", "triu", "ge", "gt", "le", "lt")]
+    if makers and (place := source.running(graph, makers)):
+        return place
+    for node in constant:
+        if node in graph.buffers and (place := source.building(model, graph.buffers[node])):
+            return source.naming(place, "tri")
+    live = [n for n in layer.inside if n in graph.live]
+    return source.running(graph, layer.live(MASKS)) or source.running(graph, live)
+
+
+def _scale_deviation(code: str) -> Detector:
+    """A detector for one of the three codes of a scale that is not the checkpoint's."""
+
+    @with_formula
+    def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+        config, scale = layer.context.config, formula.scale
+        # If the number of heads differs, the expected scale is that of the model's head size.
+        d_head = layer.attention.q.index.shape[-1]
+        expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)
+        if abs(scale - expected) <= 1e-6 * abs(expected):
+            return None
+        by_width = 1 / math.sqrt(config.n_embd)
+        found = "wrong_scale"
+        if abs(scale - 1) < 1e-6:
+            found = "no_attn_scale"
+        elif abs(scale - by_width) < 1e-6 * by_width:
+            found = "scale_by_d_model"
+        if found != code:
+            return None
+        sizes: dict[str, Any] = {"n_embd": config.n_embd, "d_head": config.d_head}
+        return layer.deviation(_scale_line(layer), found=scale, expected=expected, **sizes)
+
+    return detect
+
+
+def _scale_line(layer: LayerAttention) -> Place | None:
+    """The line that multiplies the scores, q or k by a number, or else that of the scores."""
+    graph, core = layer.graph, layer.core
+    before = graph.between([core.q.node, core.k.node], layer.layer.qkv)
+    numbers = [
+        n for n in [*before, *layer.inside]
+        if n in graph.live and kind(n) in ("mul", "div")
+        and all(size(a) == () for a in n.all_input_nodes[1:])
+    ]  # fmt: skip
+    return source.running(graph, numbers) or layer.scores_line
+
+
+for _code, _message, _fix in (
+    (
+        "no_attn_scale",
+        "the attention scores are not scaled, but GPT-2 divides them by √{d_head}",
+        "(q @ k.transpose(-2, -1)) / math.sqrt({d_head})",
+    ),
+    (
+        "scale_by_d_model",
+        "the attention scores are divided by √{n_embd}, the embedding width, but GPT-2 divides "
+        "them by √{d_head}, the head size",
+        "(q @ k.transpose(-2, -1)) / math.sqrt({d_head})",
+    ),
+    (
+        "wrong_scale",
+        "the attention scores are multiplied by {found:.6g}, but GPT-2 multiplies them by "
+        "{expected:.6g}",
+        "(q @ k.transpose(-2, -1)) * {expected:.6g}",
+    ),
+):
+    deviation(_message, _fix, code=_code)(_scale_deviation(_code))
+
+
+@deviation(
+    "the attention scores are computed in {found}, but GPT-2 computes them in the data type of the "
+    "model",
+    "Keep the cast, which improves the accuracy in half precision.",
+    severity="info",
+)
+def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
+    """A cast on the way to the heads; in a float32 model only the source shows it."""
+    graph, layer = context.graph, context.anatomy.layers[0]
+    operands = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
+    ends = [core.out.node for core in layer.cores]
+    for node in graph.between([*ends, *operands], layer.qkv):
+        place = graph.place(node) if node in graph.live else None
+        cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
+        if cast:
+            dtype = cast[2] or {"float": "float32", "double": "float64"}[cast[1]]
+            yield Deviation(None, place, {"found": dtype})
+            return
+
+
+@deviation("the model has {found} heads, but the checkpoint has {expected}", "n_head={expected}")
+def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    found, expected = context.mapping.attentions[0].q.index.shape[1], context.config.n_head
+    if found != expected:
+        place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])
+        values = {"found": found, "expected": expected}
+        yield Deviation("h.0.probs", place, values, Changes(n_head=found))
+
+
+@deviation(
+    "q, k and v are stored head by head, but Hugging Face stores all of q, then k, then v",
+    "Load the weights with this name map, which reorders them.",
+    severity="info",
+)
+def head_interleaved_qkv(context: DiagnosisContext) -> Iterator[Deviation]:
+    op = _fused(context)
+    axes = [part.axes for part in op.parts if "h" in part.axes] if op else []
+    if any("q" in a and a.index("h") < a.index("q") for a in axes):
+        kinds = ("view", "reshape", "_unsafe_view", "unflatten", "split", "chunk")
+        yield Deviation(None, _split_line(context, *kinds))
+
+
+def _fused(context: DiagnosisContext) -> Fused | None:
+    """How q, k and v of the first layer are stored in one parameter, if they are."""
+    assigned = context.mapping.by_tensor.get("h.0.attn.c_attn.weight")
+    return assigned[1] if assigned is not None and isinstance(assigned[1], Fused) else None
+
+
+def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
+    """The line that splits the projection into q, k and v, or else the one that builds it."""
+    graph, layer = context.graph, context.anatomy.layers[0]
+    ends = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
+    live = [n for n in graph.between(ends, layer.qkv) if n in graph.live]
+    return source.running(graph, live, *kinds) or context.owner_of("h.0.attn.c_attn.weight")
+
+
+def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
+    """A detector for two of q, k and v whose names or order in the parameter are exchanged."""
+
+    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
+        if "h.0.attn.c_attn.weight" not in context.mapping.by_tensor:
+            return
+        op, layer = _fused(context), context.anatomy.layers[0]
+        stored = [part.qkv for part in op.parts] if op else []
+        if not context.mapping.attentions[0].shared_kv and any(o in orders for o in stored):
+            yield Deviation(None, _split_line(context, *SPLITS))
+        named = _named_roles(context)
+        if named.get(one) == other or named.get(other) == one:
+            operand = {"q": layer.cores[0].q, "k": layer.cores[0].k}[one]
+            path = context.graph.between([operand.node], [layer.x1])
+            yield Deviation(
+                None, source.running(context.graph, [n for n in layer.qkv if n in path])
+            )
+
+    return detect
+
+
+def _named_roles(context: DiagnosisContext) -> dict[str, str]:
+    """For each of q, k and v, the one that the name of its own parameter suggests."""
+    graph, layer = context.graph, context.anatomy.layers[0]
+    parameters = {
+        role: set(
+            graph.parameters_between([getattr(c, role).node for c in layer.cores], [layer.x1])
+        )
+        for role in "qkv"
+    }
+    roles: dict[str, str] = {}
+    for role, nodes in parameters.items():
+        shared = set().union(*(parameters[x] for x in parameters if x != role))
+        names = [graph.names[n] for n in nodes - shared]
+        suggested = {x for name in names for x, pattern in ROLES.items() if pattern.search(name)}
+        if len(suggested) == 1:
+            roles[role] = suggested.pop()
+    return roles
+
+
+for _code, _pair, _names, _orders in (
+    ("qk_swapped", ("q", "k"), ("query", "key"), ("kqv", "kq")),
+    ("kv_swapped", ("k", "v"), ("key", "value"), ("qvk", "vk")),
+):
+    deviation(
+        f"the parameter that is named or stored as the {_names[0]} is used as the {_names[1]}, so "
+        "compat mapped both by their use",
+        f"Load the weights with this name map, or swap {_pair[0]} and {_pair[1]}.",
+        severity="info",
+        code=_code,
+    )(_swapped(*_pair, _orders))

@@ -1,0 +1,118 @@
+"""Deviations of the blocks: the activation of the MLP, and how the branches are connected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from compat.adaptation.anatomy.norms import deviating_layers
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.formulas import Activation, canonical_activation
+from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.norms import PRE_NORM
+from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
+from compat.adaptation.tracing.graph import MOVES, Place, kind
+
+# Activations with a code of their own where the tanh approximation of GELU is expected.
+CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
+
+
+def _activations(code: str) -> Detector:
+    """A detector of one code; each function is reported at the first layer that has it."""
+
+    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
+        expected = canonical_activation(context.config)
+        found: dict[str, dict[int, Activation]] = {}
+        for i, activation in enumerate(context.activations):
+            name = activation.name or "a function that compat does not know"
+            found.setdefault(name, {})[i] = activation
+        for name, layers in found.items():
+            own = CODE_OF.get(name) if expected == "gelu_new" else None
+            if name == expected or (own or "other_activation") != code:
+                continue
+            first = next(iter(layers))
+            place = _activation_line(context, first)
+            fix = f"Use {expected} as the activation."
+            if expected == "gelu_new":
+                fix = _tanh_gelu(place)
+            values = {"found": name, "expected": expected, "fix": fix}
+            functions = {i: a.function for i, a in layers.items() if a.function is not None}
+            yield Deviation(f"h.{first}.act", place, values, Changes(activation=functions))
+
+    return detect
+
+
+def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
+    """The line that builds the activation or computes it, or else the one that calls the MLP."""
+    graph, layer = context.graph, context.anatomy.layers[i]
+    nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
+    nodes = [n for n in nodes if kind(n) not in MOVES]
+    built = source.torch_built(context.model, nodes)
+    return built or source.running(graph, nodes) or source.calling(graph, layer.mlp_proj, layer.fc)
+
+
+def _tanh_gelu(place: Place | None) -> str:
+    """The tanh approximation of GELU, as a module or a function like the line that it replaces."""
+    if place is not None and re.search(r"\b(nn\.\w+|GELU|ReLU|SiLU)\(", place.text):
+        return 'nn.GELU(approximate="tanh")'
+    return 'F.gelu(x, approximate="tanh")'
+
+
+for _code, _message in (
+    (
+        "erf_gelu",
+        "the MLP uses the exact (erf) GELU, but GPT-2 uses its tanh approximation",
+    ),
+    ("relu", "the MLP uses ReLU, but GPT-2 uses the tanh approximation of GELU"),
+    ("silu", "the MLP uses SiLU, but GPT-2 uses the tanh approximation of GELU"),
+    (
+        "other_activation",
+        "the activation of the MLP is {found}, but the checkpoint's is {expected}",
+    ),
+):
+    deviation(_message, "{fix}", code=_code)(_activations(_code))
+
+
+@deviation(
+    "attention and the MLP read the same tensor, but in GPT-2 the MLP reads the sum that "
+    "includes attention",
+    PRE_NORM,
+)
+def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
+    if layers := deviating_layers(context.anatomy)["parallel"]:
+        total = context.anatomy.layers[layers[0]].mlp_sum.node
+        place = source.running(context.graph, [total])
+        yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
+
+
+@deviation(
+    "the output of the branch is not added to its input, but GPT-2 has a residual connection here",
+    "x = x + branch(norm(x))",
+)
+def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
+    wiring = deviating_layers(context.anatomy)
+    for tap, layers, changes in (
+        ("resid_mid", wiring["no_attn_residual"],
+         Changes(no_attn_residual=set(wiring["no_attn_residual"]))),
+        ("out", wiring["no_mlp_residual"], Changes(no_mlp_residual=set(wiring["no_mlp_residual"]))),
+        ("out", wiring["past_attention"],
+         Changes(mlp_residual_from_input=set(wiring["past_attention"]))),
+    ):  # fmt: skip
+        if layers:
+            layer = context.anatomy.layers[layers[0]]
+            branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
+            place = source.calling(context.graph, branch, other)
+            yield Deviation(f"h.{layers[0]}.{tap}", place, {}, changes)
+
+
+@deviation(
+    "the residual connection starts after the norm, but in GPT-2 it starts before the norm",
+    "x = x + branch(norm(x))",
+)
+def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
+    if names := context.places.from_norm:
+        layer = context.anatomy.layers[0]
+        total = layer.attn_sum if names[0].endswith("ln_1") else layer.mlp_sum
+        place = source.running(context.graph, [total.node])
+        yield Deviation("h.0.resid_mid", place, {}, Changes(residual_from_norm=set(names)))

@@ -1,0 +1,163 @@
+"""Deviations of the embeddings, the head and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
+from compat.adaptation.tracing.graph import MOVES, Place, kind
+from compat.adaptation.tracing.rewrites import CUTS
+from compat.ops import Rows
+
+EMBEDDING = "x = wte(ids) + wpe(torch.arange(T))"
+
+
+def _path(context: DiagnosisContext) -> list[Node]:
+    """The nodes from the ids to the embedding."""
+    return context.graph.between([context.anatomy.embed], [context.graph.input])
+
+
+def _sum_line(context: DiagnosisContext) -> Place | None:
+    """The line that adds the embeddings, or else the one that looks up the tokens."""
+    graph = context.graph
+    sums = [node for node in _path(context) if kind(node) == "add" and node in graph.live]
+    return source.running(graph, sums or [context.anatomy.token_embedding])
+
+
+@deviation(
+    "the {what} embedding is multiplied by {found:.6g}, but GPT-2 does not scale it", EMBEDDING
+)
+def scaled_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (found := context.embedding) is None:
+        return
+    for what, scale, changes in (
+        ("token", found.token_scale, Changes(token_scale=found.token_scale)),
+        ("position", found.position_scale, Changes(position_scale=found.position_scale)),
+    ):
+        if abs(scale - 1) > 1e-9:
+            line = source.running(context.graph, _path(context), "mul", "div")
+            values = {"what": what, "found": scale}
+            yield Deviation("embed", line or _sum_line(context), values, changes)
+
+
+@deviation(
+    "the position embedding is fixed, but GPT-2 learns it, so wpe.weight cannot be loaded",
+    "nn.Embedding({n_positions}, {n_embd})",
+)
+def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.embedding is None or context.embedding.added is None:
+        return
+    changes = Changes(added=context.embedding.added)
+    if "wpe.weight" not in context.mapping.by_tensor:
+        changes.weights["wpe.weight"] = None
+    values = {"n_positions": context.config.n_positions, "n_embd": context.config.n_embd}
+    yield Deviation("embed", _sum_line(context), values, changes)
+
+
+@deviation(
+    "there is no position embedding, but GPT-2 adds wpe.weight, which cannot be loaded", EMBEDDING
+)
+def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
+    found = context.embedding
+    if found is None or found.added is not None or found.offset is not None:
+        return
+    if not any(attention.rotated for attention in context.mapping.attentions):
+        line = source.running(context.graph, [context.anatomy.token_embedding])
+        yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}))
+
+
+@deviation(
+    "the first token has position {found}, but in GPT-2 it has position 0", "torch.arange(T)"
+)
+def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
+    found = context.embedding
+    if found is None or found.added is not None or found.offset is None:
+        return
+    _, op = context.mapping.by_tensor["wpe.weight"]
+    if offset := found.offset - (op.start if isinstance(op, Rows) else 0):
+        constant = [node for node in _path(context) if node not in context.graph.live]
+        line = source.running(context.graph, constant, "arange", "slice", "add", "embedding")
+        changes = Changes(position_offset=offset)
+        yield Deviation("embed", line or _sum_line(context), {"found": offset}, changes)
+
+
+@detects("unexplained")
+def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
+    # A token table of another width is reported as such.
+    if context.embedding is None and "wte.weight" in context.mapping.by_tensor:
+        found = "the embedding is not the sum of a token embedding and a position embedding"
+        yield Deviation("embed", _sum_line(context), {"found": found})
+
+
+@deviation(
+    "the head has weights of its own, but GPT-2 ties them to the token embedding, which compat "
+    "copied into the head",
+    "head.weight = wte.weight  # saves {found:,} parameters",
+    severity="info",
+)
+def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
+    assigned, graph = context.mapping.by_tensor, context.graph
+    if "lm_head.weight" in assigned and context.config.tie_word_embeddings:
+        (node,), _ = assigned["lm_head.weight"]
+        place = source.building(context.model, graph.names[node])
+        yield Deviation(None, place, {"found": graph.values[node].numel()})
+
+
+@deviation(
+    "the head has a bias, but GPT-2's has none, so compat set it to zero",
+    "bias=False",
+    severity="info",
+)
+def head_bias(context: DiagnosisContext) -> Iterator[Deviation]:
+    for node in context.mapping.zeroed:
+        yield Deviation(None, source.building(context.model, context.graph.names[node]))
+
+
+@deviation(
+    "the logits are multiplied by {found:.6g}, but GPT-2 does not scale them", "return logits"
+)
+def scaled_logits(context: DiagnosisContext) -> Iterator[Deviation]:
+    scale = context.mapping.head_scale
+    if abs(scale - 1) > 1e-9:
+        after = context.graph.between([context.graph.output], [context.anatomy.head])
+        place = source.running(context.graph, after, "mul", "div")
+        yield Deviation("logits", place, {"found": scale}, Changes(head_scale=scale))
+
+
+@deviation("the model returns {found} of the logits, but GPT-2 returns the logits", "return logits")
+def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (node := context.mapping.output_softmax) is not None:
+        built = source.torch_built(context.model, [node])
+        found = "the logarithm of the softmax" if "log" in kind(node) else "the softmax"
+        place = built or source.running(context.graph, [node])
+        yield Deviation("logits", place, {"found": found}, Changes())
+
+
+@deviation("{found} is applied to the logits, but GPT-2 returns them unchanged", "return logits")
+def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Operations on the logits other than a bias or a factor, such as a clamp."""
+    graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
+    for node in graph.between([graph.output], [context.anatomy.head]):
+        if node in graph.live and kind(node) not in usual:
+            evidence = "found in the graph, whether or not it changed a logit"
+            place = source.running(graph, [node])
+            yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
+            return
+
+
+@deviation(
+    "the model returns the logits of the last position only, so compat computed the others for the "
+    "comparison",
+    "Remove the slice if you need the logits of every position.",
+    severity="info",
+)
+def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.last_only is not None:
+        yield Deviation(None, source.running(context.graph, [context.last_only]))
+    elif context.with_targets:
+        yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))

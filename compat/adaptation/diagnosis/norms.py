@@ -1,0 +1,207 @@
+"""Deviations of the norms: their formulas, their number and their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compat.adaptation.anatomy.norms import Norm, NormFormula, formula_of, own_formula
+from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
+from compat.adaptation.tracing.graph import Graph, Place, kind
+from compat.errors import collapse_layers
+
+PRE_NORM = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
+
+Differs = Callable[[NormFormula | None], dict[str, Any] | None]
+
+
+def norms_where(
+    context: DiagnosisContext, differs: Differs, *kinds: str, number: bool = False
+) -> Iterator[Deviation]:
+    """One deviation per set of values, at the first norm that shows it.
+
+    Args:
+        context: the model.
+        differs: the values for the texts if a formula deviates, else None.
+        kinds: of the operations whose line is reported.
+        number: of the sums among them, only those with a number, such as eps, are meant.
+    """
+    seen: dict[str, Changes] = {}
+    for name, norm in context.places.named.items():
+        formula = context.norm_formulas[name]
+        values = differs(formula)
+        if values is None:
+            continue
+        first, changes = str(values) not in seen, seen.setdefault(str(values), Changes())
+        changes.norm_formula[name] = formula or own_formula(context.graph, norm)
+        if first:
+            nodes = context.graph.between([norm.end], [norm.start])
+            live = [n for n in nodes if n in context.graph.live]
+            if number:
+                live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
+            yield Deviation(name, _line(context, live, kinds), values, changes)
+
+
+def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) -> Place | None:
+    """The line that builds a torch module among the nodes, or else the one that computes them."""
+    built = source.torch_built(context.model, nodes)
+    return built or source.running(context.graph, nodes, *kinds)
+
+
+@deviation(
+    "the norm is an RMSNorm, which does not subtract the mean, but GPT-2 uses LayerNorm",
+    "nn.LayerNorm({n_embd}, eps={expected:g})",
+)
+def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
+    config = context.config
+    values = {"n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
+    return norms_where(context, lambda f: values if f and not f.centred else None)
+
+
+@deviation(
+    "the variance is divided by C − 1, but GPT-2 divides it by C",
+    "x.var(-1, keepdim=True, unbiased=False)",
+)
+def unbiased_var(context: DiagnosisContext) -> Iterator[Deviation]:
+    kinds = ("var", "std", "var_mean", "std_mean", "div")
+    return norms_where(context, lambda f: {} if f and f.unbiased else None, *kinds)
+
+
+def _eps(context: DiagnosisContext, formula: NormFormula) -> dict[str, float]:
+    return {"found": formula.eps, "expected": context.config.layer_norm_epsilon}
+
+
+@deviation(
+    "eps = {found:g} is added to the standard deviation, but GPT-2 adds {expected:g} to the "
+    "variance",
+    "(x - mean) / torch.sqrt(var + {expected:g})",
+)
+def eps_outside_sqrt(context: DiagnosisContext) -> Iterator[Deviation]:
+    def differs(formula: NormFormula | None) -> dict[str, float] | None:
+        outside = formula is not None and formula.eps_outside and formula.eps
+        return _eps(context, formula) if formula and outside else None
+
+    return norms_where(context, differs, "add", number=True)
+
+
+@deviation("the norm's eps is {found:g}, but the checkpoint's is {expected:g}", "eps={expected:g}")
+def eps_value(context: DiagnosisContext) -> Iterator[Deviation]:
+    expected = context.config.layer_norm_epsilon
+
+    def differs(formula: NormFormula | None) -> dict[str, float] | None:
+        if formula is None or not formula.centred or (formula.eps_outside and formula.eps):
+            return None
+        return _eps(context, formula) if abs(formula.eps - expected) > 1e-3 * expected else None
+
+    return norms_where(context, differs, "layer_norm", "native_layer_norm", "add", number=True)
+
+
+@detects("unexplained")
+def unknown_norm(context: DiagnosisContext) -> Iterator[Deviation]:
+    values = {"found": "the norm computes a formula that compat does not know"}
+    return norms_where(context, lambda formula: values if formula is None else None)
+
+
+@deviation("this norm does not exist in GPT-2", "Remove the norm.")
+def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
+    extra = context.places.extra
+    if extra:
+        first, norm = next(iter(extra.items()))
+        place = source.norm_call(context.graph, context.model, norm)
+        functions = {position: _function(context.graph, n) for position, n in extra.items()}
+        tap = {"embed": "h.0.ln_1", "final": "ln_f"}.get(first, first.removesuffix(".before"))
+        yield Deviation(tap, place, {}, Changes(extra_norm=functions))
+
+
+def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
+    """What a norm computes with its own parameters: (…, C) → (…, C)."""
+    formula = formula_of(graph, norm)
+
+    def run(x: Tensor) -> Tensor:
+        x = x if formula is None else formula(x)
+        for node, join in ((norm.scale, torch.mul), (norm.shift, torch.add)):
+            x = x if node is None else join(x, graph.values[node].double().reshape(-1))
+        return x
+
+    return run
+
+
+@deviation("there is no norm where GPT-2 has {tensors}", PRE_NORM)
+def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
+    missing = [name for name in context.places.missing if name != "ln_f"]
+    if missing:
+        layer = context.anatomy.layers[int(missing[0].split(".")[1])]
+        branch, other = layer.attn, layer.mlp
+        if missing[0].endswith("ln_2"):
+            branch, other = other, branch
+        place = source.calling(context.graph, branch, other)
+        values = {"tensors": ", ".join(collapse_layers(missing))}
+        yield Deviation(missing[0], place, values, _without(missing))
+
+
+@deviation(
+    "there is no norm between the last block and the head, but GPT-2 applies ln_f there",
+    "logits = head(ln_f(x))",
+)
+def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
+    if "ln_f" in context.places.missing:
+        anatomy = context.anatomy
+        place = source.calling(context.graph, anatomy.head, anatomy.layers[-1].out)
+        yield Deviation("ln_f", place, {}, _without(["ln_f"]))
+
+
+def _without(norms: list[str]) -> Changes:
+    return Changes(
+        weights={f"{norm}.{part}": None for norm in norms for part in ("weight", "bias")}
+    )
+
+
+@deviation(
+    "the norm is applied after the residual sum (post-norm), but GPT-2 applies it to the input of "
+    "the branch (pre-norm)",
+    PRE_NORM,
+)
+def post_ln(context: DiagnosisContext) -> Iterator[Deviation]:
+    if names := context.places.post:
+        place = source.norm_call(context.graph, context.model, context.places.named[names[0]])
+        changes = Changes(post_norm=set(names))
+        yield Deviation(names[0].replace("ln_1", "q"), place, {}, changes)
+
+
+@deviation(
+    "the norm is applied to the output of the branch, but GPT-2 applies it to the input", PRE_NORM
+)
+def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
+    if names := context.places.on_output:
+        place = source.norm_call(context.graph, context.model, context.places.named[names[0]])
+        yield Deviation("h.0.ln_1", place, {}, Changes(norm_on_output=set(names)))
+
+
+@deviation(
+    "the names of the two norms suggest the opposite order, so compat mapped them by their use",
+    "Swap the names of the norms, or load the weights with this name map.",
+    severity="info",
+)
+def swapped_ln(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph, named = context.graph, context.places.named
+    if "h.0.ln_1" not in named or "h.0.ln_2" not in named or context.places.post:
+        return
+    first, second = named["h.0.ln_1"].scale, named["h.0.ln_2"].scale
+    if first is None or second is None:
+        return
+    names = [graph.names[first].lower(), graph.names[second].lower()]
+    without_layer = [re.sub(r"(^|(?<=\.))\d+\.", "", name) for name in names]
+    numbers = [re.findall(r"\d", name) for name in without_layer]
+    by_number = bool(numbers[0] and numbers[1] and numbers[0] > numbers[1])
+    modules = [".".join(name.split(".")[-2:-1]) for name in names]
+    by_word = re.search(r"mlp|ffn|ff|feed", modules[0]) and re.search(r"att", modules[1])
+    if by_number or by_word:
+        yield Deviation(None, source.norm_call(graph, context.model, named["h.0.ln_1"]))

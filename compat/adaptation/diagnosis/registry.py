@@ -1,0 +1,111 @@
+"""The registry of deviations: one entry holds the code, the severity, both texts and the detector.
+
+To add a deviation, write a function that finds it in a `DiagnosisContext`, name it like the code,
+decorate it with `@deviation(message, fix)`, and put it into the module of its part of GPT-2. If the
+deviation changes numbers, the function also states the `Changes` with which a reference computes
+the same, so that `counterfactual.run` can confirm the finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.result import Severity
+from compat.adaptation.tracing.graph import Place
+
+
+@dataclass
+class Deviation:
+    """One deviation, in all the layers that show it.
+
+    Args:
+        tap: the first tap that it changes, or None if it changes none.
+        place: the line of the user's source.
+        values: for the placeholders in the message and the fix.
+        changes: make the same change to a reference; None if the reference cannot be changed so.
+        evidence: replaces the evidence of the counterfactual run.
+        severity: replaces the severity of the entry.
+        code: of the entry; set by the registry.
+    """
+
+    tap: str | None
+    place: Place | None
+    values: dict[str, Any] = field(default_factory=dict)
+    changes: Changes | None = None
+    evidence: str = ""
+    severity: Severity | None = None
+    code: str = ""
+
+
+Detector = Callable[[DiagnosisContext], Iterable[Deviation]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The texts of one kind of deviation; placeholders in braces are filled with its values.
+
+    Args:
+        severity: unless the deviation has its own.
+        message: what the user's code does, and what GPT-2 does.
+        fix: code, or one imperative sentence.
+    """
+
+    severity: Severity
+    message: str
+    fix: str
+
+
+CODES: dict[str, Code] = {}
+DETECTORS: list[tuple[str, Detector]] = []
+
+
+def deviation(
+    message: str, fix: str, severity: Severity = "breaks", code: str | None = None
+) -> Callable[[Detector], Detector]:
+    """Add an entry to the registry. The decorated function is its detector, and its name the code.
+
+    Args:
+        message, fix, severity: as in `Code`.
+        code: replaces the name of the function.
+    """
+
+    def register(detector: Detector) -> Detector:
+        name = code or detector.__name__
+        CODES[name] = Code(severity, message, fix)
+        return detects(name)(detector)
+
+    return register
+
+
+def detects(code: str) -> Callable[[Detector], Detector]:
+    """Add another detector to an entry."""
+
+    def register(detector: Detector) -> Detector:
+        DETECTORS.append((code, detector))
+        return detector
+
+    return register
+
+
+def find_deviations(context: DiagnosisContext) -> list[Deviation]:
+    """Run every detector. One that fails is reported: it does not invalidate the comparison."""
+    found: list[Deviation] = []
+    failed: dict[str, list[str]] = {}  # the codes that could not be checked, by error
+    for code, detector in DETECTORS:
+        try:
+            deviations = list(detector(context))
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            failed.setdefault(f"{type(error).__name__}: {first_line}", []).append(code)
+            continue
+        for each in deviations:
+            each.code = code
+        found += deviations
+    for text, codes in failed.items():
+        values = {"codes": ", ".join(dict.fromkeys(codes)), "found": text}
+        found.append(Deviation(None, None, values, code="unexamined"))
+    return found

@@ -1,0 +1,198 @@
+"""Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
+
+Weights that are computed from parameters become inputs, a softmax on the logits and a cut to the
+last position are removed, and terms that are zero are left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compat.adaptation.tracing.contractions import contraction
+from compat.adaptation.tracing.export import drop_dead_code
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    Derived,
+    Graph,
+    kind,
+    live_inputs,
+    size,
+    tensor_inputs,
+)
+from compat.ops import Affine, WeightNorm
+
+CUTS = frozenset("slice select index".split())
+SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
+WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second returns ‖v‖ too
+ARITHMETIC = frozenset("add sub rsub mul div neg".split())
+
+
+def remove_output_softmax(graph: Graph) -> Node | None:
+    """If the output is a softmax of the logits, make the logits the output.
+
+    Returns:
+        The node of the softmax.
+    """
+    node = graph.output
+    while kind(node) in MOVES and tensor_inputs(node)[0] in graph.live:
+        node = tensor_inputs(node)[0]
+    if kind(node) not in SOFTMAXES:
+        return None
+    graph.output = tensor_inputs(node)[0]
+    return node
+
+
+def keep_every_position(graph: Graph) -> Node | None:
+    """If all positions but the last are dropped before or after the head, keep them.
+
+    Returns:
+        The first node that dropped them.
+    """
+    if graph.shape[1] in size(graph.output)[:-1]:
+        return None
+    for node in _path_to_final_norm(graph):
+        above = tensor_inputs(node)[0]
+        if kind(node) in CUTS and graph.shape[1] in size(above):
+            for user in list(node.users):
+                user.replace_input_with(node, above)
+            while kind(graph.output) in MOVES | CUTS:  # they expect the shape of one position
+                graph.output = tensor_inputs(graph.output)[0]
+            graph.invalidate()
+            _update_shapes(graph, above)
+            return node
+    return None
+
+
+def _path_to_final_norm(graph: Graph) -> list[Node]:
+    """From the output upwards to the norm before the head, as long as there is one live input."""
+    path, node = [], graph.output
+    for _ in range(12):
+        path.append(node)
+        product = contraction(node)
+        if product is not None:
+            node = product.a if product.a in graph.live else product.b
+            continue
+        above = [a for a in tensor_inputs(node) if a in graph.live]
+        if len(above) != 1 or kind(node) not in MOVES | CUTS | SOFTMAXES | {"add", "getitem"}:
+            break
+        node = above[0]
+    return path
+
+
+def _update_shapes(graph: Graph, start: Node) -> None:
+    """Record the shapes that the nodes after `start` have now."""
+    nodes = [n for n in graph.between([graph.output], [start]) if n in graph.live]
+    values = graph.run(nodes, {start: torch.zeros(size(start), dtype=torch.float64)})
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value.to("meta")
+
+
+def drop_zero_terms(graph: Graph) -> bool:
+    """Remove terms of sums that are zero for all ids, such as LoRA's term while B = 0.
+
+    This depends on the current values of the parameters.
+
+    Returns:
+        Whether there was such a term.
+    """
+    sums = [
+        node for node in graph.nodes
+        if node in graph.live and kind(node) in ("add", "sub") and len(node.all_input_nodes) == 2
+    ]  # fmt: skip
+    zero = {a for node in sums for a in live_inputs(graph, node)}
+    for ids in (graph.example, graph.example.roll(1)):
+        values = graph.run(zero, {graph.input: ids}, double=False)
+        zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
+    for node in sums:
+        first, second = node.args[:2]
+        if second in zero:
+            kept = first
+        elif first in zero and kind(node) == "add":
+            kept = second
+        else:
+            continue
+        if isinstance(kept, Node) and size(kept) == size(node):
+            node.replace_all_uses_with(kept)
+            graph.output = kept if graph.output is node else graph.output
+    if zero:
+        drop_dead_code(graph.output.graph, graph.output)
+        graph.invalidate()
+    return bool(zero)
+
+
+def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:
+    """Make every weight of the form g · v / ‖v‖ or a · parameter + b an input of the graph.
+
+    Args:
+        graph: changed in place.
+        scaled: b may be zero. Not tried at first, because a factor may be a deviation.
+
+    Returns:
+        Whether there was such a weight.
+    """
+    before = len(graph.derived)
+    for node in list(graph.nodes):
+        if kind(node) in WEIGHT_NORMS:
+            v, g, *dim = node.args
+            first = (user for user in node.users if kind(user) == "getitem" and user.args[1] == 0)
+            end = node if kind(node) == "_weight_norm" else next(first, None)
+            if isinstance(g, Node) and isinstance(v, Node) and {g, v} <= graph.names.keys() and end:
+                op = WeightNorm(dim[0] if dim and isinstance(dim[0], int) else 0)
+                _make_input(graph, end, (g, v), op)
+    for parameter in list(graph.names):
+        end = _end_of_arithmetic(graph, parameter)
+        affine = None if end is None else _affine(graph, parameter, end)
+        if end is not None and affine is not None and (affine.offset or scaled):
+            _make_input(graph, end, (parameter,), affine)
+    if len(graph.derived) > before:
+        graph.invalidate()
+    return len(graph.derived) > before
+
+
+def _end_of_arithmetic(graph: Graph, parameter: Node) -> Node | None:
+    """The last arithmetic operation in a chain that starts at the parameter and reads no other."""
+    node, end = parameter, None
+    while len(node.users) == 1:
+        [node] = node.users
+        if node in graph.live or kind(node) not in ARITHMETIC | MOVES:
+            break
+        if graph.parameters_of[node] != {parameter}:
+            break
+        end = node if kind(node) in ARITHMETIC else end
+    return end if end is not None and size(end) == size(parameter) else None
+
+
+def _affine(graph: Graph, parameter: Node, end: Node) -> Affine | None:
+    """Factor and offset, if they are the same for all elements and not 1 and 0."""
+    shape = graph.values[parameter].shape
+
+    def run(value: Tensor) -> Tensor:
+        return graph.run([end], {parameter: value})[0]
+
+    zero, one = (torch.full(shape, value, dtype=torch.float64) for value in (0.0, 1.0))
+    random = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    offset = run(zero).reshape(-1)[0].item()
+    factor = run(one).reshape(-1)[0].item() - offset
+    if factor == 0 or (factor, offset) == (1.0, 0.0):
+        return None
+    same = torch.allclose(run(random), random * factor + offset, rtol=1e-9, atol=1e-12)
+    return Affine(factor, offset) if same else None
+
+
+def _make_input(
+    graph: Graph, end: Node, sources: tuple[Node, ...], op: Affine | WeightNorm
+) -> None:
+    """Replace what computes a weight by a placeholder that has the name of its last parameter."""
+    with end.graph.inserting_before(end):
+        weight = end.graph.placeholder(f"derived_{end.name}")
+    weight.meta = dict(end.meta)
+    end.replace_all_uses_with(weight)
+    names = tuple(graph.names[node] for node in sources)
+    derived = Derived(names, tuple(graph.values[node] for node in sources), op)
+    graph.derived[weight] = derived
+    graph.values[weight] = op.save(derived.values)
+    graph.names[weight] = names[-1]
+    for node in sources:
+        del graph.names[node]
