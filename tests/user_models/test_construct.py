@@ -28,7 +28,7 @@ def build(tmp_path: Path, source: str, config: GPT2Config = CONFIG, **how: Any) 
     return construct(load_class(f"{path}:GPT"), config, **how)
 
 
-@pytest.mark.parametrize("info", STYLES)
+@pytest.mark.parametrize("style", STYLES)
 def test_the_sizes_arrive_in_every_style(tmp_path: Path, style: str) -> None:
     assert build(tmp_path, STYLES[style]).sizes == SIZES
 
@@ -207,7 +207,9 @@ def test_kwargs_go_over_what_is_worked_out(tmp_path: Path) -> None:
     assert (model.sizes, model.extra) == ((97, 0, 0, 7, 0), [1])
 
 
-@pytest.mark.parametrize("info", ["dict", "attributes", "annotated dataclass", "dataclass by name"])
+@pytest.mark.parametrize(
+    "style", ["dict", "attributes", "annotated dataclass", "dataclass by name"]
+)
 def test_a_dictionary_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
     source = STYLES[style]
     name = source.rpartition("__init__(self, ")[2].partition(")")[0].partition(":")[0]
