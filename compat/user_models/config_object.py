@@ -86,7 +86,9 @@ def make_config(
     elif usage.attributes and not usage.items:
         form = SimpleNamespace
     for name in SECTIONS & {*usage.names}:
-        values[name] = form(**{**template.get(name, {}), **values})
+        inner = template.get(name, {})
+        if isinstance(inner, Mapping):
+            values[name] = form(**{**inner, **values})
     return merged(form(**values), entries), []
 
 
@@ -180,7 +182,7 @@ def _similar(cls: type, parameter: Parameter, usage: Usage) -> type | Mapping[st
         if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
             names = {*inspect.signature(value).parameters, *dir(value)}
         elif isinstance(value, Mapping) and usage.items:
-            names = {*value}
+            names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
         if most < (found := len(names & sizes)) >= len(sizes) / 2:
             best, most = value, found
     return best

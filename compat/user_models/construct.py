@@ -107,7 +107,7 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def _arguments(
-    cls: type[nn.Module],
+    cls: type,
     parameters: dict[str, Parameter],
     config: GPT2Config,
     given: dict[str, Any],
@@ -189,5 +189,6 @@ def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config)
     text = json.dumps(example).replace('"..."', "...")
     return (
         f"{target.__name__} needs the {noun} {listed(missing)}, which the checkpoint does not have "
-        f"under any usual name ({known}). {MAKE_MODEL}; or pass --kwargs '{text}'"
+        f"under any usual name ({known}). {MAKE_MODEL}; or pass --kwargs '{text}', "
+        "or the name of a config in the file with --config-name"
     )

@@ -13,9 +13,8 @@ from types import ModuleType
 from compat.user_models.synonyms import CONFIG_NAMES, plain
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
-_ATTRIBUTE = re.compile(
-    r"""(?<!\bself)\.([^\W\d]\w*)\b(?!\s*\()|getattr\([^,()]+,\s*["'](\w+)["']"""
-)
+_ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
+_GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,23 @@ def reads(cls: type, parameter: str) -> Usage:
     """The names that the user's code reads off a parameter of a constructor, if it is a config.
 
     It is one if it has the usual name of a config, or if the constructor reads a name off it. The
-    variables that hold the config are not followed through the code: the result has the names that
-    the class's modules read off anything but `self`.
+    config is not followed through the code: the result has the names that the class's modules read
+    off any variable, and off attributes such as `self.config`.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
     direct = re.search(rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()""", own)
     if not direct and plain(parameter) not in CONFIG_NAMES:
         return Usage()
     text = modules_text(cls)
-    items, attributes = _ITEM.findall(text), _ATTRIBUTE.findall(text)
+    items, attributes = _ITEM.findall(text), _GETATTR.findall(text)
+    for owner, name in _ATTRIBUTE.findall(text):
+        first, *rest = owner.removeprefix("self.").split(".")
+        is_variable = owner == first != "self"
+        if is_variable or first == parameter or plain(first) in CONFIG_NAMES:
+            attributes += [*rest, name]
     if f"**{parameter})" in own:  # to the constructor of the base class
         items += inspect.signature(cls.__mro__[1]).parameters
-    return Usage(frozenset(items), frozenset(name or quoted for name, quoted in attributes))
+    return Usage(frozenset(items), frozenset(attributes))
 
 
 def source_of(function: object) -> str:

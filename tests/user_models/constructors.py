@@ -96,11 +96,22 @@ class GPT(Core):
         super().__init__(c.vocab_size, ctx, dim, c.depth, c.heads)
 """,
     "attributes and items": gpt(", c", 'c["vocab_size"], c["n_ctx"], c.dim, c.depth, c["heads"]'),
+    "hidden size": gpt(
+        ", config",
+        "config.vocab_size, config.n_ctx, config.hidden_size, config.n_layer, config.n_head",
+    ) + "\n    def width(self):\n        return self.tok.embedding_dim\n",
     "nested": """
 class GPT(Core):
     def __init__(self, config):
         m = config.model
         super().__init__(config.data.vocab_size, config.data.n_ctx, m.dim, m.depth, m.heads)
+""",
+    "nested dict": """
+CONFIG = {"model": {"dim": 1, "depth": 1, "heads": 1, "magic": 7}, "data": {"vocab": 2, "ctx": 3}}
+class GPT(Core):
+    def __init__(self, cfg):
+        m, d = cfg["model"], cfg["data"]
+        super().__init__(d["vocab"], d["ctx"], m["dim"], m["depth"], m["heads"], m["magic"])
 """,
     "annotated dataclass": DATACLASS + gpt(", c: GPTConfig", READ),
     "annotated by string": DATACLASS + gpt(', c: "typing.Optional[GPTConfig]" = None', READ),
