@@ -1,19 +1,20 @@
-"""What the user's own code raised, and on which of its lines."""
+"""Exceptions of the user's code, with the line of it that raised them."""
 
 from __future__ import annotations
 
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compat.errors import AdaptError, CompatError
 
-# Packages whose name on PyPI is not the name they are imported by.
+# Import names of packages that have another name on PyPI.
 PACKAGES = {
     "PIL": "pillow",
     "cv2": "opencv-python",
@@ -33,43 +34,66 @@ FOREIGN = tuple(
 )
 
 
+MAKE_MODEL = (
+    "Write a function that returns the model, `def make_model(config): return GPT(...)`, and pass "
+    "FILE.py:make_model"
+)
+
+
 def described(error: BaseException) -> str:
-    """An exception's type and text, the user's own line that led to it, and what to do."""
-    text = "\n".join([f"{type(error).__name__}: {error}".removesuffix(": "), *_where(error)])
+    """An exception's type and text, the line of the user's code that led to it, and what to do."""
+    if isinstance(error, SyntaxError):
+        source = f": {error.text.strip()}" if error.text else ""
+        return f"{type(error).__name__}: {error.msg}\n  at {error.filename}:{error.lineno}{source}"
+    places = [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
+    text = "\n".join([f"{type(error).__name__}: {error}".removesuffix(": "), *places])
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.split(".")[0]
-        package = PACKAGES.get(missing, missing)
-        text += f"\n  to install it: pip install {package}"
+        text += f"\n  Install it with: pip install {PACKAGES.get(missing, missing)}"
+    if isinstance(error, SystemExit):
+        text += "\n  Move the call that ends the program under `if __name__ == '__main__':`"
     return text
 
 
-def _where(error: BaseException) -> list[str]:
-    return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
-
-
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the user's code that an exception came through, the outermost first."""
+    """The frames of the user's code in an exception's traceback, the outermost first."""
     return [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
 
 
 @contextlib.contextmanager
-def handle_errors(cls: type) -> Iterator[None]:
-    """Turn what the user's own code raises, `exit()` included, into an AdaptError with its line.
+def translated(headline: str, advice: str = "") -> Iterator[None]:
+    """Turn any exception but compat's own, `exit()` included, into an AdaptError.
 
-    What compat raises itself is passed on as it is.
+    Args:
+        headline: What failed; the description of the exception follows it.
+        advice: What to do, on a line of its own.
     """
     try:
         yield
     except CompatError:
         raise
     except (Exception, SystemExit) as error:
-        if not _from_users(error):
+        text = f"{headline}: {described(error)}" + (f"\n  {advice}" if advice else "")
+        raise AdaptError(text) from error
+
+
+@contextlib.contextmanager
+def handle_errors(target: Callable[..., Any]) -> Iterator[None]:
+    """Turn what the user's own code raises while it runs into an AdaptError with its line.
+
+    Exceptions of compat and of libraries that it calls itself are raised unchanged.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, CompatError) or not _from_users(error):
             raise
-        raise AdaptError(f"{cls.__name__} raises when it is run: {described(error)}") from error
+        headline = f"{target.__name__} raises an exception when it runs"
+        raise AdaptError(f"{headline}: {described(error)}") from error
 
 
 def _from_users(error: BaseException) -> bool:
-    """Whether the innermost frame that is not a library's is the user's, and not compat's."""
+    """Whether the user's code, and not compat, made the call that failed."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [file for file in files if is_users(file) or file.startswith(COMPAT)]
     return bool(own) and not own[-1].startswith(COMPAT)
@@ -77,5 +101,5 @@ def _from_users(error: BaseException) -> bool:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a file is neither Python's nor torch's nor any other library's, nor ours."""
+    """Whether a file is the user's: not of Python, of an installed package or of compat."""
     return not filename.startswith(("<", *FOREIGN)) and "site-packages" not in filename

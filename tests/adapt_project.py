@@ -1,11 +1,11 @@
-"""A project of models, right and wrong, that `adapt` is run on."""
+"""A project of compatible and incompatible models for tests of `adapt`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-GPT = '''"""Somebody's GPT-2."""
+GPT = '''"""A hand-written GPT-2."""
 
 import torch
 from torch import nn

@@ -18,7 +18,7 @@ from compat.adaptation import CODES
 from compat.cli.adapt import show
 from compat.errors import collapse_layers
 from compat.taps import Tap
-from compat.user_models import load_class
+from compat.user_models import load_target
 from tests.adapt_project import ERF_LINE, ERF_SOURCE, write_project
 from tests.command_line import ROOT, Cli, script
 from tests.conftest import State, Write
@@ -158,7 +158,7 @@ def test_the_emitted_map_loads_the_model(cli: Cli, tiny: Path) -> None:
         {"tensor": row.hf, "operation": str(row.op), "parameters": list(row.ours)}
         for row in name_map.expand(3)
     ] == rows
-    model = load_class("right.py:MyGPT")(97, 32, 24, 4, 3)
+    model = load_target("right.py:MyGPT")(97, 32, 24, 4, 3)
     load_into(model, name_map, tiny)
     assert check_parity(model.eval(), tiny, taps=[Tap("logits", "")]).passed
 

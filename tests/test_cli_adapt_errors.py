@@ -28,6 +28,14 @@ def test_kwargs_are_passed_to_the_constructor(cli: Cli, tiny: Path) -> None:
     assert "n_head_mismatch" in done.out
 
 
+def test_function_that_returns_the_model(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    sizes = "vocab_size n_positions n_embd n_head n_layer".split()
+    arguments = ", ".join(f"config.{size}" for size in sizes)
+    make_model = f"\n\ndef make_model(config):\n    return MyGPT({arguments})\n"
+    (tmp_path / "made.py").write_text(GPT + make_model)
+    assert cli("adapt", "made.py:make_model", "--model", tiny).code == 0
+
+
 def test_a_config_of_the_file(cli: Cli, tiny: Path) -> None:
     argv = ("adapt", "configured.py:Configured", "--model", tiny, "--config-name")
     assert cli(*argv, "CONFIG").code == 0

@@ -32,7 +32,7 @@ from compat.cli.parity import HtmlOption, write_page
 from compat.cli.tables import wrapped
 from compat.errors import collapse_layers
 from compat.html_report import adapt_page
-from compat.user_models import construct, load_class, resized
+from compat.user_models import construct, load_target, resized
 
 # The mark, its colour, and what a finding does at its tap.
 SEVERITY = {
@@ -49,7 +49,7 @@ def adapt_command(
         str,
         typer.Argument(
             metavar="FILE.py:Class",
-            help="Or FILE.ipynb:Class, or package.module:Class; a lone model needs no :Class.",
+            help="Or FILE.py:make_model, a function that returns it; FILE.ipynb, package.module.",
         ),
     ],
     model: ModelOption = "demo",
@@ -86,7 +86,7 @@ def adapt_command(
     _at_most_one({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
     _at_most_one({"--json": as_json, "--emit-map": emit_map})
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
-        cls = load_class(target)
+        cls = load_target(target)
         checkpoint = open_checkpoint(model, revision, n_head=n_head)
         # It turns on a terminal only, and is of characters that every terminal has.
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")

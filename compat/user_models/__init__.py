@@ -1,7 +1,7 @@
-"""Somebody's own model: its class found in a file, notebook or package, and built to size."""
+"""A user's own model: its class or function found in a file, notebook or package, and called."""
 
 from compat.user_models.construct import construct
 from compat.user_models.module_sizes import resized
-from compat.user_models.target import load_class
+from compat.user_models.target import load_target
 
-__all__ = ["construct", "load_class", "resized"]
+__all__ = ["construct", "load_target", "resized"]

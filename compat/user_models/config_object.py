@@ -1,233 +1,188 @@
-"""A config for a user's constructor: the dictionary, dataclass or object that it reads."""
+"""A config for a user's constructor: a dictionary, a namespace or the user's own config class."""
 
 from __future__ import annotations
 
-import ast
+import contextlib
+import copy
 import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.synonyms import SIZES, neutral, plain, role_of, value_of
-from compat.user_models.usage import Reads, definition, functions, is_foreign
+from compat.user_models.synonyms import (
+    CONFIG_CLASSES,
+    CONFIG_NAMES,
+    SIZES,
+    neutral,
+    plain,
+    role_of,
+    value_of,
+)
+from compat.user_models.usage import Usage, modules_text
 
 Parameter = inspect.Parameter
-CONFIG_NAMES = set(
-    "config configuration cfg conf args hparams hps hp params opt opts options settings".split()
-)
-CONFIG_CLASS = ("config", "cfg", "conf", "args", "hparams", "params", "hyperparameters", "settings")
-# The tanh GELU, which GPT-2 has, by the names that code may know it under, the plainest first.
+# Parts of a config that have entries of their own: `config.model.n_layer`.
+SECTIONS = {"model", "data", "architecture", "arch", "network", "transformer", "gpt", "decoder"}
+# Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
-# Where the default is None, these are as likely to take a module as a number.
-LOOSE = {"blocks", "emb", "embedding", "features", "ff", "ffn", "layer", "layers", "mlp", "tokens"}
-NAMESPACES = {"Namespace", "SimpleNamespace", "DictConfig", "AttrDict", "EasyDict"}
+# A default of None for these may mean a module as well as a number.
+AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens".split())
 
 
 class ReadableDict(dict[str, Any]):
-    """For code that reads `config["key"]` here and `config.key` there."""
+    """A dictionary whose entries are attributes as well."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self:
+            raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
+        return self[name]
 
 
-@dataclasses.dataclass(frozen=True)
-class Maker:
-    """Makes values for the names that `cls` reads, from the checkpoint's config."""
+def known_values(cls: type, names: Iterable[str], config: GPT2Config) -> dict[str, Any]:
+    """The checkpoint's value for each name that has a role."""
+    among = list(names)
+    values = {n: value_of(role, config) for n in among if (role := role_of(n, among))}
+    text = modules_text(cls) if "gelu_new" in values.values() else ""
+    if text and "ACT2FN" not in text:
+        gelu = next((g for g in GELUS if f'"{g}"' in text or f"'{g}'" in text), "gelu")
+        values = {name: gelu if v == "gelu_new" else v for name, v in values.items()}
+    return values
 
-    cls: type[nn.Module]
-    config: GPT2Config
 
-    def value(self, role: str, read: Reads) -> Any:
-        """The checkpoint's value, in the form that the class reads."""
-        value = value_of(role, self.config)
-        if role == "device" and read.names:
-            return torch.device(value)
-        if role == "activation_function" and value == GELUS[0]:
-            said = _words(self.cls)
-            known = next((name for name in GELUS if name in said), "gelu")
-            return value if "ACT2FN" in said else known
-        return value
+def takes_config(cls: type, parameter: Parameter, usage: Usage) -> bool:
+    """Whether a constructor's parameter takes a config and not a single value."""
+    if _config_class(cls, parameter) or isinstance(parameter.default, Mapping):
+        return True
+    short = role_of(parameter.name) is None or len(parameter.name) < 3
+    return bool(usage.names) and (short or plain(parameter.name) in CONFIG_NAMES)
 
-    def make(
-        self, read: Reads, hint: type | None, base: Mapping[str, Any], entries: Mapping[str, Any]
-    ) -> tuple[Any, list[str]]:
-        """A config, and the names that it lacks.
 
-        Args:
-            read: what is read off it.
-            hint: the class to build; None: a dictionary or a namespace, by how it is read.
-            base: what to take for names that mean nothing here.
-            entries: the user's own, over all.
-        """
-        if hint is not None:
-            return self._through(hint, read, entries)
-        values, missing = self._values(read, entries)
-        values = {name: base[name] for name in missing if name in base} | values
-        missing = [name for name in missing if name not in values]
-        if read.by_item and read.by_attribute:
-            return ReadableDict(values), missing
-        return (SimpleNamespace(**values) if read.by_attribute else values), missing
+def make_config(
+    cls: type, parameter: Parameter, usage: Usage, config: GPT2Config, entries: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """A config with the checkpoint's values, and the names of fields whose value is unknown.
 
-    def _values(self, read: Reads, entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        values: dict[str, Any] = dict(entries)
-        missing: list[str] = []
-        for name, child in read.names.items():
-            role = role_of(name, child.passed_as, read.names)
-            known, value = neutral(name)
-            inner = entries.get(name, {})
-            if child.names and role is None and isinstance(inner, Mapping):
-                values[name], lost = self.make(child, None, {}, inner)
-                missing += [f"{name}.{key}" for key in lost]
-            elif name in entries:
-                continue
-            elif role is not None:
-                values[name] = self.value(role, child)
-            elif child.required and known:
-                values[name] = value
-            elif child.required:
-                missing.append(name)
-        return values, missing
+    Args:
+        cls: The user's class.
+        parameter: The constructor's parameter for the config.
+        usage: What the class reads off the config.
+        config: The config of the checkpoint.
+        entries: Entries that the caller sets.
+    """
+    template = _config_class(cls, parameter) or _similar(cls, parameter, usage)
+    if isinstance(template, type):
+        return _instance(cls, template, usage, config, entries)
+    values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
+    values |= {**template, **known_values(cls, [*usage.names, *template], config)}
+    form: type = ReadableDict
+    if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
+        form = dict
+    elif usage.attributes and not usage.items:
+        form = SimpleNamespace
+    for name in SECTIONS & {*usage.names}:
+        inner = template.get(name, {})
+        if isinstance(inner, Mapping):
+            values[name] = form(**{**inner, **values})
+    return merged(form(**values), entries), []
 
-    def _through(
-        self, hint: type, read: Reads, entries: Mapping[str, Any]
-    ) -> tuple[Any, list[str]]:
-        """An instance of the author's own config class, through its constructor."""
-        parameters = inspect.signature(hint).parameters
-        among = {*parameters, *read.names}
-        known = {
-            name: self.value(role, read.names.get(name, Reads()))
-            for name in among
-            if (role := role_of(name, read.names.get(name, Reads()).passed_as, among))
-        }
-        arguments, missing = dict(entries), []
-        for name, parameter in parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments = {key: known[key] for key in read.names if key in known} | arguments
-            elif name in entries or parameter.kind is parameter.VAR_POSITIONAL:
-                continue
-            elif name in known and accepts(parameter, known[name]):
-                arguments[name] = known[name]
-            elif parameter.default is parameter.empty:
-                fine, arguments[name] = neutral(name)
-                missing += [] if fine else [name]
-        if missing:
-            return None, missing
-        late = {} if parameters else entries
-        made = hint(**{k: v for k, v in arguments.items() if k not in late})
-        self._complete(made, {**known, **late}, fixed=bool(parameters))
-        absent = [n for n, c in read.names.items() if c.required and not hasattr(made, n)]
-        return made, absent
 
-    def _complete(self, made: Any, known: Mapping[str, Any], *, fixed: bool) -> None:
-        """Set what is read but not there; of a class that takes nothing, what it hard-codes too."""
-        for name, value in known.items():
-            derived = isinstance(getattr(type(made), name, None), property)
-            if not derived and (not fixed or not hasattr(made, name)):
+def _instance(
+    cls: type, template: type, usage: Usage, config: GPT2Config, entries: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """An instance of the user's config class, with the attributes added that it lacks."""
+    parameters = inspect.signature(template).parameters
+    known = known_values(cls, {*parameters, *usage.names, *dir(template)}, config)
+    arguments: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= {n: known[n] for n in usage.names if n in known and n not in parameters}
+        elif parameter.kind is parameter.VAR_POSITIONAL or name in entries:
+            continue
+        elif name in known and accepts(parameter, known[name]):
+            arguments[name] = known[name]
+        elif parameter.default is parameter.empty:
+            has_neutral, arguments[name] = neutral(name)
+            missing += [] if has_neutral else [name]
+    if missing:
+        return None, missing
+    made = template(**{**arguments, **(entries if parameters else {})})
+    # A class without parameters has its values in its body: these are replaced as well.
+    for name, value in (known if parameters else {**known, **entries}).items():
+        if not parameters or (name in usage.names and not hasattr(made, name)):
+            with contextlib.suppress(AttributeError):  # a property, or frozen
                 setattr(made, name, value)
+    return made, []
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
-    """Whether a value is of the kind that the parameter's default is of."""
+    """Whether a value has the type of the parameter's default; a default that is a text stays."""
     default = parameter.default
-    if default is parameter.empty or type(default) is type(value):
-        # Names of activations differ; where there is a default, theirs stays.
-        return default is parameter.empty or not isinstance(value, str) or value == "cpu"
     if default is None:
-        return parameter.name.lower() not in LOOSE and not isinstance(value, str)
-    if isinstance(default, torch.device):
-        return bool(value == "cpu")
-    mixed = isinstance(value, bool) or isinstance(default, bool)
-    numbers = isinstance(value, (int, float)) and isinstance(default, (int, float))
-    return numbers and not mixed
+        return parameter.name.lower() not in AMBIGUOUS and not isinstance(value, str)
+    if default is parameter.empty or isinstance(value, str):
+        return default is parameter.empty or (value == "cpu" and isinstance(default, str))
+    if isinstance(value, bool) or isinstance(default, bool):
+        return type(value) is type(default)
+    return isinstance(default, (int, float))
 
 
-def looks_like_config(name: str, role: str | None, read: Reads, hint: type | None) -> bool:
-    """Whether a parameter takes a config rather than a number."""
-    if hint is not None or plain(name) in CONFIG_NAMES:
-        return True
-    return bool(read.names) and (role is None or len(name) < 3)
+def merged(base: Any, entries: Any) -> Any:
+    """A config with entries replaced, those of its sections too; `base` itself does not change."""
+    if not isinstance(entries, Mapping):
+        return entries
+    old = base if isinstance(base, Mapping) else vars(base)
+    new = {n: merged(old[n], value) if n in old else value for n, value in entries.items()}
+    if dataclasses.is_dataclass(base) and not isinstance(base, type):
+        return dataclasses.replace(base, **new)
+    changed = copy.copy(base)
+    if isinstance(changed, dict):
+        changed.update(new)
+    else:
+        for name, value in new.items():
+            setattr(changed, name, value)
+    return changed
 
 
-# The class that the author made for it.
-
-
-def hint_of(cls: type, parameter: Parameter, read: Reads) -> type | None:
-    """The config class that the default, the annotation or else the module's names point to."""
-    default = parameter.default
-    for candidate in (*_annotated(cls, parameter), default, type(default)):
-        if isinstance(candidate, type) and _is_config_class(candidate):
-            return candidate
-    if not read.names or read.by_item or plain(parameter.name) in SIZES:
-        return None
-    required = {name for name, child in read.names.items() if child.required}
-    module = sys.modules.get(cls.__module__)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and value.__name__.lower().endswith(CONFIG_CLASS)
-        and _is_config_class(value)
-        and required <= _field_names(value)
-    ]
-    return min(found, key=lambda value: len(_field_names(value)), default=None)
-
-
-def base_of(cls: type, parameter: Parameter, read: Reads) -> Mapping[str, Any]:
-    """A dictionary of the author's: the default, or one in the module that has all keys read."""
-    if isinstance(parameter.default, Mapping):
-        return parameter.default
-    required = {name for name, child in read.names.items() if child.required}
-    for value in vars(sys.modules[cls.__module__]).values():
-        entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        config_like = isinstance(value, Mapping) or _is_config_class(type(value))
-        if required and config_like and all(name in entries for name in required):
-            return entries
-    return {}
-
-
-def _annotated(cls: type, parameter: Parameter) -> list[Any]:
-    """The annotation, or the members of the union that it is."""
+def _config_class(cls: type, parameter: Parameter) -> type | None:
+    """The user's config class, by the parameter's annotation or default."""
     try:
-        constructor: Any = inspect.getattr_static(cls, "__init__")
-        hints = typing.get_type_hints(constructor)
+        hints = typing.get_type_hints(inspect.getattr_static(cls, "__init__"))
         annotation = hints.get(parameter.name, parameter.annotation)
     except Exception:  # a name that only a type checker sees
         annotation = parameter.annotation
-    return [*typing.get_args(annotation), annotation]
+    default = parameter.default
+    for value in (*typing.get_args(annotation), annotation, default, type(default)):
+        library = str(getattr(value, "__module__", "")).split(".")[0]
+        if not isinstance(value, type) or library in {"torch", *sys.stdlib_module_names}:
+            continue
+        if not issubclass(value, (nn.Module, Mapping)):
+            return value
+    return None
 
 
-def _is_config_class(value: type) -> bool:
-    """A class of the user's or of a library of configs, that is no module and no dictionary."""
-    if is_foreign(value) and not value.__name__.endswith("Config"):
-        return False
-    if issubclass(value, (nn.Module, Mapping)) or value.__name__ in NAMESPACES:
-        return False
-    return str(value.__module__).split(".")[0] not in sys.stdlib_module_names
+def _similar(cls: type, parameter: Parameter, usage: Usage) -> type | Mapping[str, Any]:
+    """The config class or dictionary in the class's module that fits best what is read, or {}.
 
-
-def _field_names(value: type) -> set[str]:
-    return {*inspect.signature(value).parameters, *dir(value)}
-
-
-def _words(cls: type) -> set[str]:
-    """The strings and names that stand in the code of the class and of the classes beside it."""
-    beside = [v for v in vars(sys.modules[cls.__module__]).values() if isinstance(v, type)]
-    found: set[str] = set()
-    for one in (cls, *(v for v in beside if not is_foreign(v))):
-        for node in (definition(function) for function in functions(one)):
-            for inner in ast.walk(node) if node is not None else ():
-                if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
-                    found.add(inner.value)
-                elif isinstance(inner, ast.Name):
-                    found.add(inner.id)
-    return found
+    It has at least half of the sizes that are read.
+    """
+    if isinstance(parameter.default, Mapping):
+        return parameter.default
+    sizes = {name for name in usage.names if role_of(name) in SIZES}
+    best: type | Mapping[str, Any] = {}
+    most = 0
+    for name, value in vars(sys.modules[cls.__module__]).items():
+        names: set[str] = set()
+        if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
+            names = {*inspect.signature(value).parameters, *dir(value)}
+        elif isinstance(value, Mapping) and usage.items:
+            names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
+        if most < (found := len(names & sizes)) >= len(sizes) / 2:
+            best, most = value, found
+    return best

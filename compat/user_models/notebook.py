@@ -1,228 +1,241 @@
-"""The cells of a notebook, and a module made of only those statements that a class needs."""
+"""Notebooks and training scripts as modules that execute a statement only when it is needed."""
 
 from __future__ import annotations
 import __future__
 
 import ast
-import importlib.util
+import builtins
 import json
 import linecache
 import re
-from dataclasses import dataclass, field
+import symtable
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from compat.errors import AdaptError
-from compat.user_models.needed import Statement, analysed, needed
+from compat.user_code import translated
+from compat.user_models.synonyms import role_of
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
+# %matplotlib inline, !pip install, ?help; files = !ls; help? - with lines continued by a backslash.
 MAGIC = re.compile(
-    r"""\s*[%!?]              # %matplotlib inline, !pip install, ?help
-    |[^#'"]*\?\s*$            # help?
-    |[\w\s,.]+=\s*[%!]\s*\w   # files = !ls
-    """,
-    re.VERBOSE,
+    r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
+    re.MULTILINE,
 )
-_cells_of: dict[str, Cells] = {}  # by the name of the module
+# Methods that change their object.
+MUTATORS = {"add", "append", "extend", "insert", "merge_from_dict", "setdefault", "update"}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One code cell: its pseudo file name, its source without magics, its syntax error if any."""
+class Statement:
+    """One top-level statement.
 
-    filename: str
-    source: str
-    error: SyntaxError | None = None
-
-
-@dataclass
-class Cells:
-    """Code cells in order, and which of their statements have run.
-
-    A Python file that trains as it is imported is treated alike, as one cell.
+    Args:
+        node: Its syntax.
+        filename: The name under which its source is in linecache.
+        offset: The number of lines of the cells before its own.
+        binds: The names that it assigns.
+        changes: The names whose values it changes: `config["n"] = 1`, `Model.forward = forward`.
+        reads: The global names that it reads, also in functions.
     """
 
-    path: Path
-    cells: list[Cell]
-    statements: list[Statement]
-    done: set[int] = field(default_factory=set)
+    node: ast.stmt
+    filename: str
+    offset: int
+    binds: set[str]
+    changes: set[str]
+    reads: set[str]
 
-    def models(self) -> dict[str, ast.ClassDef]:
-        """The classes that look like modules by their bases; of several definitions the last."""
-        found: dict[str, ast.ClassDef] = {}
-        for statement in self.statements:
-            node = statement.node
-            if isinstance(node, ast.ClassDef):
-                bases = [ast.unparse(base) for base in node.bases]
-                if any(base.endswith("Module") or base in found for base in bases):
-                    found[node.name] = node
-        return found
 
-    def has(self, name: str) -> bool:
-        """Whether a statement binds the name.
+class LazyModule:
+    """The code of a module that executes what a name needs when the name is first looked up.
+
+    A name needs the statements that bind it or change its value, and what these read. Other
+    statements, such as a training loop, are never executed.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        """Read a notebook, or a Python file as a notebook of one cell.
 
         Raises:
-            SyntaxError: none does, but a cell that cannot be parsed seems to.
+            AdaptError: The file cannot be read.
+            SyntaxError: The Python file is broken. A broken cell only matters if it is needed.
         """
-        if any(name in statement.binds for statement in self.statements):
-            return True
+        self.module = ModuleType(name)
+        self.module.__file__ = str(path)
+        vars(self.module)["__getattr__"] = self._lookup
+        self.statements: list[Statement] = []
+        self._executed: set[int] = set()
+        self._broken: list[tuple[str, SyntaxError]] = []
+        if path.suffix == ".py":
+            tree = ast.parse(read_source(path), str(path))
+            self.statements = [_statement(node, str(path), 0) for node in tree.body]
+        else:
+            self._read_cells(path)
+        nodes = [s.node for s in self.statements]
+        future = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+        names = {alias.name for node in future for alias in node.names}
+        self._flags = sum(getattr(__future__, feature).compiler_flag for feature in names)
+
+    def _read_cells(self, path: Path) -> None:
+        lines: list[str] = []
+        for number, cell in enumerate(_code_cells(path), 1):
+            filename = f"{path}#cell-{number}"
+            source, tree, error = _parsed(cell, filename)
+            own = [f"{line}\n" for line in source.split("\n")]
+            linecache.cache[filename] = (len(source), None, own, filename)
+            self.statements += [_statement(node, filename, len(lines)) for node in tree.body]
+            if error is not None:
+                self._broken.append((source, error))
+            lines += own
+        # `inspect.getsource` of a class reads the lines of its module's __file__.
+        linecache.cache[str(path)] = (sum(map(len, lines)), None, lines, str(path))
+
+    def _lookup(self, name: str) -> Any:
+        """The module's `__getattr__`."""
         definition = re.compile(rf"^(class|def)\s+{name}\b|^{name}\s*=", re.MULTILINE)
-        for cell in self.cells:
-            if cell.error is not None and definition.search(cell.source):
-                raise cell.error
-        return False
+        with translated(f"{self.module.__file__} cannot be executed"):
+            if any(name in statement.binds for statement in self.statements):
+                self._execute(name)
+            elif errors := [e for source, e in self._broken if definition.search(source)]:
+                raise errors[0]
+        if name not in vars(self.module):
+            raise AttributeError(f"{self.module.__file__} has no {name!r}")
+        return vars(self.module)[name]
 
-    def define(self, module: ModuleType, name: str) -> None:
-        """Execute in `module` what `name` needs and has not run, in the notebook's order."""
-        fresh = sorted(needed(self.statements, name) - self.done)
-        self.done.update(fresh)
-        flags = _future_flags(self.statements)
-        for index in fresh:
-            statement = self.statements[index]
-            cell = self.cells[statement.cell]
+    def _execute(self, name: str) -> None:
+        """Execute what the name needs and has not been executed, in the notebook's order."""
+        fresh = sorted(_needed(self.statements, name) - self._executed)
+        self._executed.update(fresh)
+        for statement in [self.statements[index] for index in fresh]:
             body = ast.Module(body=[statement.node], type_ignores=[])
-            code = compile(body, cell.filename, "exec", flags=flags, dont_inherit=True)
-            exec(code, vars(module))
-            self._place(module, statement)
-
-    def _place(self, module: ModuleType, statement: Statement) -> None:
-        """From Python 3.13 on, `inspect.getsource` of a class goes by a line in `__file__`."""
-        node = statement.node
-        if isinstance(node, ast.ClassDef) and len(self.cells) > 1:
-            made = vars(module)[node.name]
-            if hasattr(made, "__firstlineno__"):
-                before = self.cells[: statement.cell]
-                made.__firstlineno__ += sum(len(_lines(cell)) for cell in before)
+            code = compile(body, statement.filename, "exec", self._flags, dont_inherit=True)
+            exec(code, vars(self.module))
+            if isinstance(statement.node, ast.ClassDef):
+                made = vars(self.module)[statement.node.name]
+                if hasattr(made, "__firstlineno__"):  # inspect reads it since Python 3.13
+                    made.__firstlineno__ += statement.offset
 
 
-def text(path: Path) -> str:
-    """A Python file's text, in the encoding that it declares."""
-    try:
-        return importlib.util.decode_source(path.read_bytes())
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        raise AdaptError(f"cannot read {path}: {error}") from error
+# Reading.
 
 
-def identifier(stem: str) -> str:
-    """A file's name as a name in Python."""
-    return re.sub(r"\W", "_", f"_{stem}" if stem[:1].isdigit() else stem)
-
-
-def read(path: Path) -> Cells:
-    """Parse a notebook's code cells; one that is broken matters only if it is needed.
-
-    Raises:
-        AdaptError: not a notebook.
-    """
-    sources = _code_cells(path)
-    cells, statements = [], []
-    for number, source in enumerate(sources, 1):
-        filename = f"{path}#cell-{number}"
-        cleaned, tree, error = _parse(source, filename)
-        if error is not None:
-            error.filename, error.text = filename, error.text or ""
-        cell = Cell(filename, cleaned, error)
-        cells.append(cell)
-        statements += [analysed(number - 1, node) for node in tree.body]
-        linecache.cache[filename] = (len(cleaned), None, _lines(cell), filename)
-    # `inspect.getsource` of a class reads the lines of its module's __file__.
-    lines = [line for cell in cells for line in _lines(cell)]
-    linecache.cache[str(path)] = (sum(map(len, lines)), None, lines, str(path))
-    return Cells(path, cells, statements)
-
-
-def whole_file(path: Path, source: str, tree: ast.Module) -> Cells:
-    """A Python file as a notebook of one cell."""
+def read_source(path: Path) -> str:
+    """The text of a Python file, in the encoding that it declares."""
     linecache.checkcache(str(path))
-    return Cells(path, [Cell(str(path), source)], [analysed(0, node) for node in tree.body])
-
-
-def register(module: ModuleType, cells: Cells) -> None:
-    """Make `module` the one that `cells` is executed in."""
-    module.__file__ = str(cells.path)
-    _cells_of[module.__name__] = cells
-
-
-def lookup(module: ModuleType, name: str) -> Any:
-    """A global of a module, executing what it needs where the module is made of cells.
-
-    Raises:
-        AttributeError: there is none of that name.
-    """
-    cells = _cells_of.get(module.__name__)
-    if cells is not None and name not in vars(module) and cells.has(name):
-        cells.define(module, name)
-    return getattr(module, name)
+    with tokenize.open(path) as file:
+        return file.read()
 
 
 def _code_cells(path: Path) -> list[str]:
-    """The sources of the code cells."""
+    """The sources of a notebook's code cells."""
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
         code = [cell["source"] for cell in document["cells"] if cell["cell_type"] == "code"]
-        return [source if isinstance(source, str) else "".join(source) for source in code]
+        return ["".join(source).replace("\r\n", "\n") for source in code]
     except json.JSONDecodeError as error:
-        raise AdaptError(f"{path} is no notebook: not JSON: {error}") from None
+        raise AdaptError(f"{path} is not a notebook: not JSON: {error}") from None
     except (KeyError, TypeError, UnicodeDecodeError) as error:
         raise AdaptError(
-            f"{path} is no notebook of format 4, with a list of cells "
-            f"({type(error).__name__}: {error}); open and save it in Jupyter"
+            f"{path} is not a notebook of format 4, with a list of cells "
+            f"({type(error).__name__}: {error}). Open and save it in Jupyter"
         ) from None
     except OSError as error:
         raise AdaptError(f"cannot read {path}: {error}") from error
 
 
-def _lines(cell: Cell) -> list[str]:
-    return [line + "\n" for line in cell.source.split("\n")]
+def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | None]:
+    """A cell whose magics are replaced by `pass`, its syntax, and its syntax error if it has one.
 
-
-def _parse(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | None]:
-    """A cell without its magics, every line where it was; with no statements where it is broken.
-
-    A line that only looks like a magic, such as `% 3)` in an expression over two lines, parses,
-    so only lines that Python refuses are taken for magics.
+    Magics are only looked for in a cell that Python cannot parse: a line that starts with `%` may
+    be the second line of an expression. Line numbers stay.
     """
     nothing = ast.Module(body=[], type_ignores=[])
-    lines = source.replace("\r\n", "\n").split("\n")
-    first = next((i for i, line in enumerate(lines) if line.strip()), 0)
-    magic = re.match(r"\s*%%(\w+)", lines[first])
+    magic = re.match(r"\s*%%(\w+).*", source)
     if magic and magic[1] not in TRANSPARENT:
-        return "\n" * (len(lines) - 1), nothing, None
+        return "\n" * source.count("\n"), nothing, None
     if magic:
-        lines[first] = ""
-    while True:
-        text = "\n".join(lines)
+        source = "\n" * magic[0].count("\n") + source[magic.end() :]
+    without = MAGIC.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), source)
+    for text in (source, without):
         try:
             return text, ast.parse(text, filename), None
         except (SyntaxError, ValueError) as error:
             fault = error if isinstance(error, SyntaxError) else SyntaxError(str(error))
-            if not _without_magic(lines, (fault.lineno or 0) - 1):
-                return text, nothing, fault
+            fault.filename, fault.text = filename, fault.text or ""
+    return without, nothing, fault
 
 
-def _without_magic(lines: list[str], at: int) -> bool:
-    """Replace the magic in line `at`, or else the first in the cell, by `pass`; False: no magic."""
-    order = [at, *range(len(lines))] if 0 <= at < len(lines) else range(len(lines))
-    found = next((i for i in order if MAGIC.match(lines[i])), None)
-    if found is None:
-        return False
-    indent = re.match(r"\s*", lines[found])
-    goes_on = True
-    while goes_on and found < len(lines):
-        goes_on = lines[found].endswith("\\")
-        lines[found] = f"{indent[0] if indent else ''}pass"
-        found += 1
-    return True
+# What a name needs.
 
 
-def _future_flags(statements: list[Statement]) -> int:
-    """A notebook's `from __future__` imports hold for all of its cells."""
-    names = [
-        alias.name
-        for statement in statements
-        if isinstance(statement.node, ast.ImportFrom) and statement.node.module == "__future__"
-        for alias in statement.node.names
-    ]
-    return sum({getattr(__future__, name).compiler_flag for name in names})
+def _needed(statements: list[Statement], name: str) -> set[int]:
+    """The indices of the statements that a name needs.
+
+    These are all that bind or change it, and up to its last definition those that bind or change
+    the names which they read, in turn. Names that are bound only after it are taken from there.
+    """
+    last = max(i for i, statement in enumerate(statements) if name in statement.binds)
+    earlier = set[str]().union(*(statement.binds for statement in statements[: last + 1]))
+    bound = earlier.union(dir(builtins), *(statement.binds for statement in statements))
+    names, found = {name}, set[int]()
+    while True:
+        touched = [(s.binds | s.changes) & names for s in statements]
+        fresh = {i for i, t in enumerate(touched) if t and (i <= last or name in t or t - earlier)}
+        if fresh == found:
+            return found
+        found = fresh
+        names = names.union(*(statements[i].reads for i in found))
+        if not names <= bound:
+            names.add("*")
+
+
+def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:
+    """Find out what a statement binds, changes and reads."""
+    node = _without_data(node)
+    table = symtable.symtable(ast.unparse(node), "statement", "exec")
+    symbols = table.get_symbols()
+    binds = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
+    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+        binds = {"*"}
+    reads = {s.get_name() for s in symbols if s.is_referenced()}.union(*_inner_globals(table))
+    return Statement(node, filename, offset, binds, set(_changed(node)), reads)
+
+
+def _inner_globals(table: symtable.SymbolTable) -> Iterator[set[str]]:
+    """The global names that the classes and functions of a scope read."""
+    for scope in table.get_children():
+        yield {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+        yield from _inner_globals(scope)
+
+
+def _without_data(node: ast.stmt) -> ast.stmt:
+    """`vocab_size = len(chars)` as a constant: the checkpoint's value replaces it anyway."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        computed = any(isinstance(n, ast.Call) for n in ast.walk(node.value))
+        if computed and role_of(node.targets[0].id) == "vocab_size":
+            node.value = ast.copy_location(ast.Constant(50257), node.value)
+    return node
+
+
+def _changed(node: ast.stmt) -> Iterator[str]:
+    """The names whose values a statement changes in place."""
+    changed: list[ast.expr] = []
+    match node:
+        case ast.Assign(targets=targets):
+            changed = [target for target in targets if not isinstance(target, ast.Name)]
+        case ast.FunctionDef(decorator_list=decorators):  # @add_to_class(Model)
+            calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
+            changed = [argument for call in calls for argument in call.args]
+        case ast.Expr(ast.Call(func=ast.Attribute(value=owner, attr=name))) if name in MUTATORS:
+            changed = [owner]
+    for target in changed:
+        while isinstance(target, (ast.Attribute, ast.Subscript)):
+            target = target.value
+        if isinstance(target, ast.Name):
+            yield target.id

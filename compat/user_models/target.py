@@ -1,4 +1,4 @@
-"""From `FILE.py:Class`, `FILE.ipynb:Class` or `package.module:Class` to the class itself."""
+"""From `FILE.py:make_model`, `FILE.ipynb:Class` or `package.module:Class` to the user's object."""
 
 from __future__ import annotations
 
@@ -6,52 +6,58 @@ import ast
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import itertools
-import linecache
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from torch import nn
 
 from compat.errors import AdaptError, listed
-from compat.user_code import described, is_users
-from compat.user_models import notebook
+from compat.user_code import MAKE_MODEL, is_users, translated
+from compat.user_models.notebook import LazyModule, read_source
 
 _numbers = itertools.count(1)
-_siblings: set[str] = set()  # modules that a target imported from its own folder
+_siblings: set[str] = set()  # modules that a target imported from its own folders
 
 
-def load_class(target: str) -> type[nn.Module]:
-    """Import the class that `target` names; of a notebook, run only what the class needs.
+def load_target(target: str) -> Callable[..., nn.Module]:
+    """Import the function or the class that `target` names.
 
-    Without `:Class`, the one model in the target that is no part of another.
+    Of a notebook, and of a file that trains at module level, only the statements that it needs are
+    executed. If the target has no `:NAME`, it means the function `make_model`, or else the only
+    `nn.Module` class that no other class of the file uses.
 
     Raises:
-        AdaptError: nothing is there, it cannot be imported, or it is no `nn.Module` class.
+        AdaptError: The target does not exist, cannot be imported, or is neither a function nor an
+            `nn.Module` class.
     """
-    place, name = _parse(target)
-    _forget_siblings()
+    place, name = _parsed(target)
+    for (
+        sibling
+    ) in _siblings:  # another target's `config.py` is not this one's; a file may be edited
+        sys.modules.pop(sibling, None)
+    _siblings.clear()
     path = Path(place).expanduser().absolute()
-    if path.suffix == ".ipynb":
+    if path.suffix in (".py", ".ipynb"):
         _check_file(path, place)
-        return _from_cells(notebook.read(path), place, name)
-    if path.suffix == ".py":
-        _check_file(path, place)
-        return _from_file(path, place, name)
+        with translated(f"{place} cannot be imported"):
+            return _from_file(path, place, name)
     if not re.fullmatch(r"\w+(\.\w+)*", place):
         raise AdaptError(
-            f"{target!r} names no model; expected FILE.py:Class, FILE.ipynb:Class or "
-            "package.module:Class"
+            f"{target!r} does not name a model; expected FILE.py:make_model (a function that "
+            "returns the model), FILE.py:Class, FILE.ipynb:Class or package.module:Class"
         )
-    return _from_package(place, name)
+    module = _package_module(place)
+    path = Path(getattr(module, "__file__", None) or "")
+    body = ast.parse(read_source(path)).body if path.suffix == ".py" else []
+    return _chosen(module, body, place, name)
 
 
-def _parse(target: str) -> tuple[str, str | None]:
-    """The place and the class; a colon inside a path, as in `C:\\gpt.py`, is no separator."""
+def _parsed(target: str) -> tuple[str, str | None]:
+    """The place and the name; a colon inside a path, as in `C:\\gpt.py`, does not separate them."""
     place, colon, name = target.strip().rpartition(":")
     if not colon or re.search(r"[\\/]|\.(py|ipynb)$", name):
         return target.strip(), None
@@ -61,8 +67,8 @@ def _parse(target: str) -> tuple[str, str | None]:
 def _check_file(path: Path, place: str) -> None:
     if path.is_file():
         return
-    near = [p.name for p in path.parent.glob("*") if p.suffix in (".py", ".ipynb")]
-    close = difflib.get_close_matches(path.name, sorted(near), 1)
+    near = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".py", ".ipynb"))
+    close = difflib.get_close_matches(path.name, near, 1)
     hint = f"did you mean {close[0]!r}?" if close else "check the path"
     raise AdaptError(f"no file {place!r} ({path}); {hint}")
 
@@ -70,96 +76,63 @@ def _check_file(path: Path, place: str) -> None:
 # Importing.
 
 
-def _from_file(path: Path, place: str, name: str | None) -> type[nn.Module]:
-    """Import a file whole, or, where it trains as it is imported, only what the class needs."""
-    source = notebook.text(path)
-    with _explained(place):
-        tree = ast.parse(source, str(path))
-    if _trains(tree):
-        return _from_cells(notebook.whole_file(path, source, tree), place, name)
-    linecache.checkcache(str(path))
-    levels = [n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    depth = min(max(levels, default=0), len(path.parents) - 1)
-    package = [folder.name for folder in reversed(path.parents[:depth])]
-    unique = ".".join([*package, f"{notebook.identifier(path.stem)}_{next(_numbers)}"])
-    spec = importlib.util.spec_from_file_location(unique, path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    folders = [path.parent, path.parents[depth]]
-
-    def run() -> None:
+def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Module]:
+    """Import a file as a new module and choose the function or class."""
+    stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
+    unique = f"{stem}_{next(_numbers)}"
+    source = read_source(path) if path.suffix == ".py" else ""
+    tree = ast.parse(source, str(path))
+    if path.suffix == ".ipynb" or _trains(tree):
+        lazy = LazyModule(unique, path)
+        with _importing(lazy.module, [path.parent]):
+            return _chosen(lazy.module, [s.node for s in lazy.statements], place, name)
+    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    root, parts = path.parent, list[str]()
+    while len(parts) < max(levels, default=0) or (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    module = ModuleType(".".join([*parts, unique]))
+    module.__file__, module.__package__ = str(path), ".".join(parts)
+    with _importing(module, [path.parent, root]):
         exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
-
-    _execute(module, run, folders, place)
-    return _choose(module, tree, place, name)
+        return _chosen(module, tree.body, place, name)
 
 
-def _from_cells(cells: notebook.Cells, place: str, name: str | None) -> type[nn.Module]:
-    """Execute the statements that the class needs, and no others."""
-    known = cells.models()
-    if name is None:
-        name = _only_root(known, place)
-    module = ModuleType(f"{notebook.identifier(cells.path.stem)}_{next(_numbers)}")
-    notebook.register(module, cells)
-    with _explained(place):
-        found = cells.has(name)
-    if not found:
-        raise AdaptError(_no_such(place, name, list(known)))
-    _execute(module, lambda: cells.define(module, name), [cells.path.parent], place)
-    return _checked(module, place, name, list(known))
-
-
-def _from_package(place: str, name: str | None) -> type[nn.Module]:
-    """Import `package.module`, from the working directory or from what is installed."""
-    with _import_path([]), _explained(place):
+def _package_module(place: str) -> ModuleType:
+    """Import `package.module` from the working directory or from what is installed."""
+    with _import_path([]), translated(f"{place} cannot be imported"):
         try:
-            module = importlib.import_module(place)
+            return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                 raise
             raise AdaptError(
-                f"no module {place!r}: Python finds no {error.name!r}, neither here "
-                f"({Path.cwd()}) nor installed; a file is named with its suffix, FILE.py:Class"
+                f"no module {place!r}: Python finds no {error.name!r} in {Path.cwd()} or among the "
+                "installed packages. Name a file with its suffix, FILE.py:make_model"
             ) from None
-    path = Path(getattr(module, "__file__", None) or "")
-    source = notebook.text(path) if path.suffix == ".py" else ""
-    return _choose(module, ast.parse(source), place, name)
 
 
-def _execute(module: ModuleType, run: Callable[[], None], folders: list[Path], place: str) -> None:
-    """Run a module's code with its folders on the import path."""
+@contextlib.contextmanager
+def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
+    """Execute a module's code in the body, with its folders on the import path."""
     sys.modules[module.__name__] = module
     before = set(sys.modules)
     try:
-        with _import_path(folders), _explained(place):
-            run()
+        with _import_path(folders):
+            yield
     except BaseException:
         del sys.modules[module.__name__]
         raise
     finally:
-        _siblings.update(
-            name
-            for name in set(sys.modules) - before - {module.__name__}
-            if any(folder in _place_of(name).parents for folder in folders)
-        )
-
-
-def _place_of(name: str) -> Path:
-    """Where a module was imported from; the root, for one that is built in or a library's."""
-    place = str(getattr(sys.modules[name], "__file__", None) or "/")
-    return Path(place if is_users(place) else "/")
-
-
-def _forget_siblings() -> None:
-    """Another target's `config.py` is not this one's, and an edited one is to be read again."""
-    for name in _siblings:
-        sys.modules.pop(name, None)
-    _siblings.clear()
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None) or "<built-in>"
+            if is_users(file) and any(folder in Path(file).parents for folder in folders):
+                _siblings.add(name)
 
 
 @contextlib.contextmanager
 def _import_path(folders: list[Path]) -> Iterator[None]:
-    """The folders and then the working directory first in sys.path, for as long as it takes."""
+    """Put the folders and then the working directory first in sys.path."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in (*folders, Path.cwd())]
     importlib.invalidate_caches()
@@ -170,90 +143,77 @@ def _import_path(folders: list[Path]) -> Iterator[None]:
 
 
 def _trains(tree: ast.Module) -> bool:
-    """Whether importing the file would train: `.backward()` outside functions and main guards."""
+    """Whether a file calls `.backward()` outside of functions and the main guard."""
     for statement in tree.body:
         guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-        if guard or isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            continue
-        if any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(statement)):
-            return True
+        if not guard and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            nodes = ast.walk(statement)
+            if any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes):
+                return True
     return False
 
 
-# Choosing the class.
+# Choosing the function or class.
 
 
-def _choose(module: ModuleType, tree: ast.Module, place: str, name: str | None) -> type[nn.Module]:
-    nodes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    own = {
-        key: nodes[key]
-        for key, value in vars(module).items()
-        if key in nodes and isinstance(value, type) and issubclass(value, nn.Module)
-    }
-    return _checked(module, place, _only_root(own, place) if name is None else name, list(own))
+def _chosen(
+    module: ModuleType, body: Sequence[ast.stmt], place: str, name: str | None
+) -> Callable[..., nn.Module]:
+    """The function or class of that name, or the only candidate."""
+    classes = _model_classes(module, body)
+    known = list(classes)
+    if name is None:
+        functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        name = "make_model" if "make_model" in functions else _only_root(classes, place)
+    there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        folded = {other.lower(): other for other in known}
+        close = difflib.get_close_matches(name.lower(), list(folded), 1)
+        hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
+        raise AdaptError(f"no class or function {name!r} in {place}{hint}. {there_are}") from None
+    if isinstance(found, nn.Module):
+        raise AdaptError(
+            f"{name!r} in {place} is a model that is built already. Pass its class, "
+            f"{place}:{type(found).__name__}, or a function that returns it"
+        )
+    if callable(found) and (not isinstance(found, type) or issubclass(found, nn.Module)):
+        return found
+    kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
+    raise AdaptError(
+        f"{name!r} in {place} is {kind}; expected a function that returns the model, or an "
+        f"nn.Module class. {there_are}"
+    )
 
 
-def _only_root(classes: Mapping[str, ast.ClassDef], place: str) -> str:
-    """The class that no other class mentions."""
-    mentioned = {
+def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, ast.ClassDef]:
+    """The module's own nn.Module classes; judged by their bases where they are not executed yet."""
+    found: dict[str, ast.ClassDef] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            value = vars(module).get(node.name)
+            bases = [ast.unparse(base) for base in node.bases]
+            named = any(base.endswith("Module") or base in found for base in bases)
+            if issubclass(value, nn.Module) if isinstance(value, type) else named:
+                found[node.name] = node
+    return found
+
+
+def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
+    """The class that no other class uses."""
+    used = {
         node.id
         for name, definition in classes.items()
         for node in ast.walk(definition)
         if isinstance(node, ast.Name) and node.id != name
     }
-    roots = [name for name in classes if name not in mentioned]
+    roots = [name for name in classes if name not in used]
     if len(roots) == 1:
         return roots[0]
     if not classes:
-        raise AdaptError(f"{place} defines no nn.Module class")
+        raise AdaptError(f"{place} defines no nn.Module class. {MAKE_MODEL}")
     raise AdaptError(
-        f"{place} has {len(roots)} nn.Module classes that are no other's part: {listed(roots)}; "
-        f"say which: {place}:{(roots or list(classes))[-1]}"
+        f"{place} has {len(roots)} nn.Module classes that no other class uses: {listed(roots)}. "
+        f"Pass {place}:{(roots or list(classes))[-1]}, or one of the others"
     )
-
-
-def _checked(module: ModuleType, place: str, name: str, known: list[str]) -> type[nn.Module]:
-    """The class of that name, if it is there and a PyTorch module's."""
-    if not hasattr(module, name):
-        raise AdaptError(_no_such(place, name, known))
-    found = getattr(module, name)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
-    if isinstance(found, nn.Module):
-        what = f"a model already built; name its class, {place}:{type(found).__name__}"
-    else:
-        kind = "class" if isinstance(found, type) else type(found).__name__
-        what = f"a {kind}, not an nn.Module class" + _there_are(known)
-    raise AdaptError(f"{name!r} in {place} is {what}")
-
-
-def _no_such(place: str, name: str, known: Iterable[str]) -> str:
-    folded = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), list(folded), 1)
-    hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
-    return f"no class {name!r} in {place}{hint}{_there_are(list(known))}"
-
-
-def _there_are(known: list[str]) -> str:
-    return f"; its nn.Module classes: {listed(known)}" if known else "; it has no nn.Module class"
-
-
-@contextlib.contextmanager
-def _explained(place: str) -> Iterator[None]:
-    """Turn whatever importing raises into an AdaptError that says what and where."""
-    try:
-        yield
-    except AdaptError:
-        raise
-    except SyntaxError as error:
-        text = f": {error.text.strip()}" if error.text else ""
-        raise AdaptError(
-            f"{place} cannot be imported: {type(error).__name__}: {error.msg}, "
-            f"at {error.filename}:{error.lineno}{text}"
-        ) from error
-    except (Exception, SystemExit) as error:
-        advice = "\n  put what ends the program under `if __name__ == '__main__':`"
-        raise AdaptError(
-            f"{place} cannot be imported: {described(error)}"
-            + (advice if isinstance(error, SystemExit) else "")
-        ) from error

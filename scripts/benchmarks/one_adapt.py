@@ -16,10 +16,10 @@ def adapt_once(source: str) -> dict[str, float]:
     """The stages of adapt."""
     from compat import adapt
     from compat.checkpoint import open_checkpoint
-    from compat.user_models import construct, load_class
+    from compat.user_models import construct, load_target
 
     checkpoint = open_checkpoint(source)
-    model = construct(load_class(TARGET), checkpoint.config)
+    model = construct(load_target(TARGET), checkpoint.config)
     start = time.perf_counter()
     adaptation = adapt(model, checkpoint)
     call = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The ways in which authors' constructors come by their sizes, as files; each has a class GPT."""
+"""Source files with a class GPT whose constructor gets its sizes in one of the usual ways."""
 
 from __future__ import annotations
 
@@ -52,15 +52,8 @@ STYLES = {
     "arguments": _takes("n_vocab, ctx, width, depth, heads"),
     "defaults": _takes("vocab_size=50257, max_len=64, d_model=8, num_layers=6, nhead=8"),
     "keyword only": _takes("V_O_C_A_B, seqLen, dModel, N_BLOCKS, numHeads", star="*, "),
-    "positional only": gpt(", vocab, ctx, dim, depth, heads, /", "vocab, ctx, dim, depth, heads"),
     "in no table": _takes("size_of_vocab, the_seq_len, token_embed_width, all_layers, head_num=9"),
-    "by a loop": gpt(", vocab, ctx, dim, q, heads", "vocab, ctx, dim, len(range(q)), heads"),
     "one letter": _takes("V, T, C, L, H"),
-    "passed on": BASE + """
-class GPT(Base):
-    def __init__(self, q1, q2, q3, q4, q5):
-        super().__init__(q1, q2, dim=q3, depth=q4, heads=q5)
-""",
     "kwargs of a base": BASE + """
 class GPT(Base):
     def __init__(self, **kwargs):
@@ -103,11 +96,22 @@ class GPT(Core):
         super().__init__(c.vocab_size, ctx, dim, c.depth, c.heads)
 """,
     "attributes and items": gpt(", c", 'c["vocab_size"], c["n_ctx"], c.dim, c.depth, c["heads"]'),
+    "hidden size": gpt(
+        ", config",
+        "config.vocab_size, config.n_ctx, config.hidden_size, config.n_layer, config.n_head",
+    ) + "\n    def width(self):\n        return self.tok.embedding_dim\n",
     "nested": """
 class GPT(Core):
     def __init__(self, config):
         m = config.model
         super().__init__(config.data.vocab_size, config.data.n_ctx, m.dim, m.depth, m.heads)
+""",
+    "nested dict": """
+CONFIG = {"model": {"dim": 1, "depth": 1, "heads": 1, "magic": 7}, "data": {"vocab": 2, "ctx": 3}}
+class GPT(Core):
+    def __init__(self, cfg):
+        m, d = cfg["model"], cfg["data"]
+        super().__init__(d["vocab"], d["ctx"], m["dim"], m["depth"], m["heads"], m["magic"])
 """,
     "annotated dataclass": DATACLASS + gpt(", c: GPTConfig", READ),
     "annotated by string": DATACLASS + gpt(', c: "typing.Optional[GPTConfig]" = None', READ),

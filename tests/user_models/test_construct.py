@@ -1,4 +1,4 @@
-"""construct: the checkpoint's sizes, under whatever names and in whatever form they are read."""
+"""construct: arguments and configs with the checkpoint's sizes; functions that return models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from compat import AdaptError, GPT2Config
-from compat.user_models.construct import construct
-from compat.user_models.target import load_class
+from compat.user_models import construct, load_target
 from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
@@ -22,18 +21,20 @@ SIZES = (97, 32, 24, 3, 4)
 NOTHING = "1, 2, 3, 4, 5"
 
 
-def build(tmp_path: Path, source: str, config: GPT2Config = CONFIG, **how: Any) -> Any:
+def build(
+    tmp_path: Path, source: str, config: GPT2Config = CONFIG, name: str = "GPT", **how: Any
+) -> Any:
     path = tmp_path / "own.py"
     path.write_text(CORE + source)
-    return construct(load_class(f"{path}:GPT"), config, **how)
+    return construct(load_target(f"{path}:{name}"), config, **how)
 
 
-@pytest.mark.parametrize("info", STYLES)
-def test_the_sizes_arrive_in_every_style(tmp_path: Path, style: str) -> None:
+@pytest.mark.parametrize("style", STYLES)
+def test_sizes_are_passed_in_every_style(tmp_path: Path, style: str) -> None:
     assert build(tmp_path, STYLES[style]).sizes == SIZES
 
 
-def test_a_dictionary_has_exactly_the_keys_that_the_classes_read(tmp_path: Path) -> None:
+def test_dict_has_exactly_the_keys_that_the_classes_read(tmp_path: Path) -> None:
     source = """
 class Block(nn.Module):
     def __init__(self, c):
@@ -62,7 +63,7 @@ class GPT(nn.Module):
     assert type(model.cfg) is dict and len(model.blocks) == 3 and model.blocks[0].heads == 4
 
 
-def test_what_the_checkpoint_says_beside_sizes(tmp_path: Path) -> None:
+def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> None:
     names = (
         "attn_pdrop resid_pdrop embd_pdrop dropout ln_eps tie_weights qkv_bias head_dim mlp_ratio "
         "d_ff device"
@@ -85,25 +86,11 @@ def test_what_the_checkpoint_says_beside_sizes(tmp_path: Path) -> None:
         ("hidden_dim, emb_dim", 96),
     ],
 )
-def test_hidden_is_the_inner_width_only_beside_a_width(
+def test_hidden_size_is_the_mlp_width_only_beside_a_width(
     tmp_path: Path, signature: str, expected: int
 ) -> None:
     name = next(n for n in signature.split(", ") if n.startswith("hidden"))
     assert build(tmp_path, gpt(f", {signature}", f"0, 0, 0, 0, 0, {name}")).extra == expected
-
-
-def test_a_table_that_is_not_the_vocabularys_is_of_positions(tmp_path: Path) -> None:
-    source = """
-class GPT(nn.Module):
-    def __init__(self, one, other):
-        super().__init__()
-        self.tables = nn.Embedding(one, 8), nn.Embedding(other, 8)
-        {}
-"""
-    tables = build(tmp_path, source.format("self.head = nn.Linear(8, one)").replace("other", "ctx"))
-    assert [table.num_embeddings for table in tables.tables] == [97, 32]
-    tables = build(tmp_path, source.format("").replace("one", "vocab"))
-    assert [table.num_embeddings for table in tables.tables] == [97, 32]
 
 
 def test_switches_away_from_gpt2_are_off(tmp_path: Path) -> None:
@@ -111,7 +98,7 @@ def test_switches_away_from_gpt2_are_off(tmp_path: Path) -> None:
     assert build(tmp_path, source).extra == (False, True)
 
 
-def test_defaults_that_mean_nothing_here_or_are_of_another_kind_stay(tmp_path: Path) -> None:
+def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> None:
     source = gpt(
         ", vocab_size, magic=3, activation='swish', mlp=None, dropout=nn.Dropout, n_inner=None",
         "vocab_size, 0, 0, 0, 0, (magic, activation, mlp, dropout, n_inner)",
@@ -125,13 +112,13 @@ def test_defaults_that_mean_nothing_here_or_are_of_another_kind_stay(tmp_path: P
     ("reads", "expected"),
     [("{'gelu': 1, 'gelu_new': 2}[act]", 2), ("{'relu': 0, 'gelu': 1}[act]", 1)],
 )
-def test_an_activation_goes_by_a_name_that_the_code_knows(
+def test_activation_has_a_name_that_the_code_knows(
     tmp_path: Path, reads: str, expected: int
 ) -> None:
     assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
 
 
-def test_globals_of_siblings_are_set_too_and_no_others(tmp_path: Path) -> None:
+def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "sizes_here.py").write_text("n_embd = 8\nbatch_size = 5\nn_layer = 2\n")
     source = "import sizes_here\nfrom sizes_here import n_embd, batch_size\n"
     source += "n_head = 9\nunused = n_ctx = 1\nT = True\n"
@@ -148,14 +135,14 @@ def test_globals_are_restored_when_the_constructor_raises(tmp_path: Path) -> Non
         + "n_embd = 384\nHP = {'n_head': 7}\n"
         + gpt("", "", "raise ValueError(n_embd, HP['n_head'])")
     )
-    cls = load_class(f"{path}:GPT")
+    cls = load_target(f"{path}:GPT")
     with pytest.raises(AdaptError, match=r"ValueError: \(24, 4\)"):
         construct(cls, CONFIG)
     module = vars(sys.modules[cls.__module__])
     assert (module["n_embd"], module["HP"]) == (384, {"n_head": 7})
 
 
-def test_a_whole_gpt_runs(tmp_path: Path) -> None:
+def test_built_model_runs(tmp_path: Path) -> None:
     source = """
 n_head = 2
 
@@ -190,32 +177,73 @@ class GPT(nn.Module):
     ]
 
 
-def test_what_the_users_code_prints_is_left_alone(
+def test_construct_does_not_redirect_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line keeps it off its own stdout; a library does not redirect the process's."""
+    """The command line keeps it off stdout; the library itself does not redirect the process's."""
     build(tmp_path, "print('importing')\n" + gpt("", NOTHING, "print('building')"))
     assert capsys.readouterr() == ("importing\nbuilding\n", "")
 
 
-# What the caller gives.
+# Functions.
+
+MAKE = "\nn_layer = 8\n\ndef make_model({}):\n    return Core({})\n"
 
 
-def test_kwargs_go_over_what_is_worked_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signature", "sizes", "kwargs", "expected"),
+    [
+        ("", "1, 2, 3, n_layer, 5", {}, (1, 2, 3, 8, 5)),
+        ("it", "it.vocab_size, it.n_positions, it.n_embd, it.n_layer, it.n_head", {}, SIZES),
+        ("config=None", "1, 2, config.n_embd, 4, 5", {}, (1, 2, 24, 4, 5)),
+        ("width=3", "1, 2, width, 4, 5", {}, (1, 2, 3, 4, 5)),
+        ("cfg, width=3", "1, 2, width, cfg.n_layer, 5", {"width": 6}, (1, 2, 6, 3, 5)),
+    ],
+)
+def test_function_is_called_with_the_config_if_it_takes_one(
+    tmp_path: Path, signature: str, sizes: str, kwargs: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    source = MAKE.format(signature, sizes)
+    assert build(tmp_path, source, name="make_model", kwargs=kwargs).sizes == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "fragment"),
+    [
+        (MAKE.format("config, other", NOTHING), "make_model needs the argument other"),
+        (
+            "\ndef make_model():\n    return {}\n",
+            "make_model returns dict; it must return an nn.Mod",
+        ),
+        (MAKE.format("", "1 / 0"), "ZeroDivisionError: division by zero\n  at "),
+    ],
+)
+def test_function_that_returns_no_model(tmp_path: Path, source: str, fragment: str) -> None:
+    with pytest.raises(AdaptError) as caught:
+        build(tmp_path, source, name="make_model")
+    assert fragment in str(caught.value)
+
+
+# What the caller passes.
+
+
+def test_kwargs_replace_the_arguments_found(tmp_path: Path) -> None:
     source = gpt(", vocab_size, n_layer, magic", "vocab_size, 0, 0, n_layer, 0, magic")
     model = build(tmp_path, source, kwargs={"n_layer": 7, "magic": [1]})
     assert (model.sizes, model.extra) == ((97, 0, 0, 7, 0), [1])
 
 
-@pytest.mark.parametrize("info", ["dict", "attributes", "annotated dataclass", "dataclass by name"])
-def test_a_dictionary_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
+@pytest.mark.parametrize(
+    "style", ["dict", "attributes", "annotated dataclass", "dataclass by name"]
+)
+def test_dict_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
     source = STYLES[style]
     name = source.rpartition("__init__(self, ")[2].partition(")")[0].partition(":")[0]
     layers = "n_layers" if style == "dict" else "n_layer"
     assert build(tmp_path, source, kwargs={name: {layers: 7}}).sizes == (97, 32, 24, 7, 4)
 
 
-def test_config_name_is_passed_as_it_is(tmp_path: Path) -> None:
+def test_named_config_is_passed_unchanged(tmp_path: Path) -> None:
     source = "\nMINE = SimpleNamespace(vocab_size=1, block_size=2, n_embd=3, n_layer=4, n_head=5)\n"
     source += gpt(", c, magic=0", f"{READ}, magic")
     model = build(tmp_path, source, config_name="MINE", kwargs={"magic": 6})
@@ -254,7 +282,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         f"{DATACLASS}    def __post_init__(self):\n        raise ValueError('not so')\n"
         + gpt(", x: GPTConfig", NOTHING),
         {},
-        ["the arguments of GPT cannot be worked out: ValueError: not so", "own.py:24: raise"],
+        ["the arguments of GPT cannot be determined: ValueError: not so", "own.py:24: raise"],
     ),
     "unknown kwarg": (
         gpt(", vocab_size", NOTHING),
@@ -277,7 +305,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_say_what_is_wrong_and_what_to_do(tmp_path: Path, case: str) -> None:
+def test_errors_state_the_fault_and_the_next_step(tmp_path: Path, case: str) -> None:
     source, how, fragments = ERRORS[case]
     with pytest.raises(AdaptError) as caught:
         build(tmp_path, source, **how)
@@ -285,6 +313,16 @@ def test_errors_say_what_is_wrong_and_what_to_do(tmp_path: Path, case: str) -> N
         assert fragment in str(caught.value)
 
 
-def test_an_interrupt_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["argument", "key", "field", "no config argument", "raising"])
+def test_errors_recommend_a_function_first(tmp_path: Path, case: str) -> None:
+    source, how, _ = ERRORS[case]
+    with pytest.raises(AdaptError) as caught:
+        build(tmp_path, source, **how)
+    before, advice, _ = str(caught.value).partition("pass FILE.py:make_model")
+    assert advice
+    assert "--kwargs" not in before
+
+
+def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, gpt("", NOTHING, "raise KeyboardInterrupt"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_class, resized
+from compat.user_models import construct, load_target, resized
 from tests.adapt_project import GPT
 from tests.command_line import Cli
 
@@ -70,7 +70,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mo
     (package / "sizes.py").write_text(SIZES)
     (package / "models.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    load_class("own_package.models:Own")
+    load_target("own_package.models:Own")
     names = ["own_package", "own_package.models", "own_package.sizes"]
     yield [sys.modules[name] for name in names]
     for name in names:
@@ -91,16 +91,16 @@ def state(modules: list[ModuleType]) -> list[Any]:
 
 def test_modules_are_as_before_when_the_model_is_built(modules: list[ModuleType]) -> None:
     before = state(modules)
-    assert construct(load_class("own_package.models:Own"), CONFIG).built_for == (97, 32, 24, 3, 4)
+    assert construct(load_target("own_package.models:Own"), CONFIG).built_for == (97, 32, 24, 3, 4)
     assert state(modules) == before
     with pytest.raises(AdaptError, match="by the user's code"):
-        construct(load_class("own_package.models:Own"), CONFIG, kwargs={"fails": True})
+        construct(load_target("own_package.models:Own"), CONFIG, kwargs={"fails": True})
     assert state(modules) == before
 
 
 def test_the_model_runs_with_the_sizes_that_it_was_built_for(modules: list[ModuleType]) -> None:
     before = state(modules)
-    model = construct(load_class("own_package.models:Own"), CONFIG)
+    model = construct(load_target("own_package.models:Own"), CONFIG)
     with resized(type(model), CONFIG):
         assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 97)
         with resized(type(model), CONFIG):
@@ -121,7 +121,7 @@ def test_adapt_leaves_modules_as_they_were(
 
 def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
     before = state(modules)
-    cls, built = load_class("own_package.models:Own"), {}
+    cls, built = load_target("own_package.models:Own"), {}
 
     def build(layers: int) -> None:
         config = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=layers, n_head=4)

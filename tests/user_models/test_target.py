@@ -1,4 +1,4 @@
-"""load_class: classes from files, packages and notebooks, and what is said where there is none."""
+"""load_target: functions and classes from files, packages and notebooks, and errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from compat import AdaptError, GPT2Config
-from compat.user_models.construct import construct
-from compat.user_models.target import load_class
+from compat.user_models import construct, load_target
 
 GPT = """
 import torch
@@ -53,7 +52,7 @@ def notebook(tmp_path: Path, *sources: str) -> Path:
 
 def refused(target: str, *fragments: str) -> None:
     with pytest.raises(AdaptError) as caught:
-        load_class(target)
+        load_target(target)
     for fragment in fragments:
         assert fragment in str(caught.value)
 
@@ -67,25 +66,25 @@ def test_a_file_by_its_path(tmp_path: Path) -> None:
     )
     path = write(tmp_path / "4th try.py", text)
     before = list(sys.path)
-    module = sys.modules[(cls := load_class(f"{path}:GPT")).__module__]
+    module = sys.modules[(cls := load_target(f"{path}:GPT")).__module__]
     assert (cls.__name__, module.__file__, sys.path) == ("GPT", str(path), before)
     assert inspect.getsource(cls).startswith("class GPT(nn.Module)")
     config = vars(module)["Config"](n=3)
     assert pickle.loads(pickle.dumps(config)) == config and dataclasses.is_dataclass(config)
     assert type(pickle.loads(pickle.dumps(cls()))) is cls
-    again = load_class(f"{path}:GPT")
+    again = load_target(f"{path}:GPT")
     assert again is not cls and again.__module__ != cls.__module__ != "__main__"
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_an_edited_file_and_its_siblings_are_read_anew(tmp_path: Path) -> None:
+def test_edited_file_and_its_siblings_are_read_again(tmp_path: Path) -> None:
     for folder, word in [("a", "one"), ("b", "two"), ("b", "three")]:
         sibling = write(
             tmp_path / folder / "same_name_sibling.py", f"WORD = {word!r}\n" * len(word)
         )
         text = f"from same_name_sibling import WORD\n{GPT}    word = WORD, {word!r}\n"
         assert (
-            vars(load_class(f"{write(sibling.with_name('gpt.py'), text)}:GPT"))["word"]
+            vars(load_target(f"{write(sibling.with_name('gpt.py'), text)}:GPT"))["word"]
             == (word,) * 2
         )
 
@@ -95,63 +94,106 @@ def test_relative_imports_within_a_package(tmp_path: Path, sizes: tuple[int, int
     write(tmp_path / "pack_a" / "parts.py", f"SIZE = {sizes[0]}")
     write(tmp_path / "pack_a" / "deep" / "near.py", f"SIZE = {sizes[1]}")
     text = "from ..parts import SIZE as A\nfrom .near import SIZE as B\n" + GPT + "    sizes = A, B"
-    cls = load_class(f"{write(tmp_path / 'pack_a' / 'deep' / 'gpt.py', text)}:GPT")
+    cls = load_target(f"{write(tmp_path / 'pack_a' / 'deep' / 'gpt.py', text)}:GPT")
     assert vars(cls)["sizes"] == sizes
+
+
+def test_package_root_is_above_every_init_file(tmp_path: Path) -> None:
+    for folder in ("pack_d", "pack_d/inner"):
+        write(tmp_path / folder / "__init__.py", "")
+    write(tmp_path / "pack_d" / "parts.py", "SIZE = 7")
+    text = "import pack_d.parts\nfrom .. import parts\nfrom .near import SIZE\n" + GPT
+    write(tmp_path / "pack_d" / "inner" / "near.py", "from pack_d.parts import SIZE")
+    path = write(tmp_path / "pack_d" / "inner" / "gpt.py", text + "    sizes = SIZE, parts.SIZE")
+    assert vars(load_target(f"{path}:GPT"))["sizes"] == (7, 7)
+
+
+MAKE_MODEL = "def make_model():\n    return GPT()\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "notebook", "package"])
+def test_function(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the default, also where a file has several classes."""
+    text = GPT + "class Other(nn.Module):\n    pass\n" + MAKE_MODEL
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pack_e" / "models.py", text)
+    places = {"file": write(tmp_path / "gpt.py", text), "package": "pack_e.models"}
+    place = places.get(kind) or notebook(tmp_path, GPT, MAKE_MODEL, BOOM)
+    for target in (f"{place}:make_model", str(place)):
+        function = load_target(target)
+        assert type(construct(function, GPT2Config())).__name__ == "GPT"
 
 
 def test_a_module_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "pack_b" / "models.py", GPT)
     monkeypatch.chdir(tmp_path)
-    cls = load_class("pack_b.models:GPT")
-    assert cls.__module__ == "pack_b.models" and load_class("pack_b.models") is cls
-    assert load_class("torch.nn:Linear").__name__ == "Linear"
+    cls = load_target("pack_b.models:GPT")
+    assert cls.__module__ == "pack_b.models" and load_target("pack_b.models") is cls
+    assert load_target("torch.nn:Linear").__name__ == "Linear"
     refused("pack_b.modles:GPT", "no module 'pack_b.modles'", "no 'pack_b.modles'", str(tmp_path))
 
 
-def test_a_file_that_trains_at_top_level_is_not_trained(tmp_path: Path) -> None:
+def test_training_at_module_level_is_not_executed(tmp_path: Path) -> None:
     text = "vocab_size = len(open('no such file').read())\nn_embd = 8\n" + GPT
     path = write(tmp_path / "gpt.py", text + "        self.sizes = vocab_size, n_embd\n" + TRAIN)
-    model = construct(load_class(f"{path}:GPT"), GPT2Config(vocab_size=97, n_embd=24))
+    model = construct(load_target(f"{path}:GPT"), GPT2Config(vocab_size=97, n_embd=24))
     assert vars(model)["sizes"] == (97, 24)
     assert inspect.getsource(type(model)).startswith("class GPT(nn.Module)")
     assert "model" not in vars(sys.modules[type(model).__module__])
     write(path, GPT + "import os\nif __name__ == '__main__':" + TRAIN.replace("\n", "\n    "))
-    assert "os" in vars(sys.modules[load_class(f"{path}:GPT").__module__])  # all of it was imported
+    assert "os" in vars(
+        sys.modules[load_target(f"{path}:GPT").__module__]
+    )  # all of it was imported
 
 
-# Which class.
+# Choosing the function or class.
 
 
-def test_the_one_that_is_no_part_of_another(tmp_path: Path) -> None:
+def test_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
     path = write(tmp_path / "gpt.py", GPT + "from torch.nn import Linear\n")
-    assert load_class(str(path)).__name__ == "GPT"
+    assert load_target(str(path)).__name__ == "GPT"
     write(path, GPT + "class Other(nn.Module):\n    pass\n")
     refused(
-        str(path), "has 2 nn.Module classes that are no other's part: GPT, Other", "gpt.py:Other"
+        str(path), "has 2 nn.Module classes that no other class uses: GPT, Other", "gpt.py:Other"
     )
     refused(str(write(path, "x = 1")), "defines no nn.Module class")
-    assert load_class(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
+    assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
 @pytest.mark.parametrize("kind", ["file", "notebook"])
-def test_a_name_that_is_no_model(tmp_path: Path, kind: str) -> None:
+def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
     text = GPT + "class Config:\n    pass\nGPTX = 3\nmade = GPT()\n"
     path = write(tmp_path / "gpt.py", text) if kind == "file" else notebook(tmp_path, text)
-    refused(f"{path}:Gpt1", "no class 'Gpt1'", "did you mean 'GPT'?", "classes: Block, GPT")
-    refused(f"{path}:Config", "'Config' in ", "is a class, not an nn.Module class; its ")
-    refused(f"{path}:GPTX", "is a int, not an nn.Module class")
-    refused(f"{path}:made", "already built; name its class", ":GPT")
+    refused(
+        f"{path}:Gpt1", "no class or function 'Gpt1'", "did you mean 'GPT'?", "classes: Block, GPT"
+    )
+    refused(
+        f"{path}:Config",
+        "'Config' in ",
+        "is a class; expected a function that returns the model, or an nn.Module class. Its ",
+    )
+    refused(
+        f"{path}:GPTX",
+        "is of type int; expected a function that returns the model, or an nn.Module",
+    )
+    refused(f"{path}:made", "is a model that is built already. Pass its class", ":GPT")
 
 
-# What cannot be imported.
+# Targets that cannot be imported.
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_target_that_does_not_exist(tmp_path: Path) -> None:
     write(tmp_path / "my_gpt.py", GPT)
     refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "did you mean 'my_gpt.py'?")
     refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "check the path")
-    refused("no/such:GPT", "expected FILE.py:Class, FILE.ipynb:Class or package.module:Class")
-    refused("no_such_module:GPT", "no module 'no_such_module'", "with its suffix")
+    refused(
+        "no/such:GPT",
+        "expected FILE.py:make_model",
+        "FILE.py:Class, FILE.ipynb:Class or package.module:Class",
+    )
+    refused(
+        "no_such_module:GPT", "no module 'no_such_module'", "with its suffix, FILE.py:make_model"
+    )
 
 
 FAULTS: dict[str, tuple[str, list[str]]] = {
@@ -181,18 +223,18 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, case: str) -> None:
     assert sys.path == before[0] and not {m for m in set(sys.modules) - before[1] if "gpt" in m}
 
 
-def test_an_interrupt_passes(tmp_path: Path) -> None:
+def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        load_class(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")
+        load_target(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")
 
 
 # Notebooks.
 
-BOOM = "raise RuntimeError('not to be run')\n"
+BOOM = "raise RuntimeError('not to be executed')\n"
 IMPORTS = "import torch\nfrom torch import nn\nimport no_such_package\n"
 
 
-def test_only_what_the_class_needs_is_run(tmp_path: Path) -> None:
+def test_only_what_the_class_needs_is_executed(tmp_path: Path) -> None:
     cells = [
         "!pip install torch\n%matplotlib inline\nimport torch\nimport no_such_package\ntorch?\n",
         "from dataclasses import dataclass\nimport torch.nn as nn\n" + BOOM,
@@ -207,7 +249,7 @@ def test_only_what_the_class_needs_is_run(tmp_path: Path) -> None:
         "this cell is broken\n",
         TRAIN,
     ]
-    cls = load_class(f"{notebook(tmp_path, *cells)}:GPT")
+    cls = load_target(f"{notebook(tmp_path, *cells)}:GPT")
     module = vars(sys.modules[cls.__module__])
     own = "dataclass nn size WIDTH Config GPT Part"
     assert {name for name in module if not name.startswith("__")} == set(own.split())
@@ -220,7 +262,7 @@ def values(tmp_path: Path, cells: list[str]) -> object:
     write(tmp_path / "pack_c" / "two.py", "N = 2")
     body = "class GPT(nn.Module):\n    def get(self):\n        return "
     written = [IMPORTS, *(cell.replace("GPT: ", body) for cell in cells)]
-    made = load_class(f"{notebook(tmp_path, *written)}:GPT")()
+    made = load_target(f"{notebook(tmp_path, *written)}:GPT")()
     return made.get()  # type: ignore[operator]
 
 
@@ -255,13 +297,13 @@ def test_which_definition_counts(tmp_path: Path, cells: list[str], expected: obj
     assert values(tmp_path, cells) == expected
 
 
-def test_lines_are_those_of_the_cell(tmp_path: Path) -> None:
+def test_line_numbers_are_those_of_the_cell(tmp_path: Path) -> None:
     cells = [
         "from torch import nn",
         "%time\n\nclass GPT(nn.Module):\n    def f(self):\n        1 / 0\n",
     ]
     path = notebook(tmp_path, *cells, "class GPT2(GPT):\n    def g(self):\n        pass")
-    cls = load_class(f"{path}:GPT2")
+    cls = load_target(f"{path}:GPT2")
     module = sys.modules[cls.__module__]
     filename = vars(module)["GPT"].f.__code__.co_filename
     assert (module.__file__, filename) == (str(path), f"{path}#cell-2")
@@ -280,7 +322,7 @@ def test_a_config_that_the_class_does_not_mention(tmp_path: Path) -> None:
         "WIDTH = 5",
         "CONFIG = {'n': WIDTH * 2}\n" + BOOM,
     ]
-    cls = load_class(f"{notebook(tmp_path, *cells)}:GPT")
+    cls = load_target(f"{notebook(tmp_path, *cells)}:GPT")
     assert vars(construct(cls, GPT2Config(), config_name="CONFIG"))["n"] == 10
     with pytest.raises(AdaptError, match="no config 'CONFIGS'"):
         construct(cls, GPT2Config(), config_name="CONFIGS")
@@ -288,10 +330,10 @@ def test_a_config_that_the_class_does_not_mention(tmp_path: Path) -> None:
 
 def test_notebooks_that_cannot_be_read(tmp_path: Path) -> None:
     refused(
-        f"{(path := write(tmp_path / 'a.ipynb', '{'))}:GPT", f"{path} is no notebook: not JSON: "
+        f"{(path := write(tmp_path / 'a.ipynb', '{'))}:GPT", f"{path} is not a notebook: not JSON: "
     )
     for text in ("[]", "{}", '{"cells": [{}]}', '{"cells": 3}'):
-        refused(f"{write(path, text)}:GPT", "is no notebook of format 4, with a list of cells")
+        refused(f"{write(path, text)}:GPT", "is not a notebook of format 4, with a list of cells")
     path = notebook(tmp_path, "x = 1", "y = 2\nclass GPT(nn.Module:\n    pass\n")
     refused(f"{path}:GPT", "SyntaxError: ", f"{path}#cell-2:2: class GPT(nn.Module:")
     path = notebook(tmp_path, IMPORTS, "class GPT(nn.Module):\n    x = 1 / 0\n")
