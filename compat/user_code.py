@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from compat.errors import AdaptError, CompatError
 
@@ -21,30 +20,43 @@ PACKAGES = {
     "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
 }
+
+
+def _folders_of(package: str) -> list[str]:
+    """Where a package lies, without importing it."""
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec else []
+
+
 COMPAT = f"{Path(__file__).parent}/"
 FOREIGN = tuple(
     f"{Path(folder)}/"
     for folder in (
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
-        Path(torch.__file__).parent,
+        *_folders_of("torch"),
         COMPAT,
     )
 )
 
 
-def described(error: BaseException) -> str:
-    """An exception's type and text, the user's own line that led to it, and what to do."""
-    text = "\n".join([f"{type(error).__name__}: {error}".removesuffix(": "), *_where(error)])
+def described(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
+    """An exception's type and text, the innermost line of its owner's code, and what to do.
+
+    Args:
+        error: any exception.
+        owns: whether a file is the owner's; by default whether it is the user's.
+    """
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if (owns or is_users)(f.filename)
+    ]
+    text += "".join(f"\n  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:])
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.split(".")[0]
         package = PACKAGES.get(missing, missing)
         text += f"\n  to install it: pip install {package}"
     return text
-
-
-def _where(error: BaseException) -> list[str]:
-    return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
