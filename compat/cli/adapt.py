@@ -133,8 +133,11 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
     """Print the two verdicts, the unmatched tensors, then every finding with its line and fix."""
     headline = _headline(adaptation)
     joined = Text("   ").join(headline)
-    for part in [joined] if joined.cell_len <= out.width else headline:
-        print_wrapped(out, part, others="  ")
+    if joined.cell_len <= out.width:
+        out.print(joined, soft_wrap=True)
+    else:
+        for part in headline:
+            print_wrapped(out, part, others="  ")
     if adaptation.unmatched:
         names = ", ".join(collapse_layers(adaptation.unmatched))
         print_wrapped(out, Text(f"no place for {names}"), "  ", "    ")
