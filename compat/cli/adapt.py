@@ -150,8 +150,10 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
         out.print()
     for finding in minor:
         where = f" at {_place(finding)}" if finding.file else ""
-        title = _coloured(finding, f"{SEVERITY['info'][0]} {finding.code}").append(where)
-        title.append(f": {finding.message} → {finding.fix}")
+        title = Text.assemble(
+            (f"{SEVERITY['info'][0]} {finding.code}", COLOURS["info"]),
+            f"{where}: {finding.message} → {finding.fix}",
+        )
         print_wrapped(out, title, others="  ")
 
 
@@ -187,19 +189,19 @@ def _show_findings(findings: Sequence[compat.Finding], out: Console) -> None:
     """A line of source, then for each of its findings the message, the fix and the evidence."""
     _show_line(findings[0], out)
     for finding in findings:
-        mark, effect = SEVERITY[finding.severity]
+        (mark, effect), colour = SEVERITY[finding.severity], COLOURS[finding.severity]
         at = f" at {finding.tap}" if finding.tap else ""
-        title = Text("").append_text(_coloured(finding, f"{mark} "))
-        title.append_text(_coloured(finding, finding.code, "bold ")).append(" · ")
-        title.append_text(_coloured(finding, f"{effect}{at}")).append(f": {finding.message}")
+        title = Text.assemble(
+            (f"{mark} ", colour),
+            (finding.code, f"bold {colour}"),
+            " · ",
+            (f"{effect}{at}", colour),
+            f": {finding.message}",
+        )
         print_wrapped(out, title, "  ", "    ")
         out.print(Text.assemble("  ", ("→ ", "bold green"), (finding.fix, "bold")), soft_wrap=True)
         if finding.evidence:
             print_wrapped(out, Text(finding.evidence, style="dim"), "    ", "    ")
-
-
-def _coloured(finding: compat.Finding, text: str, style: str = "") -> Text:
-    return Text.assemble((text, style + COLOURS[finding.severity]))
 
 
 def _show_line(finding: compat.Finding, out: Console) -> None:
