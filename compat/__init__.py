@@ -1,9 +1,13 @@
-"""Hugging Face GPT-2 weights in hand-written blocks: loaded by name, proved equal, written back."""
+"""Load Hugging Face GPT-2 checkpoints into hand-written GPT-2 blocks, prove that they compute what
+`transformers` computes, and generate text.
 
-from compat.adaptation import Adaptation, Finding, adapt
-from compat.config import GPT2Config
-from compat.decoding import PlainBlocks, left_pad
-from compat.engine import Engine
+A public name is imported when it is first used, so that `import compat` and the help of the command
+line do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from compat.errors import (
     AdaptError,
     CheckpointError,
@@ -15,36 +19,51 @@ from compat.errors import (
     ParityError,
     TokenizerError,
 )
-from compat.generation import (
-    Completion,
-    Sampling,
-    TextStream,
-    generate,
-    generate_text,
-    stream,
-    stream_text,
-)
-from compat.inspection import Inspection, inspect_checkpoint
-from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
-from compat.name_map import NameMap, Row, Same, Split, Transpose
-from compat.ops import (
-    Affine,
-    Fused,
-    Part,
-    Rearrange,
-    Reparametrized,
-    Rows,
-    WeightNorm,
-)
-from compat.parity import ParityReport, check_parity
-from compat.saving import save_pretrained
-from compat.taps import Tap
-from compat.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    # From the modules of `adapt` and `generate`: mypy takes the packages' names for these modules.
+    from compat.adaptation import Adaptation, Finding
+    from compat.adaptation.adapt import adapt
+    from compat.checkpoint import Checkpoint, open_checkpoint
+    from compat.config import GPT2Config
+    from compat.decoding import PlainBlocks, left_pad
+    from compat.engine import Engine
+    from compat.generation import Completion, Sampling, TextStream, generate_text, stream_text
+    from compat.generation.generate import generate, stream
+    from compat.inspection import Inspection, inspect_checkpoint
+    from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
+    from compat.name_map import NameMap, Row, Same, Split, Transpose
+    from compat.ops import Affine, Fused, Part, Rearrange, Reparametrized, Rows, WeightNorm
+    from compat.parity import ParityReport, check_parity
+    from compat.saving import save_pretrained
+    from compat.taps import Tap
+    from compat.tokenizer import Tokenizer, load_tokenizer
+
+    __version__: str
+
+_NAMES = {
+    "adaptation": "Adaptation Finding adapt",
+    "checkpoint": "Checkpoint open_checkpoint",
+    "config": "GPT2Config",
+    "decoding": "PlainBlocks left_pad",
+    "engine": "Engine",
+    "generation": "Completion Sampling TextStream generate generate_text stream stream_text",
+    "inspection": "Inspection inspect_checkpoint",
+    "loading": "load_block load_into load_pretrained to_hf_state_dict",
+    "name_map": "NameMap Row Same Split Transpose",
+    "ops": "Affine Fused Part Rearrange Reparametrized Rows WeightNorm",
+    "parity": "ParityReport check_parity",
+    "saving": "save_pretrained",
+    "taps": "Tap",
+    "tokenizer": "Tokenizer load_tokenizer",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "AdaptError",
     "Adaptation",
     "Affine",
+    "Checkpoint",
     "CheckpointError",
     "CompatError",
     "Completion",
@@ -75,6 +94,7 @@ __all__ = [
     "TokenizerError",
     "Transpose",
     "WeightNorm",
+    "__version__",
     "adapt",
     "check_parity",
     "generate",
@@ -85,8 +105,25 @@ __all__ = [
     "load_into",
     "load_pretrained",
     "load_tokenizer",
+    "open_checkpoint",
     "save_pretrained",
     "stream",
     "stream_text",
     "to_hf_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, and keep it."""
+    if name == "__version__":
+        value: Any = import_module("importlib.metadata").version("gpt2-compat")
+    elif name in _MODULES:
+        value = getattr(import_module(f"compat.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

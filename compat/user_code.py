@@ -7,10 +7,9 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from compat.errors import AdaptError, CompatError
 
@@ -22,13 +21,21 @@ PACKAGES = {
     "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
 }
+
+
+def _folders_of(package: str) -> list[str]:
+    """Where a package lies, without importing it."""
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec else []
+
+
 COMPAT = f"{Path(__file__).parent}/"
 FOREIGN = tuple(
     f"{Path(folder)}/"
     for folder in (
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
-        Path(torch.__file__).parent,
+        *_folders_of("torch"),
         COMPAT,
     )
 )
@@ -40,12 +47,19 @@ MAKE_MODEL = (
 )
 
 
-def described(error: BaseException) -> str:
-    """An exception's type and text, the line of the user's code that led to it, and what to do."""
+def described(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
+    """An exception's type and text, the innermost line of its owner's code, and what to do.
+
+    Args:
+        error: any exception.
+        owns: whether a file is the owner's; by default whether it is the user's.
+    """
     if isinstance(error, SyntaxError):
         source = f": {error.text.strip()}" if error.text else ""
         return f"{type(error).__name__}: {error.msg}\n  at {error.filename}:{error.lineno}{source}"
-    places = [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
+    frames = traceback.extract_tb(error.__traceback__)
+    owned = [frame for frame in frames if (owns or is_users)(frame.filename)]
+    places = [f"  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in owned[-1:]]
     text = "\n".join([f"{type(error).__name__}: {error}".removesuffix(": "), *places])
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.split(".")[0]

@@ -3,7 +3,7 @@
 import os
 import sys
 
-if __name__ == "inspect":  # a script here, or what it imports, means Python's own: stand back
+if __name__ == "inspect":  # imported by another script here, which needs Python's own module
     kept, here = sys.path, os.path.dirname(os.path.abspath(__file__))
     sys.path = [path for path in kept if os.path.abspath(path) != here]
     del sys.modules["inspect"]

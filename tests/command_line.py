@@ -1,9 +1,10 @@
-"""Running a command: in this process, or a script in one of its own."""
+"""Run a command in this process, or a script in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Outcome(NamedTuple):
-    """What a run of the command line leaves."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -33,14 +34,18 @@ Cli = Callable[..., Outcome]
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
     """Run a command in this process."""
-    with pytest.raises(SystemExit) as exited:
-        main([str(argument) for argument in argv])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as exited:
+            main([str(argument) for argument in argv])
+    finally:
+        signal.signal(signal.SIGINT, handler)
     out, err = capsys.readouterr()
     return Outcome(int(exited.value.code or 0), out, err)
 
 
 def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
-    """Run scripts/NAME.py in a process of its own; it may not print what is no UTF-8."""
+    """Run scripts/NAME.py in a process of its own; its output has to be UTF-8."""
     env = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"}
     env["OMP_NUM_THREADS"] = "1"
     env.pop("FORCE_COLOR", None)

@@ -1,4 +1,4 @@
-"""Reports made by hand, a reader of HTML, and a browser."""
+"""Reports built by hand, an HTML parser, and a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOID = {"meta"}
 
 
 def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityReport:
-    """A report in which every tap but the last ones, which are `found`, is in bounds."""
+    """A report whose last taps are `found`, and whose other taps are in bounds."""
     names = tap_names(n_layer)
     every = [GOOD] * (len(names) - len(found)) + list(found)
     taps = [TapResult(name, d, d) for name, d in zip(names, every, strict=True)]
@@ -39,7 +39,7 @@ def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityRep
 
 
 def failing_report(checkpoint: Path) -> ParityReport:
-    """Of a model whose second block has the exact GELU."""
+    """The report of a model whose second block uses the exact GELU."""
     model = load_pretrained(checkpoint)
     MISTAKES["erf_gelu"][1](model)
     return check_parity(model.eval(), checkpoint)
@@ -55,7 +55,7 @@ def adaptation(report: ParityReport | None, *found: Finding, **changes: Any) -> 
 
 
 def evil_page() -> str:
-    """Hostile text in every place that takes any."""
+    """A page with hostile text in every field that can contain text."""
     report = report_of(BAD, model=EVIL, dialect=EVIL, dtype=EVIL, versions={EVIL: EVIL})
     taps = [TapResult(f"h.0.{EVIL}", BAD, BAD), TapResult(EVIL, BAD, BAD), *report.taps]
     rows = NameMap((Row(f"h.{{i}}.{EVIL}", (EVIL, EVIL), Same()),))
@@ -65,7 +65,7 @@ def evil_page() -> str:
 
 
 class Document(HTMLParser):
-    """The elements of a page, and whether every one is closed where it should be."""
+    """The elements of a page, each of which has to be closed in the right order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Document(HTMLParser):
 
 
 class Browser:
-    """Debian's Chromium without a window, a new profile every time."""
+    """Headless Chromium, with a new profile for every run."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder, self._runs = program, folder, 0
@@ -112,7 +112,7 @@ class Browser:
         return done.stdout.decode()
 
     def ask(self, page: str, script: str, width: int = 1200) -> Any:
-        """What a script finds on a page that stands in a frame of this width."""
+        """The value that a script returns for a page in a frame of this width."""
         answer = f"JSON.stringify((document => {{{script}}})(it.contentDocument))"
         frame = f'<iframe id="it" width="{width}" height="900" src="{page}"></iframe>'
         load = f"onload = () => {{ found.textContent = {answer} }}"
@@ -122,7 +122,7 @@ class Browser:
         return json.loads(html.unescape(found[1]))
 
     def photograph(self, page: str, dark: bool, width: int) -> bytes:
-        """A PNG of the page's top; a narrow one in a frame, for windows have a least width."""
+        """A PNG of the top of a page, in a frame because windows have a minimum width."""
         look = "<style>body { margin: 0 } iframe { border: 0 }</style>"
         look += '<meta name="color-scheme" content="light dark">'
         frame = f'{look}<iframe width="{width}" height="900" src="{page}"></iframe>'

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and where."""
+"""The command line: what it prints, and to which stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo() -> Tokenizer:
 
 
 def demo_ending_at(stop: int | None, folder: Path) -> Path:
-    """The embedded checkpoint with another id, or none, that ends a text."""
+    """A copy of the embedded checkpoint with another end-of-text id, or with none."""
     shutil.copytree(DEMO, folder)
     config = json.loads((DEMO / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": stop}))
@@ -36,7 +36,7 @@ def demo_ending_at(stop: int | None, folder: Path) -> Path:
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """The embedded checkpoint without an id that ends a text: all the tokens asked for come."""
+    """The embedded checkpoint without an end-of-text id, so that no text ends early."""
     return demo_ending_at(None, tmp_path / "endless")
 
 
@@ -50,7 +50,7 @@ def hf_shapes() -> dict[str, list[int]]:
 
 
 @each_dialect
-def test_load_says_of_every_tensor_where_it_went(cli: Cli, tiny: Path, dialect: str) -> None:
+def test_load_lists_every_tensor_with_its_parameters(cli: Cli, tiny: Path, dialect: str) -> None:
     done = cli("load", "--model", tiny, "--dialect", dialect, "--json")
     found = done.json()
     assert done.code == 0
@@ -67,7 +67,7 @@ def test_load_says_of_every_tensor_where_it_went(cli: Cli, tiny: Path, dialect: 
 
 
 def test_load_names_the_operation(cli: Cli, tiny: Path) -> None:
-    """Only the square c_proj does not show it in its shape."""
+    """The shape of the square c_proj does not show it."""
     entries = cli("load", "--model", tiny, "--json").json()["tensors"]
     operation = {entry["tensor"]: entry["operation"] for entry in entries}
     assert operation["h.2.attn.c_attn.weight"] == "split in 3, transpose"
@@ -79,7 +79,7 @@ def test_load_names_the_operation(cli: Cli, tiny: Path) -> None:
 
 
 @each_dialect
-def test_load_shows_a_table_with_a_line_per_kind_of_tensor(
+def test_load_shows_a_table_with_a_row_for_each_kind_of_tensor(
     cli: Cli, tiny: Path, dialect: str
 ) -> None:
     done = cli("load", "--model", tiny, "--dialect", dialect)
@@ -97,7 +97,7 @@ def test_load_shows_a_table_with_a_line_per_kind_of_tensor(
 
 
 def test_load_notes_go_to_stderr(cli: Cli, state: State, write: Write) -> None:
-    """As on a file with causal masks beside its weights."""
+    """For example about a file with causal masks among its weights."""
     folder = write({**state, "h.0.attn.bias": torch.ones(1, 1, 32, 32).tril()})
     done = cli("load", "--model", folder)
     assert done.code == 0
@@ -196,7 +196,7 @@ def test_generate_as_json(cli: Cli, demo: Tokenizer, endless: Path) -> None:
 def test_100_tokens_or_what_the_context_has_room_for(
     cli: Cli, make_checkpoint: MakeCheckpoint
 ) -> None:
-    """If no length is given. The prompt is of a control character, which no merge knows."""
+    """The default length. No merge contains the control character that the prompt consists of."""
     n_ids = load_pretrained("demo").config.vocab_size
     folder = make_checkpoint(vocab_size=n_ids, n_positions=128, eos_token_id=None)
     for name in ("vocab.json", "merges.txt"):
@@ -219,7 +219,7 @@ def test_a_seed_makes_the_text_repeatable(cli: Cli, endless: Path) -> None:
 def test_text_ends_before_the_stop_id(
     cli: Cli, demo: Tokenizer, endless: Path, tmp_path: Path
 ) -> None:
-    """The embedded checkpoint, told that an id of its text ends one."""
+    """With an end-of-text id that occurs in the text of the embedded checkpoint."""
     greedy = ("generate", "The", "--temperature", 0, "--max-new-tokens", 30)
     ids = cli(*greedy, "--model", endless, "--json").json()["new_ids"]
     n = next(n for n in range(5, 30) if ids[n] not in ids[:n])
@@ -236,7 +236,7 @@ def test_an_empty_prompt_starts_from_end_of_text(cli: Cli, demo: Tokenizer, endl
     assert len(found["new_ids"]) == 3
 
 
-def test_no_new_tokens_print_the_prompt(cli: Cli) -> None:
+def test_zero_new_tokens_print_the_prompt(cli: Cli) -> None:
     done = cli("generate", "The", "--model", "demo", "--max-new-tokens", 0)
     assert (done.code, done.out) == (0, "The\n")
 
@@ -244,7 +244,7 @@ def test_no_new_tokens_print_the_prompt(cli: Cli) -> None:
 def test_a_padded_vocabulary_generates_only_ids_with_text(
     cli: Cli, make_checkpoint: MakeCheckpoint, demo: Tokenizer
 ) -> None:
-    """Half of these ids are none of the tokenizer's, and a noisy model likes them as well."""
+    """The tokenizer lacks half of these ids, although a noisy model finds them as likely."""
     n = load_pretrained("demo").config.vocab_size
     folder = make_checkpoint(vocab_size=2 * n, eos_token_id=None)
     for name in ("vocab.json", "merges.txt"):

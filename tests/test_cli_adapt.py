@@ -1,4 +1,4 @@
-"""`adapt` on the command line: what it prints of somebody's model, and where."""
+"""`adapt` on the command line: what it prints about a user's model, and to which stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
-    """What its code prints goes to stderr."""
+    """What the model's own code prints goes to stderr."""
     done = cli("adapt", "right.py:MyGPT", "--model", tiny)
     assert done.code == 0
     assert set(done.err.split()) == {"built", "called"}
@@ -46,14 +46,14 @@ def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["erf.py", "deeper/erf.py"])
-def test_a_deviation_with_its_line_and_its_remedy(cli: Cli, tiny: Path, file: str) -> None:
+def test_a_deviation_with_its_line_and_its_fix(cli: Cli, tiny: Path, file: str) -> None:
     done = cli("adapt", f"{file}:MyGPT", "--model", tiny)
     assert done.code == 1
     headline, empty, place, what, fix, evidence, *_ = done.out.splitlines()
     assert headline == "✓ mapped 40 of 40 tensors   ✗ parity fails from h.0.act on"
     assert empty == ""
     assert place == f"{file}:{ERF_LINE}  {ERF_SOURCE}"
-    assert what == f"  ✗ erf_gelu · breaks at h.0.act: {CODES['erf_gelu'].message}"
+    assert what == f"  ✗ erf_gelu · breaks parity at h.0.act: {CODES['erf_gelu'].message}"
     assert fix == '  → F.gelu(x, approximate="tanh")'
     assert evidence.startswith("    confirmed: ")
 
@@ -67,7 +67,7 @@ def test_a_file_elsewhere_is_named_in_full(
 
 
 def test_a_notebook(cli: Cli, tiny: Path) -> None:
-    """Of which only the model is run; the line is the cell's."""
+    """Only the model is executed, and the line is one of its cell."""
     done = cli("adapt", "notebook.ipynb:MyGPT", "--model", tiny)
     (place,) = (line for line in done.out.splitlines() if ERF_SOURCE in line)
     assert done.code == 1
@@ -83,7 +83,7 @@ def test_tensors_without_a_place(cli: Cli, tiny: Path) -> None:
     assert unmatched == "  no place for h.{0…2}.attn.c_attn.bias"
 
 
-def test_names_are_folded_by_layer() -> None:
+def test_names_are_collapsed_by_layer() -> None:
     names = ["wpe.weight", *(f"h.{i}.ln_1.bias" for i in (0, 1, 2, 5, 11)), "h.3.ln_2.bias"]
     names += [f"h.{i}.mlp.c_fc.bias" for i in range(12)]
     assert collapse_layers(names) == [
@@ -102,9 +102,9 @@ FIX = (
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
-    """All else is wrapped to its width."""
-    said = {"message": "word " * 40, "fix": FIX, "evidence": "far " * 40, "source_line": SOURCE}
-    finding = Finding("scale_by_d_model", "breaks", "h.0.probs", "my.py", 87, **said)
+    """Everything else is wrapped to the width."""
+    texts = {"message": "word " * 40, "fix": FIX, "evidence": "far " * 40, "source_line": SOURCE}
+    finding = Finding("scale_by_d_model", "breaks", "h.0.probs", "my.py", 87, **texts)
     style = Finding("untied_head", "info", None, None, None, None, "but " * 40, "nothing", "")
     unmatched = [f"h.{i}.attn.c_attn.{kind}" for i in range(12) for kind in ("weight", "bias")]
     adaptation = Adaptation(
@@ -118,7 +118,7 @@ def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
     whole = {line for line in lines if SOURCE in line or FIX in line}
     assert max(len(line) for line in lines if line not in whole) <= width
     text = " ".join(out.getvalue().split())
-    assert f"scale_by_d_model · breaks at h.0.probs: {'word ' * 40}" in text
+    assert f"scale_by_d_model · breaks parity at h.0.probs: {'word ' * 40}" in text
     assert f"· untied_head: {'but ' * 40} → nothing".replace("  ", " ") in text
     assert "✗ mapped 124 of 148 tensors" in text
     assert "no place for h.{0…11}.attn.c_attn.weight, h.{0…11}.attn.c_attn.bias" in text
@@ -146,7 +146,7 @@ def test_json_has_every_field(cli: Cli, tiny: Path, tmp_path: Path, file: str, c
 
 
 def test_the_emitted_map_loads_the_model(cli: Cli, tiny: Path) -> None:
-    """Pasted as it is; on stdout there is nothing else."""
+    """The code can be pasted unchanged; stdout contains nothing else."""
     argv = ("adapt", "right.py:MyGPT", "--model", tiny)
     done, rows = cli(*argv, "--emit-map"), cli(*argv, "--json").json()["name_map"]
     assert done.code == 0
@@ -182,7 +182,7 @@ def test_notes_on_the_checkpoint_go_to_stderr(
     assert "causal-mask" not in done.out
 
 
-def test_help_says_whose_code_is_run(cli: Cli) -> None:
+def test_help_states_whose_code_is_run(cli: Cli) -> None:
     done = cli("adapt", "--help")
     text = " ".join(done.out.split())
     assert done.code == 0

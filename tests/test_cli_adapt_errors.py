@@ -60,7 +60,7 @@ def test_a_config_of_the_file(cli: Cli, tiny: Path) -> None:
     ],
 )
 def test_wrong_usage_is_2(cli: Cli, options: list[str], named: str) -> None:
-    """And is said before any code is run."""
+    """This is reported before any of the model's code is run."""
     done = cli("adapt", "right.py:MyGPT", *options)
     assert (done.code, done.out) == (2, "")
     assert named in done.err
@@ -80,7 +80,7 @@ def test_wrong_usage_is_2(cli: Cli, options: list[str], named: str) -> None:
         ("what is this", "FILE.py:Class"),
     ],
 )
-def test_a_model_that_is_none_is_3(
+def test_an_invalid_model_is_3(
     cli: Cli, tiny: Path, target: str, named: str, as_json: list[str]
 ) -> None:
     done = cli("adapt", target, "--model", tiny, *as_json)
@@ -115,7 +115,7 @@ def test_no_network_is_4_and_ctrl_c_is_130(
     assert "Traceback" not in done.err
 
 
-def test_ctrl_c_in_the_midst_is_130(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_model_runs_is_130(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "stopped.py").write_text(GPT.replace('print("called")', "raise KeyboardInterrupt"))
     done = cli("adapt", "stopped.py:MyGPT", "--model", tiny)
     assert (done.code, done.out) == (130, "")

@@ -1,4 +1,4 @@
-"""Output where ✓ cannot be encoded: every command, as text and as JSON, in a process of its own."""
+"""Output in encodings that lack ✓: every command, as text and as JSON, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's exit codes: no parity, what it refuses, interruptions; and the scripts."""
+"""Exit codes: no parity, wrong usage, bad input, interruptions; and the scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS)
 
 @pytest.fixture
 def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A classic mistake in the linear dialect: variance over C − 1."""
+    """A classic mistake in the linear dialect: unbiased variance, divided by C − 1."""
 
     def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -49,7 +49,7 @@ def test_no_parity_is_exit_code_1_and_names_the_culprit(cli: Cli, tiny: Path) ->
 
 
 @pytest.mark.usefixtures("unbiased")
-def test_one_dialect_without_parity_is_enough_for_exit_code_1(cli: Cli, tiny: Path) -> None:
+def test_one_dialect_without_parity_suffices_for_exit_code_1(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 1
     assert [report["passed"] for report in done.json()] == [False, True]
@@ -84,7 +84,7 @@ def test_one_dialect_without_parity_is_enough_for_exit_code_1(cli: Cli, tiny: Pa
 def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
     done = cli(*argv)
     assert (done.code, done.out) == (2, "")
-    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # colours, where they are forced
+    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # colours, if they are forced
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[st
 def test_a_folder_that_does_not_exist_is_3(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is not sought on the hub."""
+    """It is not looked up on the hub."""
     monkeypatch.chdir(tmp_path)
     for argv in (
         ["load", "--model"],
@@ -215,13 +215,13 @@ def test_the_scripts_are_the_commands(tiny: Path) -> None:
     assert parity.stdout.startswith("✓ linear")
 
 
-def test_a_prompt_that_is_no_utf8_is_2_and_no_traceback() -> None:
+def test_a_prompt_that_is_not_utf8_is_2_without_traceback() -> None:
     done = script("generate", os.fsdecode(b"a\xff"), "--max-new-tokens", 3)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: the prompt cannot be encoded")
 
 
-def test_a_reader_that_goes_away_is_no_error(tiny: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tiny: Path) -> None:
     command = [sys.executable, ROOT / "scripts/load.py", "--model", tiny, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

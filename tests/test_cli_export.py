@@ -60,7 +60,7 @@ def test_export_in_another_data_type(
 
 
 def test_export_onto_its_source(tmp_path: Path) -> None:
-    """As the command that a user would type, in a process of its own."""
+    """As a user would run it, in its own process."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name, content in contents(DEMO).items():
@@ -85,7 +85,7 @@ def test_notes_go_to_stderr(cli: Cli, tmp_path: Path, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5 bananas", "0", "-1", ""])
-def test_a_size_that_is_none_is_wrong_usage(cli: Cli, tmp_path: Path, size: str) -> None:
+def test_an_invalid_size_is_wrong_usage(cli: Cli, tmp_path: Path, size: str) -> None:
     done = cli("export", "demo", tmp_path / "new", f"--max-shard-size={size}")
     assert done.code == 2
     assert "max_shard_size is" in done.err.replace("\n", " ")
@@ -101,7 +101,7 @@ def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -
     )
 
 
-def test_a_source_that_is_none_is_bad_input(cli: Cli, tmp_path: Path) -> None:
+def test_a_source_that_does_not_exist_is_bad_input(cli: Cli, tmp_path: Path) -> None:
     done = cli("export", tmp_path / "nothing", tmp_path / "new")
     assert (done.code, done.out) == (3, "")
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""`generate` for one prompt: its further options, several texts, a conversation."""
+"""`generate` for one prompt: its options, several texts, and interactive use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_option_reaches_the_library(
 
 
 def test_these_options_change_the_text(cli: Cli, folder: Path) -> None:
-    """The partner of the test above."""
+    """Without this, the test above could pass although an option has no effect."""
     argv = ("generate", "O king", "--model", folder, "--max-new-tokens", 50, "--seed", 5)
     plain = cli(*argv).out
     for options in (("--min-p", 0.9), ("--repetition-penalty", 9), ("--stop", plain[9])):
@@ -69,14 +69,14 @@ def test_several_texts_of_a_prompt(cli: Cli, folder: Path) -> None:
     assert "text 3 of 3" in done.err and "27 tokens" in done.err
 
 
-def test_a_context_that_slides_says_so(cli: Cli, folder: Path) -> None:
+def test_a_sliding_context_is_reported(cli: Cli, folder: Path) -> None:
     argv = ("generate", "O", "--model", folder, "--temperature", 0, "--max-new-tokens", 90)
     assert cli(*argv).code == 2
     done = cli(*argv, "--overflow", "slide")
     made = expected(folder, "O", max_new_tokens=90, overflow="slide")[0]
     assert (done.code, done.out) == (0, made["text"] + "\n")
     assert made["dropped"] == 33
-    assert "note: the context was full; its oldest 33 tokens" in done.err
+    assert "note: the context was full. Its oldest 33 tokens" in done.err
     assert "dropped" not in cli(*argv[:-1], 20, "--overflow", "slide").err
 
 
@@ -85,14 +85,14 @@ def test_logits_that_are_not_finite_are_2_and_name_the_layer(
 ) -> None:
     model = load_pretrained(folder)
     model.get_parameter("trf_blocks.1.norm2.scale").data[0] = float("nan")
-    monkeypatch.setattr("compat.cli.generate.load_pretrained", lambda *args: model)
+    monkeypatch.setattr("compat.load_pretrained", lambda *args: model)
     done = cli("generate", "O", "--model", folder, "--plain", "--json")
     assert (done.code, done.out) == (2, "")
     assert "h.1.ln_2 is the first hidden state that contains NaN" in done.err
 
 
 class Typed(io.BytesIO):
-    """Lines that somebody types, of which one may be Ctrl-C."""
+    """Typed lines, one of which may be Ctrl-C."""
 
     def readline(self, *args: Any) -> bytes:
         line = super().readline()
@@ -118,7 +118,7 @@ def test_a_conversation_continues_every_line_until_its_end(
     assert done.err.count("> ") == 4
 
 
-def test_a_prompt_that_cannot_be_continued_does_not_end_a_conversation(
+def test_an_invalid_prompt_does_not_end_a_conversation(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     done = converse(cli, monkeypatch, b"\x01" * 60 + b"\n\xff\nO\n", folder)
@@ -135,7 +135,7 @@ def test_ctrl_c_at_the_prompt_leaves(
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Ctrl-C in that draw, counted from 1."""
+    """Ctrl-C in the n-th call that samples a token, counted from 1."""
     left, draw = [call], Sampling.draw
 
     def interrupted(self: Sampling, *args: Any) -> Any:
@@ -150,7 +150,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 def test_ctrl_c_in_a_text_keeps_it_and_returns_to_the_prompt(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    """The first text is interrupted after 7 ids, the end of it held back for a stop string."""
+    """The first text is interrupted after 7 tokens, its end held back for a stop string."""
     begun = expected(folder, "x", max_new_tokens=7)[0]["text"]
     stop = begun[-1] + "never"
     whole = expected(folder, "x", stop=[stop])[0]["text"]
@@ -160,7 +160,7 @@ def test_ctrl_c_in_a_text_keeps_it_and_returns_to_the_prompt(
     assert "stopped; Ctrl-C again" in done.err
 
 
-def test_ctrl_c_leaves_the_json_so_far(
+def test_ctrl_c_prints_the_json_so_far(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     begun = expected(folder, "x", max_new_tokens=7, logprobs=True)[0]

@@ -1,4 +1,4 @@
-"""The command `inspect` and its script, which has the name of a module of Python's own."""
+"""The command `inspect` and its script, which is named like a module of the standard library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_cli_errors import failing_with
 
 
 def lines(text: str) -> dict[str, str]:
-    """What stands behind each label."""
+    """The text behind each label."""
     rows = [line.strip().split("  ", 1) for line in text.splitlines()[1:]]
     return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
@@ -28,17 +28,17 @@ def test_the_demo(cli: Cli) -> None:
     done = cli("inspect", "demo")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("demo  ✓ would load\n")
-    told = lines(done.out)
-    assert told["format"] == "Hugging Face safetensors"
-    assert told["weights"].endswith("model.safetensors, 3.8 MB")
-    assert told["config"] == (
+    shown = lines(done.out)
+    assert shown["format"] == "Hugging Face safetensors"
+    assert shown["weights"].endswith("model.safetensors, 3.8 MB")
+    assert shown["config"] == (
         "4 layers · 4 heads · 128 channels · 256 positions · vocabulary of 1,024 · gelu_new · "
         "head tied to the embedding"
     )
-    assert told["layout"] == "projections [in, out], names begin with transformer."
-    assert told["parameters"] == "957,184 in 52 tensors of float32"
-    assert told["tokenizer"] == "vocab.json, merges.txt; 1,024 tokens"
-    assert told.keys() & {"names", "notes", "error"} == set()
+    assert shown["layout"] == "projections [in, out], names begin with transformer."
+    assert shown["parameters"] == "957,184 in 52 tensors of float32"
+    assert shown["tokenizer"] == "vocab.json, merges.txt; 1,024 tokens"
+    assert shown.keys() & {"names", "notes", "error"} == set()
 
 
 def test_json(cli: Cli, tiny: Path) -> None:
@@ -64,12 +64,12 @@ def test_what_would_not_load_is_3_with_the_error_on_stdout(
         assert not done.json()["loads"]
     else:
         assert "✗ would not load" in done.out
-        told = [line.strip() for line in done.out.splitlines()]
-        assert [line for line in error.splitlines() if line.strip() not in " ".join(told)] == []
+        shown = [line.strip() for line in done.out.splitlines()]
+        assert [line for line in error.splitlines() if line.strip() not in " ".join(shown)] == []
         assert "values" in lines(done.out) and "names" in lines(done.out)
 
 
-def test_the_number_of_heads_can_be_given(cli: Cli, tmp_path: Path, state: State) -> None:
+def test_the_number_of_heads_can_be_passed(cli: Cli, tmp_path: Path, state: State) -> None:
     head = {"lm_head.weight": state["wte.weight"] + 1}
     torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
     without = cli("inspect", tmp_path)
@@ -78,13 +78,13 @@ def test_the_number_of_heads_can_be_given(cli: Cli, tmp_path: Path, state: State
     done = cli("inspect", tmp_path, "--n-head", 4)
     assert done.code == 0
     assert "3 layers · 4 heads" in done.out
-    assert "head of its own" in done.out
+    assert "untied head" in done.out
     assert done.out.count("\n              ") == 2  # further notes, below the first
     assert cli("inspect", tmp_path, "--n-head", 5).code == 3
     assert cli("inspect", tmp_path, "--n-head", 0).code == 2
 
 
-def test_names_that_are_no_text_are_shown_escaped(cli: Cli, write: Write, state: State) -> None:
+def test_unprintable_names_are_escaped(cli: Cli, write: Write, state: State) -> None:
     folder = write({"\x1b[31mred": torch.ones(1), **state}, "pytorch_model.bin")
     done = cli("inspect", folder / "pytorch_model.bin")
     assert done.code == 3

@@ -1,4 +1,4 @@
-"""A fault of compat itself has an exit code of its own, and one line that says so."""
+"""A bug in compat has its own exit code and is reported in one line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ COMMANDS = {
     "adapt": ["right.py:MyGPT"],
     "export": ["demo", "exported"],
 }
-OPENERS = {
-    "inspect": "compat.cli.inspect.inspect_checkpoint",
-    "adapt": "compat.cli.adapt.open_checkpoint",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +29,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Panic(BaseException):
-    """As an extension in Rust raises it."""
+    """Like a panic of an extension in Rust."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -45,8 +41,8 @@ class Panic(BaseException):
 def test_an_internal_error_is_70_in_one_line(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, error: BaseException
 ) -> None:
-    opener = OPENERS.get(command, f"compat.cli.{command}.open_checkpoint")
-    monkeypatch.setattr(opener, failing_with(error))
+    opener = "inspect_checkpoint" if command == "inspect" else "open_checkpoint"
+    monkeypatch.setattr(f"compat.{opener}", failing_with(error))
     done = cli(command, *COMMANDS[command])
     assert (done.code, done.out) == (70, "")
     (line,) = done.err.splitlines()
@@ -56,7 +52,7 @@ def test_an_internal_error_is_70_in_one_line(
 
 def test_the_traceback_is_printed_on_request(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPAT_TRACEBACK", "1")
-    monkeypatch.setattr("compat.cli.load.load_pretrained", failing_with(KeyError("wte.weight")))
+    monkeypatch.setattr("compat.load_pretrained", failing_with(KeyError("wte.weight")))
     done = cli("load")
     assert (done.code, done.out) == (70, "")
     assert "Traceback (most recent call last)" in done.err
@@ -64,14 +60,14 @@ def test_the_traceback_is_printed_on_request(cli: Cli, monkeypatch: pytest.Monke
 
 
 def test_an_error_while_options_are_read_is_70(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compat.cli.export.parse_size", failing_with(ZeroDivisionError("1 / 0")))
+    monkeypatch.setattr("compat.saving.shards.parse_size", failing_with(ZeroDivisionError("1 / 0")))
     done = cli("export", "demo", "exported")
     assert (done.code, done.out) == (70, "")
     assert "bug in compat: ZeroDivisionError" in done.err
 
 
 def test_bad_input_stays_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compat.cli.load.open_checkpoint", failing_with(ConfigError("n_head is 0")))
+    monkeypatch.setattr("compat.open_checkpoint", failing_with(ConfigError("n_head is 0")))
     done = cli("load")
     assert (done.code, done.err) == (3, "error: n_head is 0\n")
 
@@ -89,7 +85,7 @@ RAISING = {
 def test_what_the_users_model_raises_is_3_with_its_line(
     cli: Cli, tiny: Path, tmp_path: Path, statement: str, calls: int
 ) -> None:
-    """At whichever of its runs; one that adapt can do without makes it not compatible."""
+    """In any of its runs; if adapt can continue without that run, the model is not compatible."""
     counting = f"""
         global CALLS
         CALLS += 1

@@ -1,4 +1,4 @@
-"""A real SIGINT, sent to a process at work: what there is stays, and the exit code is 130."""
+"""A real SIGINT sent to a running process: its output so far stays, and the exit code is 130."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.command_line import ROOT, script
 from tests.conftest import MakeCheckpoint
 from tests.text_common import with_tokenizer
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="SIGINT is POSIX's")
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX signals are needed")
 Process = subprocess.Popen[bytes]
 
 
@@ -28,14 +28,18 @@ def slow(make_checkpoint: MakeCheckpoint) -> Path:
     return with_tokenizer(make_checkpoint, n_positions=4096, n_layer=6, n_embd=96)
 
 
+def ctrl_c_works() -> None:
+    """Undo that SIGINT is ignored, which a process started in the background inherits."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def running(*argv: object) -> Iterator[Process]:
     env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts/generate.py", *map(str, argv)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-        # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=ctrl_c_works,
     )  # fmt: skip
     try:
         yield process
@@ -57,7 +61,7 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_text_so_far_stays(slow: Path) -> None:
+def test_the_text_so_far_is_kept(slow: Path) -> None:
     options = ("--model", slow, "--temperature", 0, "--max-new-tokens", 4000)
     with running("ROMEO:", *options) as process:
         assert process.stdout is not None
@@ -90,6 +94,25 @@ def test_a_prompt_file_leaves_whole_lines_and_is_resumed(slow: Path, tmp_path: P
     assert out.read_bytes().startswith(begun)
     assert script("generate", *argv, "--out", whole).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
+
+
+# In the order in which the modules are imported by `gpt2-compat parity`.
+MOMENTS = ["typer", "torch._C", "torch.fx", "compat.checkpoint.source", "compat.parity.check"]
+
+
+@pytest.mark.parametrize("module", MOMENTS)
+def test_while_modules_are_imported(module: str) -> None:
+    """As soon as that module has been imported, which Python reports on stderr."""
+    argv = [sys.executable, "-X", "importtime", "-m", "compat", "parity"]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=ctrl_c_works, cwd=ROOT
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, b"")
+        assert any(line.split(b"|")[-1].strip() == module.encode() for line in lines)
+        code, out, err = interrupt(process)
+    assert (code, out) == (130, b"")
+    assert "interrupted" in err and "Traceback" not in err
 
 
 def test_a_conversation_goes_on_and_a_second_ctrl_c_leaves(slow: Path) -> None:

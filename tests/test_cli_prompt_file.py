@@ -1,4 +1,4 @@
-"""`generate --prompt-file`: what is read, what is written, and how it goes on."""
+"""`generate --prompt-file`: what is read and written, and how a run is resumed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_every_prompt_has_its_lines_on_stdout_in_order(
     done = run(cli, folder, file, "--n", n, "--logprobs")
     assert done.code == 0
     assert lines(done.out) == expected(folder, n, logprobs=True)
-    assert done.err.startswith(f"{5 * 8 * n} tokens, ")  # and no bar, for it is no terminal
+    assert done.err.startswith(
+        f"{5 * 8 * n} tokens, "
+    )  # and no progress bar, because this is not a terminal
 
 
 def test_prompts_from_stdin_results_to_a_file(
@@ -99,9 +101,9 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path, case: str) -> None:
     [
         (b"", "has no prompts"),
         (b" \n\n", "has no prompts"),
-        (b"a\nb\xff\n", "line 2: byte 3 is no UTF-8"),
+        (b"a\nb\xff\n", "line 2: byte 3 is not UTF-8"),
         (b'"a"\n\n{"prompt": "b"\n', 'line 3 is .*"prompt": "b"'),
-        (b'"a"\nb\n', "line 2 is 'b'; expected a JSON string"),
+        (b'"a"\nb\n', "line 2 is 'b', but the first line is JSON"),
         (b'{"text": "a"}\n', "line 1 is"),
         (b'{"prompt": 3}\n', "line 1 is"),
         (b'{"prompt": "a"}\n["b"]\n', "line 2 is"),
@@ -109,7 +111,7 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path, case: str) -> None:
     ],
     ids=str,
 )
-def test_a_file_that_holds_no_prompts_is_refused(
+def test_a_file_without_valid_prompts_is_an_error(
     tmp_path: Path, written: bytes, named: str
 ) -> None:
     path = tmp_path / "prompts"
@@ -119,7 +121,7 @@ def test_a_file_that_holds_no_prompts_is_refused(
     assert str(caught.value).startswith(str(path))
 
 
-def test_a_prompt_that_does_not_fit_is_told_before_anything_is_written(
+def test_a_prompt_that_does_not_fit_is_an_error_before_anything_is_written(
     cli: Cli, folder: Path, tmp_path: Path
 ) -> None:
     file, out = tmp_path / "prompts", tmp_path / "out"
@@ -129,8 +131,8 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_written(
     assert "prompt 2 of 2, '\\x01" in done.err and "60 prompt tokens" in done.err
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a terminal is POSIX's")
-def test_a_terminal_shows_a_bar_that_keeps_out_of_the_results(
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are a POSIX feature")
+def test_a_terminal_shows_a_progress_bar_that_is_not_part_of_the_results(
     folder: Path, file: Path, tmp_path: Path
 ) -> None:
     ours, theirs = os.openpty()
@@ -151,10 +153,10 @@ def test_a_terminal_shows_a_bar_that_keeps_out_of_the_results(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_run_that_was_cut_off_anywhere_is_finished_as_if_it_had_not_been(
+def test_a_run_that_ended_anywhere_can_be_completed(
     cli: Cli, folder: Path, file: Path, tmp_path: Path, n: int
 ) -> None:
-    """Nothing that was whole is made anew."""
+    """Complete results are not generated again."""
     out = tmp_path / "out"
     assert run(cli, folder, file, "--n", n, "--out", out).code == 0
     whole = out.read_bytes()
@@ -168,7 +170,7 @@ def test_a_run_that_was_cut_off_anywhere_is_finished_as_if_it_had_not_been(
         assert done.err.startswith(f"{(5 - finished) * n * 8} tokens")
 
 
-def test_resume_may_begin_a_file_but_without_it_none_is_written_over(
+def test_resume_may_start_a_file_and_without_it_no_file_is_overwritten(
     cli: Cli, folder: Path, file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -183,15 +185,18 @@ def test_resume_may_begin_a_file_but_without_it_none_is_written_over(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda data: data.replace(b'"ROMEO:"', b'"JULIET:"'), "line 1 is of prompt 0, text 0"),
-        (lambda data: data[data.index(b"\n") + 1 :], "line 1 is of prompt 1"),
-        (lambda data: data + data, "line 6 is of prompt 0"),
-        (lambda data: b"notes\n" + data, "line 1 is no result"),
-        (lambda data: b"[1]\n" + data, "line 1 is no result"),
+        (
+            lambda data: data.replace(b'"ROMEO:"', b'"JULIET:"'),
+            "line 1 is the result of prompt 0, text 0",
+        ),
+        (lambda data: data[data.index(b"\n") + 1 :], "line 1 is the result of prompt 1"),
+        (lambda data: data + data, "line 6 is the result of prompt 0"),
+        (lambda data: b"notes\n" + data, "line 1 is not the result of a prompt"),
+        (lambda data: b"[1]\n" + data, "line 1 is not the result of a prompt"),
         (lambda data: data.replace(b'"sample": 0', b'"sample": 1'), "the same --n"),
     ],
 )
-def test_a_file_of_something_else_is_not_touched(
+def test_a_file_with_other_content_is_not_changed(
     cli: Cli, folder: Path, file: Path, tmp_path: Path, change: Any, named: str
 ) -> None:
     out = tmp_path / "out"
@@ -205,7 +210,7 @@ def test_a_file_of_something_else_is_not_touched(
 
 
 @pytest.mark.parametrize(("finished", "written"), [(3, [0, 1, 2, 3]), (4, [0, 1, 2])])
-def test_an_interrupted_run_writes_what_its_last_batch_had_finished_without_a_gap(
+def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_without_a_gap(
     cli: Cli,
     folder: Path,
     file: Path,
@@ -214,7 +219,7 @@ def test_an_interrupted_run_writes_what_its_last_batch_had_finished_without_a_ga
     finished: int,
     written: list[int],
 ) -> None:
-    """The second batch is interrupted at its fourth round, when one of its two texts is done."""
+    """The second batch is interrupted at its fourth token, with one of its two texts finished."""
     whole, scores = expected(folder, sampling=Sampling(0)), Sampling.scores
     others = {i for line in whole if line["index"] != finished for i in line["new_ids"]}
     stop = next(i for i in whole[finished]["new_ids"][:3] if i not in others)

@@ -40,7 +40,7 @@ def distant(tiny: Path, tmp_path: Path) -> Path:
 
 
 def remember(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Let a function return its first result for ever."""
+    """Let a function always return its first result."""
     module, _, name = function.rpartition(".")
     original, results = getattr(sys.modules[module], name), list[Any]()
 
@@ -53,7 +53,7 @@ def remember(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
 
 
 def words(value: Any) -> set[str]:
-    """All strings and keys in JSON, cut at spaces."""
+    """All strings in a JSON value, split at spaces."""
     if isinstance(value, dict):
         return words(list(value.values()))
     if isinstance(value, list):
@@ -79,7 +79,7 @@ def test_load(narrow: Cli, distant: Path, dialect: str) -> None:
 
 
 def table_of(taps: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """For every layer the numbers that the table has of it."""
+    """The numbers that the table shows for every layer."""
     found = {}
     for layer, group in groupby(taps, key=lambda tap: tap["tap"].rpartition(".")[0] or tap["tap"]):
         results, numbers = list(group), []
@@ -103,7 +103,7 @@ def test_parity(cli: Cli, distant: Path, broken: bool, monkeypatch: pytest.Monke
 
     if broken:
         monkeypatch.setattr(linear.LayerNorm, "forward", forward)
-    remember(monkeypatch, "compat.cli.parity.check_parity")
+    remember(monkeypatch, "compat.check_parity")
     argv = ("parity", "--model", distant)
     found = cli(*argv, "--json").json()
     assert found["passed"] is not broken
@@ -143,12 +143,12 @@ def test_inspect_of_what_would_not_load(narrow: Cli, write: Write, state: State)
 def test_adapt(
     cli: Cli, distant: Path, tmp_path: Path, as_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file, a module and a parameter with long names, one not of a GPT-2's."""
+    """With a file, a module and a parameter that have long names."""
     if as_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setenv("TERM", "dumb")
-    remember(monkeypatch, "compat.cli.adapt.adapt")
+    remember(monkeypatch, "compat.adapt")
     text = GPT.replace(TANH, ERF_SOURCE.removeprefix("return x + self.down(")[:-1])
     text = text.replace("self.qkv", f"self.{LONG}").replace("3 * width)", "3 * width, bias=False)")
     text = text.replace("self.heads = heads", f"self.heads = heads; self.spare_{LONG} = "

@@ -1,10 +1,11 @@
-"""The HTML report: what is in it, and that it is safe."""
+"""The HTML report: its content, and that it is safe."""
 
 from __future__ import annotations
 
 import html
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from compat import ParityReport, check_parity
 from compat.dialects import linear
 from compat.html_report import adapt_page, parity_page
-from compat.parity import Difference, TapResult
+from compat.parity import Difference, Limit, TapResult
 from compat.taps import tap_names
 from tests.command_line import Cli
 from tests.pages import (
@@ -20,6 +21,7 @@ from tests.pages import (
     EVIL,
     EXACT,
     GOOD,
+    GOOD_LOGITS,
     UNJUDGED,
     Document,
     adaptation,
@@ -77,23 +79,44 @@ def test_no_number_breaks_the_drawings(value: float, bound: float | None) -> Non
     assert not [text for text in numbers if "nan" in text or "inf" in text or "e" in text]
 
 
-def test_findings_show_the_authors_line() -> None:
+def test_findings_show_the_line_and_the_fix_as_code() -> None:
     line = "        self.act = nn.GELU()  # <3"
     found = finding(code="exact-gelu", file="gpt.py", line=41, source_line=line + "\n", tap=None)
     page = adapt_page(adaptation(report_of(BAD), found, finding(file=None, line=None)))
     assert "gpt.py:41" in page and f"<code>{html.escape(line.strip())}</code></pre>" in page
     assert Document(page).count("pre") == 1
+    assert f"<dt>Fix</dt><dd><code>{found.fix}</code></dd>" in page
     assert "No deviation from GPT-2 was found" in adapt_page(adaptation(report_of()))
 
 
-def test_mapping_is_folded_by_layer() -> None:
+def test_findings_come_before_the_drawings_and_timings_last() -> None:
+    page = adapt_page(adaptation(report_of(BAD), finding(), seconds={"export": 1.25}))
+    parts = ["Not compatible", "<article", "<svg", "<h2>Mapping", "export 1.2 s", "torch 2"]
+    positions = [page.index(part) for part in parts]
+    assert positions == sorted(positions)
+    assert page.rindex("<svg") < page.index("export 1.2 s")
+
+
+def test_files_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    limit = Limit("`x > 3` was never true on any input", str(tmp_path / "deeper/gpt.py"), 7)
+    logits = replace(GOOD_LOGITS, limits=[limit])
+    made = adaptation(report_of(logits=logits), finding(file=str(tmp_path / "gpt.py")))
+    page = adapt_page(made)
+    assert "<code>gpt.py:7</code>" in page and "<li>deeper/gpt.py:7: `x &gt; 3`" in page
+    assert str(tmp_path) not in page
+
+
+def test_mapping_is_collapsed_by_layer() -> None:
     page = adapt_page(adaptation(report_of(), unmatched=["h.0.odd"], tensors=29))
     for row in linear.NAME_MAP.rows:
         assert all(f"<code>{name}</code>" in page for name in (row.hf, *row.ours))
     assert "0 … 2" in page and "28 of 29" in page and "<code>h.0.odd</code>" in page
 
 
-def test_the_verdict_of_an_adaptation_says_why() -> None:
+def test_the_verdict_of_an_adaptation_states_the_reason() -> None:
     for made, word, why in (
         (adaptation(report_of()), "✓Compatible", "linear computes what transformers computes"),
         (adaptation(report_of(BAD)), "✗Not compatible", "diverges from transformers at logits"),
@@ -115,14 +138,14 @@ def test_every_string_from_outside_is_escaped() -> None:
     assert {"script", "img"}.isdisjoint(tag for tag, _ in parity.tags)
 
 
-def test_the_page_needs_nothing_but_itself(failing: ParityReport) -> None:
+def test_the_page_is_self_contained(failing: ParityReport) -> None:
     page = adapt_page(adaptation(failing, finding()))
     assert not re.search(r"https?:|src=|href=|url\(|@import|<script", page)
     assert page.startswith('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">')
     assert "default-src 'none'" in html.unescape(page)
 
 
-def test_a_file_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_unicode_can_be_written(tmp_path: Path) -> None:
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
     (tmp_path / "p.html").write_text(parity_page(report_of(model=name)), encoding="utf-8")
     assert "caf\\udce9" in (tmp_path / "p.html").read_text(encoding="utf-8")

@@ -1,46 +1,55 @@
-"""The command line: one subcommand, one call of the library, one way of showing the result."""
+"""The command line: every subcommand is one call of the library and one way to show its result.
+
+This file imports nothing that takes long, so that the signal handler is installed before torch,
+typer and rich are imported.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
-
-import typer
-
-from compat.cli.adapt import adapt_command
-from compat.cli.common import internal_error
-from compat.cli.encoding import never_fail_to_encode
-from compat.cli.export import export_command
-from compat.cli.generate import generate_command
-from compat.cli.inspect import inspect_command
-from compat.cli.load import load_command
-from compat.cli.parity import parity_command
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 __all__ = ["main"]
 
-app = typer.Typer(
-    help="GPT-2 weights from Hugging Face in hand-written blocks: load, prove, generate, adapt.",
-    epilog="Exit codes: 0 ok, 1 no parity, 2 wrong usage, 3 bad checkpoint, config, tokenizer or "
-    "model, 4 network, 70 internal error, 130 interrupted.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("load")(load_command)
-app.command("inspect")(inspect_command)
-app.command("parity")(parity_command)
-app.command("generate")(generate_command)
-app.command("adapt")(adapt_command)
-app.command("export")(export_command)
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
     Exit codes: 0 ok, 1 no parity, 2 usage, 3 bad input, 4 network, 70 internal error, 130 Ctrl-C.
+
+    Args:
+        argv: the arguments after the program's name; by default those of the process.
     """
-    never_fail_to_encode()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+        signal.signal(signal.SIGINT, _exit_at_once)
+    from compat.cli.app import run
+
+    run(list(sys.argv[1:] if argv is None else argv))
+
+
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, so that a command can keep what it has.
+
+    Before and after, Ctrl-C ends the process at once: there is nothing to keep, and an exception
+    raised during an import or while Python exits would print a traceback.
+    """
+    ours = signal.getsignal(signal.SIGINT) is _exit_at_once
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app(args=list(sys.argv[1:] if argv is None else argv), prog_name="gpt2-compat")
-    except Exception as error:  # outside the commands, as where an option is read
-        sys.exit(internal_error(error))
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"\ninterrupted\n")
+    os._exit(INTERRUPTED)

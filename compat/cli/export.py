@@ -1,4 +1,4 @@
-"""`export`: a checkpoint through our blocks and back to Hugging Face's files."""
+"""`export`: a checkpoint loaded into the blocks and written back as Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from compat.checkpoint import open_checkpoint
-from compat.cli.common import (
-    DialectName,
-    DialectOption,
-    DtypeOption,
-    JsonOption,
-    NHeadOption,
-    RevisionOption,
-    VerifyOption,
-    console,
-    handle_errors,
-    note,
-    print_json,
-)
-from compat.cli.tables import print_table
+import compat
+from compat.cli import options
+from compat.cli.errors import handle_errors
+from compat.cli.output import console, note, print_json, print_rows
 from compat.errors import ConfigError
-from compat.loading import load_pretrained
-from compat.saving import has_tokenizer, save_pretrained
-from compat.saving.shards import parse_size
 
 
 def _is_size(text: str) -> str:
     """Refuse at once what would be refused after loading."""
+    from compat.saving.shards import parse_size
+
     try:
         parse_size(text)
     except ConfigError as error:
@@ -40,53 +27,62 @@ def _is_size(text: str) -> str:
 
 @handle_errors
 def export_command(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="demo, a hub id, a folder, or a weights file.")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="DEST", help="The folder; it may be SRC.")],
-    dialect: DialectOption = DialectName.linear,
-    dtype: DtypeOption = None,
+    source: options.RequiredSource = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DEST", help="The folder to write; it may be SOURCE.")
+    ] = None,
+    model: options.Model = None,
+    dialect: options.Dialect = "linear",
+    dtype: options.Dtype = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Of one weights file: 5GB, 200MB.", callback=_is_size)
+        str,
+        options.output(
+            metavar="SIZE", callback=_is_size, help="Of one weights file, such as 200MB."
+        ),
     ] = "5GB",
-    revision: RevisionOption = None,
-    verify: VerifyOption = False,
-    n_head: NHeadOption = None,
-    as_json: JsonOption = False,
+    revision: options.Revision = None,
+    verify: options.Verify = False,
+    n_head: options.NHead = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Load a checkpoint into the blocks and write it as a folder that transformers opens."""
-    checkpoint = open_checkpoint(source, revision, verify=verify, n_head=n_head)
-    model = load_pretrained(checkpoint, dialect.value, dtype=dtype.torch if dtype else None)
+    """Load a checkpoint into the blocks and write it as a folder that transformers opens.
+
+    With --model, the only argument is DEST.
+    """
+    if folder is None and model is not None and source is not None:
+        folder, source = Path(source), None
+    if folder is None:
+        raise typer.BadParameter("No destination was passed. Pass SOURCE and DEST.")
+    source = options.choose_source(source, model, default=None)
+    checkpoint = compat.open_checkpoint(source, revision, verify=verify, n_head=n_head)
+    loaded = compat.load_pretrained(checkpoint, dialect, dtype=options.torch_dtype(dtype))
+    from compat.saving import has_tokenizer
+
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
     notes = list(checkpoint.notes)
     if tokenizer is None:
         notes.append(f"{checkpoint.folder} has no tokenizer files, so none were written")
-    files = save_pretrained(model, folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
+    files = compat.save_pretrained(
+        loaded, folder, tokenizer=tokenizer, max_shard_size=max_shard_size
+    )
     sizes = {path.name: path.stat().st_size for path in files}
-    count = sum(parameter.numel() for parameter in model.parameters())
-    stored_as = str(next(model.parameters()).dtype).removeprefix("torch.")
+    count = sum(parameter.numel() for parameter in loaded.parameters())
+    stored_as = str(next(loaded.parameters()).dtype).removeprefix("torch.")
     if as_json:
-        found = {
-            "source": source,
-            "folder": str(folder),
-            "dialect": dialect.value,
-            "dtype": stored_as,
-            "parameters": count,
-            "files": sizes,
-            "notes": notes,
-        }
-        print_json(found)
+        print_json(
+            {
+                "source": source,
+                "folder": str(folder),
+                "dialect": dialect,
+                "dtype": stored_as,
+                "parameters": count,
+                "files": sizes,
+                "notes": notes,
+            }
+        )
         return
-    lines = [[name, f"{size:,} bytes"] for name, size in sizes.items()]
-    print_table(console(), [_table(sizes)], lines)
-    print(f"{source} → {folder}: {count:,} values in {stored_as}, through {dialect.value} blocks")
+    rows = [[name, f"{size:,}"] for name, size in sizes.items()]
+    print_rows(console(), ["file", ">bytes"], rows)
+    print(f"{source} → {folder}: {count:,} values in {stored_as}, through {dialect} blocks")
     for line in notes:
         note(f"note: {line}")
-
-
-def _table(files: dict[str, int]) -> Table:
-    table = Table("file")
-    table.add_column("bytes", justify="right")
-    for name, size in files.items():
-        table.add_row(name, f"{size:,}")
-    return table

@@ -1,143 +1,268 @@
-"""`generate`: text that continues a prompt as it comes, or many prompts from a file."""
+"""`generate`: text that continues a prompt as it is generated, or many prompts from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.cli.common import (
-    DialectName,
-    JsonOption,
-    ModelOption,
-    NHeadOption,
-    OwnBlocksOption,
-    RevisionOption,
-    handle_errors,
-)
-from compat.cli.generate_options import (
-    BatchSizeOption,
-    InteractiveOption,
-    LogprobsOption,
-    MaxNewTokensOption,
-    MinPOption,
-    OutOption,
-    OverflowName,
-    OverflowOption,
-    PenaltyOption,
-    PlainOption,
-    PrecisionName,
-    PrecisionOption,
-    PromptArgument,
-    PromptFileOption,
-    ResumeOption,
-    SamplesOption,
-    SeedOption,
-    SpeculateName,
-    SpeculateOption,
-    StopIdOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    check_usage,
-)
-from compat.cli.prompt_file import read_prompts, write_results
-from compat.cli.show_text import converse, show, show_samples
-from compat.decoding import PlainBlocks
-from compat.engine import Engine
-from compat.generation import Completion, Sampling, TextStream, generate_text, stream_text
-from compat.loading import load_pretrained
-from compat.tokenizer import load_tokenizer
+import typer
+
+import compat
+from compat.cli import options
+from compat.cli.errors import handle_errors
+from compat.cli.output import note, print_json
+from compat.cli.prompt_file import note_on, read_prompts, write_results
+from compat.errors import GenerationError
+
+# Options of these panels of the help.
+prompting = partial(typer.Option, rich_help_panel="Prompts")
+limits = partial(typer.Option, rich_help_panel="Length and stopping")
+sampler = partial(typer.Option, rich_help_panel="Sampling")
+execution = partial(typer.Option, rich_help_panel="Execution")
+
+DEFAULT_NEW_TOKENS = 100
 
 
 @handle_errors
 def generate_command(
-    prompt: PromptArgument = None,
-    model: ModelOption = "demo",
-    dialect: OwnBlocksOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: PenaltyOption = None,
-    stop: StopOption = None,
-    stop_id: StopIdOption = None,
-    n: SamplesOption = 1,
-    seed: SeedOption = None,
-    overflow: OverflowOption = OverflowName.error,
-    prompt_file: PromptFileOption = None,
-    out: OutOption = None,
-    resume: ResumeOption = False,
-    batch_size: BatchSizeOption = None,
-    interactive: InteractiveOption = False,
-    plain: PlainOption = False,
-    dtype: PrecisionOption = None,
-    speculate: SpeculateOption = None,
-    revision: RevisionOption = None,
-    n_head: NHeadOption = None,
-    as_json: JsonOption = False,
-    logprobs: LogprobsOption = False,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    model: Annotated[str, options.checkpoint(metavar="SOURCE", help=options.SOURCE)] = "demo",
+    revision: options.Revision = None,
+    n_head: options.NHead = None,
+    prompt_file: Annotated[
+        str | None,
+        prompting(
+            metavar="FILE",
+            help="One prompt on each line, as text or JSON; - is stdin. Prints JSON lines.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        prompting(
+            metavar="FILE",
+            dir_okay=False,
+            help="With --prompt-file: write the results here, not to stdout.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        prompting("--resume", help="With --out: continue after the results that FILE has."),
+    ] = False,
+    interactive: Annotated[
+        bool,
+        prompting("--interactive", help="Ask for one prompt after another, until Ctrl-D."),
+    ] = False,
+    n: Annotated[int, prompting("--n", metavar="N", help="Texts for each prompt.")] = 1,
+    max_new_tokens: Annotated[
+        int | None,
+        limits(
+            metavar="N",
+            help=f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        limits("--stop", metavar="TEXT", help="End before this text; can be repeated."),
+    ] = None,
+    stop_id: Annotated[
+        list[int] | None,
+        limits("--stop-id", metavar="ID", help="End at this token id; can be repeated."),
+    ] = None,
+    overflow: Annotated[
+        Literal["error", "slide"],
+        limits(
+            help="If the context is full: exit with an error, or drop its older half and continue."
+        ),
+    ] = "error",
+    temperature: Annotated[
+        float, sampler(metavar="X", help="0 is greedy; 1 leaves the logits unchanged.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, sampler(metavar="K", help="Sample from the k most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        sampler(
+            metavar="P",
+            help="Sample from the most likely tokens that together reach probability p.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        sampler(
+            metavar="P",
+            help="Sample from tokens at least p times as likely as the most likely one.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        sampler(metavar="X", help="Above 1, tokens that already occur become less likely."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        sampler(metavar="N", callback=options.check_seed, help="Make sampling reproducible."),
+    ] = None,
+    dtype: Annotated[
+        options.Precision | None,
+        execution(
+            metavar="DTYPE",
+            help="Of the engine: float32 (default), bfloat16, or int8 for 8-bit weights.",
+        ),
+    ] = None,
+    speculate: Annotated[
+        Literal["int8", "lookup"] | None,
+        execution(
+            help="Draft with 8-bit weights, or by prompt lookup. The token ids stay the same."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, execution(metavar="N", help="Texts generated at once; by default 8.")
+    ] = None,
+    plain: Annotated[
+        bool, execution("--plain", help="Run the readable blocks instead of the engine.")
+    ] = False,
+    dialect: Annotated[
+        options.DialectName | None,
+        execution(help="The set of readable blocks; implies --plain."),
+    ] = None,
+    as_json: options.Json = False,
+    logprobs: Annotated[
+        bool,
+        options.output("--logprobs", help="With --json: log-probabilities of the new tokens."),
+    ] = False,
 ) -> None:
-    """Continue a prompt; the text streams to stdout, the speed goes to stderr.
+    """Continue a prompt. The text is streamed to stdout, the speed is printed to stderr.
 
-    Ctrl-C keeps what there is. A prompt file's results are JSON lines.
+    The checkpoint is passed as --model, because the positional argument is the prompt. Ctrl-C keeps
+    the text so far. The results of a prompt file are JSON lines.
     """
     plain = plain or dialect is not None
-    for_engine = dtype is not None or speculate is not None
-    check_usage(
-        prompt, prompt_file, interactive, out, resume, logprobs, n, as_json, plain, for_engine,
-        batch_size, speculate is not None,
-    )  # fmt: skip
+    inputs = [prompt is not None, prompt_file is not None, interactive]
+    for wrong, fault in (
+        (not any(inputs), "Pass a prompt, --prompt-file or --interactive."),
+        (sum(inputs) > 1, "A prompt, --prompt-file and --interactive exclude each other."),
+        (out is not None and prompt_file is None, "--out needs --prompt-file."),
+        (resume and out is None, "--resume needs --out."),
+        (logprobs and not as_json and prompt_file is None, "--logprobs needs --json."),
+        (interactive and as_json, "--interactive cannot print --json."),
+        (plain and (dtype or speculate), "--dtype and --speculate need the engine, not --plain."),
+        (interactive and n != 1, "--interactive generates one text for a prompt, without --n."),
+        (
+            batch_size is not None and prompt_file is None and n == 1,
+            "--batch-size is for several texts. Pass --prompt-file or --n with it.",
+        ),
+        (
+            batch_size is not None and speculate is not None,
+            "--speculate generates one text at a time. Leave out --batch-size.",
+        ),
+    ):
+        if wrong:
+            raise typer.BadParameter(fault)
     prompts = [] if prompt_file is None else read_prompts(prompt_file)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    checkpoint = open_checkpoint(model, revision, n_head=n_head)
-    tokenizer = load_tokenizer(checkpoint)
-    texts = 8 if batch_size is None else batch_size  # at a time
+    sampling = compat.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    checkpoint = compat.open_checkpoint(model, revision, n_head=n_head)
+    tokenizer = compat.load_tokenizer(checkpoint)
+    texts = 8 if batch_size is None else batch_size
     if speculate or (prompt_file is None and n == 1):
-        texts = 1  # speculation is for one text at a time; and here there is no more than one
-    runs = (
-        PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
-        if plain
-        else _engine(checkpoint, dtype, speculate, max(1, texts))
-    )
+        texts = 1  # speculation decodes one text at a time; without a file or --n there is one
+    runs: compat.PlainBlocks | compat.Engine
+    if plain:
+        runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
+    else:
+        checkpoint.mmap = checkpoint.can_be_mapped  # the engine reads it once, to pack it
+        runs = compat.Engine.from_pretrained(
+            checkpoint,
+            dtype=dtype or "float32",
+            max_batch=max(1, texts),
+            speculate=speculate,
+        )
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
         "stop": stop or (),
         "stop_ids": (*checkpoint.config.stop_ids, *(stop_id or ())),
         "seed": seed,
-        "overflow": overflow.value,
+        "overflow": overflow,
         "logprobs": logprobs,
     }
 
-    def one(prompt: str) -> TextStream:
-        return stream_text(runs, tokenizer, prompt, **settings)
+    def one(prompt: str) -> compat.TextStream:
+        return compat.stream_text(runs, tokenizer, prompt, **settings)
 
-    def many(prompts: list[str]) -> Iterator[Completion]:
-        return generate_text(runs, tokenizer, prompts, n=n, batch_size=texts, **settings)
+    def many(prompts: list[str]) -> Iterator[compat.Completion]:
+        return compat.generate_text(
+            runs, tokenizer, prompts, n=n, batch_size=texts, **settings
+        )
 
     if prompt_file is not None:
         write_results(many, prompts, n, out, resume)
     elif interactive:
-        converse(one)
+        _converse(one)
     elif n == 1:
-        show(one(prompt or ""), as_json)
+        _show(one(prompt or ""), as_json)
     else:
-        show_samples(many([prompt or ""]), n, as_json)
+        _show_samples(many([prompt or ""]), n, as_json)
 
 
-def _engine(
-    checkpoint: Checkpoint,
-    dtype: PrecisionName | None,
-    speculate: SpeculateName | None,
-    max_batch: int,
-) -> Engine:
-    checkpoint.mmap = checkpoint.can_be_mapped  # it is read once, to be packed
-    return Engine.from_pretrained(
-        checkpoint,
-        dtype=dtype.value if dtype else "float32",
-        max_batch=max_batch,
-        speculate=speculate.value if speculate else None,
-    )
+def _show(stream: compat.TextStream, as_json: bool) -> None:
+    """Print a text as it is generated, or as JSON; after Ctrl-C print what there is of it."""
+    start, printed = time.perf_counter(), 0
+
+    def finish() -> None:
+        completion, seconds = stream.completion, time.perf_counter() - start
+        if as_json:
+            rate = round(len(completion.new_ids) / seconds, 1)
+            print_json({**completion.to_json(), "tokens_per_second": rate})
+        else:
+            print(completion.new_text[printed:], flush=True)
+        note_on([completion], seconds)
+
+    try:
+        if not as_json:
+            print(stream.completion.prompt, end="", flush=True)
+        for piece in stream:
+            if not as_json:
+                printed += len(piece)  # counted first, so that Ctrl-C cannot print it twice
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        finish()
+        raise
+    finish()
+
+
+def _show_samples(completions: Iterator[compat.Completion], n: int, as_json: bool) -> None:
+    """Print the n texts of a prompt, each with a title on stderr, or all as one JSON list."""
+    start, found = time.perf_counter(), list[compat.Completion]()
+    try:
+        for completion in completions:
+            found.append(completion)
+            if not as_json:
+                note(f"text {len(found)} of {n}:")
+                print(completion.text, flush=True)
+    finally:  # after Ctrl-C too
+        if as_json and found:
+            print_json([completion.to_json() for completion in found])
+    note_on(found, time.perf_counter() - start)
+
+
+def _converse(answer: Callable[[str], compat.TextStream]) -> None:
+    """Continue every line of stdin. Ctrl-C ends the current text, or else the conversation."""
+    while line := _read_line():
+        prompt = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
+        try:
+            _show(answer(prompt), as_json=False)
+        except GenerationError as error:
+            note(f"error: {error}")
+        except KeyboardInterrupt:
+            note("stopped; Ctrl-C again or Ctrl-D to leave")
+    note("")
+
+
+def _read_line() -> bytes:
+    """The next line, or b"" at the end. The prompt sign goes to stderr, the texts to stdout."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.buffer.readline()

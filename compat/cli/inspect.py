@@ -3,70 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from compat.cli.common import (
-    BAD_INPUT,
-    JsonOption,
-    NHeadOption,
-    RevisionOption,
-    console,
-    handle_errors,
-    print_json,
-)
-from compat.cli.tables import wrapped
-from compat.inspection import Inspection, inspect_checkpoint
+import compat
+from compat.cli import options
+from compat.cli.errors import BAD_INPUT, handle_errors
+from compat.cli.output import console, print_json, print_wrapped
 
 
 @handle_errors
 def inspect_command(
-    source: Annotated[
-        str, typer.Argument(help="demo, a hub id such as gpt2, a folder, or a weights file.")
-    ],
-    revision: RevisionOption = None,
-    n_head: NHeadOption = None,
-    as_json: JsonOption = False,
+    source: options.RequiredSource = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    n_head: options.NHead = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Say what a checkpoint is and whether it would load, without loading it.
+    """Show what a checkpoint is and whether it would load, without loading it.
 
-    Of safetensors only headers are read. A .bin or .pt file has no header and
-    is read whole; a hub id is downloaded. Values are not looked at: loading also refuses NaN and
+    Only the headers of safetensors files are read. A .bin or .pt file has no header and is read
+    whole. A hub id is downloaded. Values are not checked, whereas loading also refuses NaN and
     infinity.
 
-    Exit code 0: it would load. 3: it would not; the report says why. 4: no
-    network. 70: a bug in compat.
+    Exit code 0: it would load. 3: it would not, and the report says why. 4: no network. 70: a bug
+    in compat.
     """
-    found = inspect_checkpoint(source, n_head=n_head, revision=revision)
+    found = compat.inspect_checkpoint(
+        options.choose_source(source, model, default=None), n_head=n_head, revision=revision
+    )
     if as_json:
         print_json(found.to_json())
     else:
-        show(found, console())
+        _show(found, console())
     raise typer.Exit(0 if found.loads else BAD_INPUT)
 
 
-def show(found: Inspection, out: Console) -> None:
-    """The verdict, then a line for each thing that is known."""
+def _show(found: compat.Inspection, out: Console) -> None:
+    """The verdict, then one labelled paragraph for each known property."""
     verdict = Text("✓ would load", "bold green") if found.loads else Text("✗ would not load", "red")
     out.print(Text.assemble((found.source, "bold"), "  ", verdict), soft_wrap=True)
-    for label, text in _lines(found):
-        for line in _in_lines(text, out):
-            out.print(Text.assemble((f"  {label:10}  ", "cyan"), line), soft_wrap=True)
-            label = ""
+    width = out.width if out.is_terminal else 100_000
+    for label, text in _properties(found):
+        print_wrapped(out, Text(text), Text(f"  {label:10}  ", "cyan"), " " * 14, width)
 
 
-def _in_lines(text: str, out: Console) -> Iterator[str]:
-    """In lines that fit beside the label; whole where no person reads it."""
-    for line in text.split("\n"):
-        fitting = wrapped(Text(line), out.width - 14) if out.is_terminal else [Text(line)]
-        yield from (part.plain for part in fitting)
-
-
-def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
-    """What is known, a label and a text each."""
+def _properties(found: compat.Inspection) -> Iterator[tuple[str, str]]:
+    """A label and a text for each known property."""
     if found.format:
         yield "format", found.format
     if found.weights:
@@ -74,7 +59,9 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.config:
         yield "config", " · ".join(_fields(found))
     if found.layout:
-        yield "layout", f"projections {found.layout}, {_prefixes(found)}"
+        prefixes = " or ".join(prefix for prefix in found.prefixes if prefix)
+        names = f"names begin with {prefixes}" if prefixes else "names without prefix"
+        yield "layout", f"projections {found.layout}, {names}"
     if found.parameters is not None:
         yield "parameters" if found.loads else "values", _counts(found)
     if found.names:
@@ -87,55 +74,51 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "error", found.error
 
 
-def _fields(found: Inspection) -> Iterator[str]:
+def _fields(found: compat.Inspection) -> Iterator[str]:
+    """The main fields of the config in words."""
     words = {
-        "n_layer": "layers",
-        "n_head": "heads",
-        "n_embd": "channels",
-        "n_positions": "positions",
+        "n_layer": "{:,} layers",
+        "n_head": "{:,} heads",
+        "n_embd": "{:,} channels",
+        "n_positions": "{:,} positions",
+        "vocab_size": "vocabulary of {:,}",
     }
     for name, value in found.config.items():
         if type(value) is int and name in words:
-            yield f"{value:,} {words[name]}"
-        elif type(value) is int and name == "vocab_size":
-            yield f"vocabulary of {value:,}"
+            yield words[name].format(value)
         elif name == "tie_word_embeddings":
-            yield "head tied to the embedding" if value else "head of its own"
+            yield "head tied to the embedding" if value else "untied head"
         else:
             yield str(value) if name == "activation_function" else f"{name} {value}"
 
 
-def _prefixes(found: Inspection) -> str:
-    given = [prefix for prefix in found.prefixes if prefix]
-    return f"names begin with {' or '.join(given)}" if given else "names without prefix"
-
-
-def _counts(found: Inspection) -> str:
-    """124,439,808 in 148 tensors of float32."""
-    alone = len(found.dtypes) == 1
-    dtypes = [name if alone else f"{count} of {name}" for name, count in found.dtypes.items()]
+def _counts(found: compat.Inspection) -> str:
+    """For example "124,439,808 in 148 tensors of float32"."""
     total = f"{found.parameters:,} in {found.tensors:,} tensors"
-    return f"{total}{' of' if alone else ':'} {', '.join(dtypes)}"
+    if len(found.dtypes) == 1:
+        return f"{total} of {next(iter(found.dtypes))}"
+    return f"{total}: " + ", ".join(f"{count} of {name}" for name, count in found.dtypes.items())
 
 
-def _tokenizer(found: Inspection) -> str:
+def _tokenizer(found: compat.Inspection) -> str:
+    """The tokenizer's files and how many tokens it has, or why it cannot be used."""
     files, tokens = found.tokenizer["files"], found.tokenizer.get("tokens")
     if found.tokenizer.get("error"):
         return f"cannot be used: {found.tokenizer['error']}"
     if not found.loads:
         return ", ".join(files) or "no files"
+    if not files and tokens:
+        return "no files; GPT-2's own from tiktoken is used"
     if not files:
-        return (
-            "no files; GPT-2's own, from tiktoken"
-            if tokens
-            else "no files; text needs them, ids do not"
-        )
-    free = found.config["vocab_size"] - tokens
-    return f"{', '.join(files)}; {tokens:,} tokens" + (f", {free:,} ids without text" * bool(free))
+        return "no files; text cannot be encoded or decoded, token ids can be used"
+    unused = found.config["vocab_size"] - tokens
+    return f"{', '.join(files)}; {tokens:,} tokens" + (
+        f", {unused:,} ids without text" * bool(unused)
+    )
 
 
 def _size(count: int) -> str:
-    """3.8 MB."""
+    """For example "3.8 MB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

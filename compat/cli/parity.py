@@ -2,309 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from compat.checkpoint import open_checkpoint
-from compat.cli.common import (
-    MAX_SEED,
-    DialectName,
-    DtypeOption,
-    JsonOption,
-    MmapOption,
-    ModelOption,
-    NHeadOption,
-    OwnBlocksOption,
-    RevisionOption,
-    VerifyOption,
-    console,
-    handle_errors,
-    note,
-    print_json,
-    refuse,
+import compat
+from compat.cli import options
+from compat.cli.errors import handle_errors
+from compat.cli.output import console, print_json, print_rows, print_table, table, write_page
+from compat.summary import (
+    INPUT_COLUMNS,
+    INPUT_NOTE,
+    KINDS,
+    Layer,
+    input_rows,
+    layers,
+    limits,
+    sensitivity,
 )
-from compat.cli.generate_options import PrecisionName
-from compat.cli.tables import print_table
-from compat.engine import Engine
-from compat.html_report import parity_page
-from compat.parity import Difference, ParityReport, TapResult, check_parity, random_ids
-from compat.parity.compare import count_identical
 
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """Refuse at once what could not be written after minutes of work."""
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is no folder")
-    return path
-
-
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        help="Also write a page for the browser.",
-        metavar="FILE",
-        dir_okay=False,
-        writable=True,
-        callback=in_a_folder,
-    ),
-]
+inputs = partial(typer.Option, rich_help_panel="Input")  # options of this panel of the help
+NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
 
 
 @handle_errors
 def parity_command(
-    model: ModelOption = "demo",
-    dialect: OwnBlocksOption = None,
+    source: options.Source = None,
+    dialect: options.DefaultDialect = None,
     every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
     engine: Annotated[
-        PrecisionName | None,
-        typer.Option(help="Check an Engine of this precision instead: prefill and decode steps."),
+        options.Precision | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Check an Engine in float32, bfloat16 or int8 instead: prefill and decode steps.",
+        ),
     ] = None,
-    dtype: DtypeOption = None,
-    text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
+    dtype: options.Dtype = None,
+    text: Annotated[str | None, inputs(help="Compare on this text, not on random ids.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the random ids; default 0.", min=0, max=MAX_SEED)
+        int | None,
+        inputs(metavar="N", callback=options.check_seed, help="Of the random ids; by default 0."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of random ids; default 2.", min=1)
+        int | None, inputs(metavar="N", min=1, help="Number of sequences; by default 2.")
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="Ids a sequence; default 128, or 32 from 500M parameters on.", min=1),
+        inputs(
+            metavar="N",
+            min=1,
+            help="Ids in a sequence; by default 128, or 32 from 500M parameters on.",
+        ),
     ] = None,
-    revision: RevisionOption = None,
-    verify: VerifyOption = False,
-    n_head: NHeadOption = None,
-    mmap: MmapOption = False,
-    html: HtmlOption = None,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the headline only.")] = False,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    verify: options.Verify = False,
+    n_head: options.NHead = None,
+    mmap: options.Mmap = False,
+    html: options.Html = None,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
 ) -> None:
     """Prove, layer by layer, that the blocks compute what transformers computes.
 
-    Exit code 0: they do. 1: they do not, and the table says from where on.
+    Exit code 0: they do. 1: they do not, and the table shows from which layer on.
     """
-    own_ids = {"--seed": seed, "--batch": batch, "--length": length}
-    one_of = "exclude each other; give one of them"
-    refuse(
-        [
-            *(
-                (
-                    text is not None and value is not None,
-                    f"--text and {name}, of random ids, {one_of}",
-                )
-                for name, value in own_ids.items()
-            ),
-            (every and dialect is not None, f"--all and --dialect {one_of}"),
-            (engine is not None and every, f"--engine and --all {one_of}"),
-            (engine is not None and dialect is not None, f"--engine and --dialect {one_of}"),
-            (
-                engine is not None and dtype is not None,
-                f"--engine, a precision, and --dtype {one_of}",
-            ),
-            (as_json and quiet, f"--json and --quiet {one_of}"),
-        ]
-    )
-    checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
+    source = options.choose_source(source, model)
+    for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
+        options.exclude({"--text": text is not None, name: value is not None})
+    for name, given in {"--all": every, "--dialect": dialect, "--dtype": dtype}.items():
+        options.exclude({"--engine": engine is not None, name: bool(given)})
+    options.exclude({"--all": every, "--dialect": dialect is not None})
+    options.exclude({"--json": as_json, "--quiet": quiet})
+    checkpoint = compat.open_checkpoint(source, revision, verify=verify, mmap=mmap, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
-            f"{length} ids are longer than the context of {context} positions that {model} has; "
-            f"give at most {context}",
+            f"{length} ids are longer than the context of {context} positions that {source} has. "
+            f"Pass at most {context}.",
             param_hint="--length",
         )
+    from compat.parity import random_ids
+
     input_ids = random_ids(checkpoint, seed or 0, batch or 2, length) if text is None else None
-    dialects = list(DialectName) if every else [dialect or DialectName.linear]
-    models: list[str | Engine] = [one.value for one in dialects]
+    models: Sequence[options.DialectName | compat.Engine] = (
+        get_args(options.DialectName) if every else [dialect or "linear"]
+    )
     if engine is not None:
-        models = [Engine.from_pretrained(checkpoint, dtype=engine.value)]
+        models = [compat.Engine.from_pretrained(checkpoint, dtype=engine)]
     reports = []
-    for one in models:
-        report = check_parity(
-            one, checkpoint, input_ids=input_ids, text=text, dtype=dtype.torch if dtype else None
+    for checked in models:
+        report = compat.check_parity(
+            checked, checkpoint, input_ids=input_ids, text=text, dtype=options.torch_dtype(dtype)
         )
         reports.append(report)
         if not as_json:
-            show(report, quiet)
+            _show(report, quiet)
     if as_json:
         found = [report.to_json() for report in reports]
         print_json(found if every else found[0])
     if html is not None:
+        from compat.html_report import parity_page
+
         write_page(html, parity_page(*reports))
     raise typer.Exit(0 if all(report.passed for report in reports) else 1)
 
 
-def write_page(path: Path, page: str) -> None:
-    """The page, and a word on where it is; a path that cannot be written is wrong usage."""
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from None
-    note(f"wrote {path}")
-
-
-def show(report: ParityReport, quiet: bool = False) -> None:
+def _show(report: compat.ParityReport, quiet: bool) -> None:
     """The tables, how far the comparison reaches, and the verdict in one sentence."""
     out = console()
     if not quiet:
         if report.taps:
-            _show_table(report, out)
+            _show_layers(report, out)
         if not report.taps or not report.logits.passed:
-            _show_inputs(report, out)
-        _show_reach(report, out)
+            title = f"logits of {report.dialect} and transformers on {report.model}"
+            _print(out, title, "italic")
+            print_rows(out, INPUT_COLUMNS, input_rows(report))
+            _print(out, INPUT_NOTE, "dim italic")
+        if reach := sensitivity(report):
+            _print(out, reach, "dim italic")
+        for line in limits(report):
+            _print(out, f"? {line}", "magenta")
+        for line in report.notes:
+            _print(out, f"· {line}", "cyan")
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
-    out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+    _print(out, f"{mark} {report.headline}", style)
 
 
-def _show_reach(report: ParityReport, out: Console) -> None:
-    """How far the comparison reaches."""
-    if report.passed:
-        words = f"A relative error of {report.smallest_detectable:.1g} at the logits of one "
-        out.print(Text(f"{words}position would have failed.", style="dim italic"), soft_wrap=True)
-    for limit in report.limits:
-        place = f"{limit.file}:{limit.line}: " if limit.file else ""
-        out.print(Text(f"? {place}{limit.message}", style="magenta"), soft_wrap=True)
-    for line in report.notes:
-        out.print(Text(f"· {line}", style="cyan"), soft_wrap=True)
+def _print(out: Console, text: str, style: str) -> None:
+    out.print(Text(text, style=style), soft_wrap=True)
 
 
-def _show_inputs(report: ParityReport, out: Console) -> None:
-    """The logits on every input: the error of the worst position and its bound."""
-    title = f"logits of {report.dialect} and transformers on {report.model}"
-    rows = []
-    for result in report.logits.inputs:
-        B, T = result.input_shape
-        found = result.logits
-        numbers = ["-"] * 3
-        if found is not None:
-            bound = "-" if found.bound is None else _number(found.bound)
-            numbers = [_number(found.max_abs), _number(found.error), bound]
-        rows.append([result.name, f"{B} × {T}", *numbers, "✓" if result.passed else "✗"])
-    table = Table("input", "ids")
-    for number in INPUT_NUMBERS:
-        table.add_column(number, justify="right")
-    table.add_column("verdict")
-    for row in rows:
-        table.add_row(*row)
-    labelled = (
-        [row[0], row[1], *map(" ".join, zip(INPUT_NUMBERS, row[2:5], strict=True)), row[5]]
-        for row in rows
-    )
-    out.print(Text(title, style="italic"), soft_wrap=True)
-    print_table(out, [table], labelled)
-    caption = "error and bound: at the worst position, over the norm of its logits"
-    out.print(Text(caption, style="dim italic"), soft_wrap=True)
-
-
-def _show_table(report: ParityReport, out: Console) -> None:
-    """What was compared, the numbers by layer, and what they mean."""
+def _show_layers(report: compat.ParityReport, out: Console) -> None:
+    """What was compared, the largest numbers of every layer, and what they mean."""
     B, T = report.input_shape
     title = f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids"
+    found = layers(report.taps)
+    wide = []
+    for kind in KINDS:
+        wide += [f">{kind}\n{NUMBERS[0]}", *(f">\n{name}" for name in NUMBERS[1:])]
+    narrow = [f">{name}" for name in (*NUMBERS, "identical")]
+    _print(out, title, "italic")
+    print_table(
+        out,
+        [
+            table(["layer", *wide, "bit-identical", "verdict"], map(_wide_row, found)),
+            table(
+                ["layer", "error", *narrow, "verdict"],
+                map(_narrow_row, found),
+                show_edge=False,
+                pad_edge=False,
+            ),
+        ],
+        _stacked(found),
+    )
     calibrated = "× ref: our error over the reference's own, both against float64; up to 2 passes"
     caption = calibrated if report.calibrated else "no float64 run: local differences are judged"
-    rows = [_row(layer, list(group)) for layer, group in groupby(report.taps, key=_layer)]
-    out.print(Text(title, style="italic"), soft_wrap=True)
-    print_table(out, [_table(rows), _narrow_table(rows)], _stacked(rows))
-    out.print(Text(caption, style="dim italic"), soft_wrap=True)
+    _print(out, caption, "dim italic")
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What the table says of a layer; numbers are the largest of its taps.
-
-    Args:
-        accumulated, local: max|Δ|, relative RMS, and error as a multiple of the reference's own.
-        identical: how many taps are bit-identical, accumulated and local.
-        taps: how many there are.
-    """
-
-    layer: str
-    accumulated: list[str]
-    local: list[str]
-    identical: tuple[int, int]
-    taps: int
-    verdict: Text
+def _wide_row(layer: Layer) -> list[str | Text]:
+    """One line for a layer."""
+    far, near = layer.accumulated.identical, layer.local.identical
+    identical = f"{far}/{layer.taps}"
+    if not far == near == layer.taps:
+        identical += f", local {near}/{layer.taps}"
+    numbers = _numbers(layer)
+    return [layer.name, *numbers[0][:3], *numbers[1][:3], identical, _verdict(layer)]
 
 
-def _row(layer: str, results: list[TapResult]) -> _Row:
-    failed = [result.tap.removeprefix(layer + ".") for result in results if not result.passed]
-    return _Row(
-        layer,
-        _worst([result.accumulated for result in results]),
-        _worst([result.local for result in results]),
-        count_identical(results),
-        len(results),
-        Text(f"✗ from {failed[0]}", style="red") if failed else Text("✓", style="green"),
-    )
+def _narrow_row(layer: Layer) -> list[str | Text]:
+    """Two lines for a layer, the accumulated error above the local one."""
+    columns = map("\n".join, zip(*_numbers(layer), strict=True))
+    return [layer.name, "\n".join(KINDS), *columns, _verdict(layer)]
 
 
-NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
-INPUT_NUMBERS = ("max|Δ|", "error", "bound")
+def _stacked(found: Sequence[Layer]) -> Iterator[list[str]]:
+    """Labelled numbers, with the accumulated and the local ones below the layer's name."""
+    for layer in found:
+        yield [layer.name, _verdict(layer).plain]
+        for kind, numbers in zip(KINDS, _numbers(layer), strict=True):
+            labels = (*NUMBERS, "identical")
+            yield [f"  {kind}", *map(" ".join, zip(labels, numbers, strict=True))]
 
 
-def _table(rows: list[_Row]) -> Table:
-    """A line for each layer."""
-    table = Table("layer")
-    for name in ("accumulated", "local"):
-        for number in NUMBERS:
-            heading = name if number == NUMBERS[0] else ""
-            table.add_column(f"{heading}\n{number}", justify="right")
-    table.add_column("bit-identical")
-    table.add_column("verdict")
-    for row in rows:
-        far, near = row.identical
-        identical = f"{far}/{row.taps}"
-        if not far == near == row.taps:
-            identical += f", local {near}/{row.taps}"
-        table.add_row(row.layer, *row.accumulated, *row.local, identical, row.verdict)
-    return table
-
-
-def _narrow_table(rows: list[_Row]) -> Table:
-    """Two lines for each layer, the accumulated error above the local one."""
-    table = Table("layer", "error", show_edge=False, pad_edge=False)
-    for number in (*NUMBERS, "identical"):
-        table.add_column(number, justify="right")
-    table.add_column("verdict")
-    for row in rows:
-        numbers = map("\n".join, zip(row.accumulated, row.local, strict=True))
-        identical = "\n".join(f"{count}/{row.taps}" for count in row.identical)
-        table.add_row(row.layer, "accumulated\nlocal", *numbers, identical, row.verdict)
-    return table
-
-
-def _stacked(rows: list[_Row]) -> Iterator[list[str]]:
-    for row in rows:
-        yield [row.layer, row.verdict.plain]
-        for name, numbers, identical in (
-            ("accumulated", row.accumulated, row.identical[0]),
-            ("local", row.local, row.identical[1]),
-        ):
-            labelled = [f"{what} {x}" for what, x in zip(NUMBERS, numbers, strict=True)]
-            yield [f"  {name}", *labelled, f"identical {identical}/{row.taps}"]
-
-
-def _layer(result: TapResult) -> str:
-    """The block of a tap, h.3 of h.3.act; a tap outside the blocks as it is."""
-    return result.tap.rpartition(".")[0] or result.tap
-
-
-def _worst(found: list[Difference]) -> list[str]:
-    """The largest max|Δ|, relative RMS, and error as a multiple of the reference's own."""
-    ratios = [d.ratio for d in found if d.ratio is not None]
+def _numbers(layer: Layer) -> list[list[str]]:
+    """max|Δ|, Δ/RMS, × ref and the bit-identical taps: accumulated, then local."""
     return [
-        _number(max(d.max_abs for d in found)),
-        _number(max(d.rel_rms for d in found)),
-        f"{max(ratios):.2f}" if ratios else "-",
+        [worst.max_abs, worst.rel_rms, worst.ratio, f"{worst.identical}/{layer.taps}"]
+        for worst in (layer.accumulated, layer.local)
     ]
 
 
-def _number(value: float) -> str:
-    return f"{value:.1e}" if value else "0"
+def _verdict(layer: Layer) -> Text:
+    if layer.first_failed is None:
+        return Text("✓", style="green")
+    return Text(f"✗ from {layer.first_failed}", style="red")

@@ -1,4 +1,4 @@
-"""What was found as one HTML page: for people, offline, without a script."""
+"""Reports as one HTML page each, which needs no network and contains no script."""
 
 from compat.html_report.report import adapt_page, parity_page
 

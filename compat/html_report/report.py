@@ -1,76 +1,198 @@
-"""Whole pages: one file each, nothing fetched, no script."""
+"""The two pages: what they show, in which order, filled into page.html."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
-from compat.adaptation import Adaptation
-from compat.html_report.adapt_parts import adapt_facts, adapt_verdict, findings, mapping, sentence
-from compat.html_report.markup import Markup, el, join
-from compat.html_report.parity_parts import parity_drawings, parity_facts, parity_verdict
-from compat.html_report.style import STYLE
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from compat.adaptation import Adaptation, Finding
+from compat.html_report import drawings
 from compat.parity import ParityReport
+from compat.summary import (
+    INPUT_COLUMNS,
+    INPUT_NOTE,
+    KINDS,
+    SEVERITY,
+    Layer,
+    input_rows,
+    layers,
+    limits,
+    number,
+    place,
+    sensitivity,
+)
 
-# Even if a string got through unescaped, the browser would fetch and run nothing.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+KIND_TITLES = {
+    "accumulated": "Accumulated: both models run from the input ids",
+    "local": "Local: every piece of ours runs on the reference's input for that piece",
+}
+DRAWN = (
+    "From left to right in execution order, on a log scale: the RMS of our error over the RMS of "
+    "the reference's tensor. A tap that equals the reference to the bit is drawn below the scale. "
+)
+CALIBRATED = DRAWN + (
+    "The error is measured against a float64 run of the reference. What lies in the band passes: "
+    "twice the reference's own error against float64, or twice what rounding costs if that is more."
+)
+UNCALIBRATED = DRAWN + (
+    "There was no float64 run: the error is the difference from the reference, and only local "
+    "differences are judged. What lies in the band passes: four roundings of one piece."
+)
+LAYER_COLUMNS = [
+    *("Layer", "In bounds"),
+    *(f"{kind.capitalize()} {name}" for kind in KINDS for name in ("error", "× ref", "max|Δ|")),
+    *("Identical, accumulated", "Identical, local"),
+]
+
+COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
 
 
 def parity_page(*reports: ParityReport) -> str:
     """One or more reports on one checkpoint as a page."""
     names = " and ".join(report.dialect for report in reports)
-    sections = [
-        el(
-            "section",
-            el("h2", f"{report.dialect}, {report.dtype}"),
-            parity_verdict(report),
-            parity_facts(report),
-            parity_drawings(report),
-        )
-        for report in reports
-    ]
     return _page(
-        f"{names} and transformers on {reports[0].model}",
-        "Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
-        join(sections),
-        reports[0].versions,
+        title=f"{names} and transformers on {reports[0].model}",
+        kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
+        adaptation=None,
+        reports=[_parity(r, f"{r.dialect}, {r.dtype}", r.headline) for r in reports],
+        versions=reports[0].versions,
+        seconds={},
     )
 
 
 def adapt_page(adaptation: Adaptation) -> str:
     """What `adapt` found as a page."""
-    report = adaptation.parity
-    parts = [adapt_verdict(adaptation), adapt_facts(adaptation), findings(adaptation.findings)]
-    if report is not None:
-        # Not the same sentence twice.
-        own = [] if sentence(adaptation) == report.headline else [parity_verdict(report)]
-        rest = [parity_facts(report), parity_drawings(report)]
-        parts.append(el("section", el("h2", "Parity"), *own, *rest))
-    parts.append(mapping(adaptation))
+    report, sentence = adaptation.parity, _sentence(adaptation)
+    # The page begins with a verdict; the same sentence is not repeated in the parity section.
+    own = None if report is None or report.headline == sentence else report.headline
     return _page(
-        f"{adaptation.model} on {adaptation.source}",
-        "Weight compatibility with Hugging Face GPT-2: a model of your own",
-        join(parts),
-        report.versions if report else {},
+        title=f"{adaptation.model} on {adaptation.source}",
+        kicker="Weight compatibility with Hugging Face GPT-2: a model of your own",
+        adaptation={
+            "verdict": _verdict(adaptation.compatible, COMPATIBLE, sentence),
+            "findings": [_finding(finding) for finding in adaptation.findings],
+            "facts": _adaptation_facts(adaptation),
+            "unmatched": adaptation.unmatched,
+            "rows": adaptation.name_map.rows,
+            "layers": f"0 … {adaptation.n_layer - 1}",
+        },
+        reports=[] if report is None else [_parity(report, "Parity", own)],
+        versions={} if report is None else report.versions,
+        seconds=adaptation.seconds,
     )
 
 
-def _page(title: str, kicker: str, content: Markup, versions: Mapping[str, str]) -> str:
-    """The document; what UTF-8 cannot hold, as in odd file names, is written with backslashes."""
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name_="color-scheme", content="light dark"),
-        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        el("title", title),
-        el("info", Markup(STYLE)),
+def _page(*, versions: Mapping[str, str], **content: Any) -> str:
+    """The document. What UTF-8 cannot encode, such as odd file names, becomes backslash escapes."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters["px"] = drawings.px
     made = ", ".join(f"{name} {version}" for name, version in versions.items())
-    body = el(
-        "body",
-        el("header", el("p", kicker, class_="kicker"), el("h1", title)),
-        el("main", content),
-        el("footer", made),
-    )
-    text = "<!doctype html>\n" + el("html", head, body, lang="en") + "\n"
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    page = environment.get_template("page.html").render(versions=made, draw=drawings, **content)
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _verdict(good: bool, words: tuple[str, str], sentence: str) -> dict[str, Any]:
+    """The answer: a sign, one of two words, and a sentence."""
+    return {"good": good, "word": words[0] if good else words[1], "sentence": sentence}
+
+
+def _sentence(adaptation: Adaptation) -> str:
+    """What decides: unmatched tensors, the parity check, or a finding."""
+    if n := len(adaptation.unmatched):
+        tensors = f"{n:,} tensor{'s' * (n > 1)}"
+        return f"{adaptation.model} has no place for {tensors} of {adaptation.source}."
+    if adaptation.parity is None:
+        return f"{adaptation.model} could not be run, so nothing was compared."
+    if adaptation.parity.passed and not adaptation.compatible:
+        message = adaptation.findings[0].message
+        return f"Every tap is in bounds, but a finding breaks parity: {message}"
+    return adaptation.parity.headline
+
+
+def _adaptation_facts(adaptation: Adaptation) -> list[tuple[str, str]]:
+    mapped = adaptation.tensors - len(adaptation.unmatched)
+    facts = [
+        ("Tensors mapped", f"{mapped:,} of {adaptation.tensors:,}"),
+        ("Layers", str(adaptation.n_layer)),
+    ]
+    for severity, (_, words) in SEVERITY.items():
+        n = sum(finding.severity == severity for finding in adaptation.findings)
+        facts.append((words.capitalize(), f"{n:,} finding{'s' * (n != 1)}"))
+    return facts
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    source = finding.source_line
+    return {
+        "finding": finding,
+        "badge": " ".join(SEVERITY.get(finding.severity, (finding.severity,))),
+        "place": place(finding.file, finding.line) if finding.file is not None else None,
+        "source": None if source is None else dedent(source).strip("\r\n"),
+    }
+
+
+def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
+    """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
+    taps, found = report.taps, drawings.all_measured(report.taps)
+    scale = drawings.error_scale(taps)
+    drawn = KINDS if taps else ()
+    reach = [sensitivity(report), *limits(report), *report.notes]
+    return {
+        "heading": heading,
+        "verdict": _verdict(report.passed, PARITY, headline) if headline else None,
+        "facts": _parity_facts(report),
+        "reach": [line for line in reach if line is not None],
+        "drawn": CALIBRATED if report.calibrated else UNCALIBRATED,
+        "mark_legend": drawings.mark_legend(found),
+        "charts": [(KIND_TITLES[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
+        "cell_legend": drawings.cell_legend(found),
+        "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
+        "layer_columns": LAYER_COLUMNS,
+        "layer_rows": [_layer_row(layer) for layer in layers(taps)],
+        "input_columns": [name.removeprefix(">") for name in INPUT_COLUMNS],
+        "input_rows": input_rows(report),
+        "input_note": INPUT_NOTE,
+    }
+
+
+def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
+    B, T = report.input_shape
+    total = f"{len(report.taps):,}"
+    identical = [
+        sum(drawings.measured(r, kind).bit_identical for r in report.taps) for kind in KINDS
+    ]
+    facts = [
+        ("Taps in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),
+        ("Identical, accumulated", f"{identical[0]:,} of {total}"),
+        ("Identical, local", f"{identical[1]:,} of {total}"),
+        ("max|Δlogits|", number(report.max_abs_diff)),
+        ("Data type", report.dtype),
+        ("Input", f"{B} × {T} ids"),
+    ]
+    if report.first_divergence is not None:
+        facts.insert(1, ("First out of bounds", report.first_divergence))
+    return facts
+
+
+def _layer_row(layer: Layer) -> list[str]:
+    """One row of LAYER_COLUMNS."""
+    sign = "✓" if layer.passed == layer.taps else "✗"
+    numbers = [
+        text
+        for worst in (layer.accumulated, layer.local)
+        for text in (worst.error, worst.ratio, worst.max_abs)
+    ]
+    identical = [
+        f"{n} of {layer.taps}" for n in (layer.accumulated.identical, layer.local.identical)
+    ]
+    return [layer.name, f"{sign} {layer.passed} of {layer.taps}", *numbers, *identical]

@@ -1,0 +1,121 @@
+"""Options that several commands have, and how a command's source is chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+DialectName = Literal["linear", "conv1d"]
+DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+Precision = Literal["float32", "bfloat16", "int8"]
+
+SOURCE = "demo (embedded), a hub id such as gpt2, a folder, or a weights file."
+
+# Options of these panels of the help.
+checkpoint = partial(typer.Option, rich_help_panel="Checkpoint")
+output = partial(typer.Option, rich_help_panel="Output")
+
+Source = Annotated[str | None, typer.Argument(metavar="SOURCE", help=f"{SOURCE} Default: demo.")]
+RequiredSource = Annotated[str | None, typer.Argument(metavar="SOURCE", help=SOURCE)]
+Model = Annotated[str | None, checkpoint("--model", metavar="SOURCE", help="Same as SOURCE.")]
+Revision = Annotated[
+    str | None, checkpoint("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
+]
+Verify = Annotated[
+    bool, checkpoint("--verify", help="Compare downloaded files with the hub's checksums.")
+]
+NHead = Annotated[
+    int | None,
+    checkpoint(
+        "--n-head",
+        metavar="N",
+        min=1,
+        help="Heads, for a minGPT or makemore file without a config.",
+    ),
+]
+Mmap = Annotated[
+    bool, checkpoint("--mmap", help="Memory-map the weights file instead of copying it.")
+]
+Dialect = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
+DefaultDialect = Annotated[
+    DialectName | None,
+    typer.Option("--dialect", help="The set of blocks; by default linear."),
+]
+Dtype = Annotated[
+    DtypeName | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="float32, float64, bfloat16 or float16; by default the checkpoint's.",
+    ),
+]
+Json = Annotated[bool, output("--json", help="Print JSON to stdout.")]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuse at once a path that could not be written to after minutes of work."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is not a folder.")
+    return path
+
+
+Html = Annotated[
+    Path | None,
+    output(
+        "--html",
+        metavar="FILE",
+        dir_okay=False,
+        writable=True,
+        callback=_in_a_folder,
+        help="Also write a page for the browser.",
+    ),
+]
+
+
+def choose_source(source: str | None, model: str | None, default: str | None = "demo") -> str:
+    """The source of a command, which is its positional argument or --model.
+
+    Raises:
+        typer.BadParameter: both are passed and differ, or neither is and there is no default.
+    """
+    if source is not None and model is not None and source != model:
+        raise typer.BadParameter(
+            f"SOURCE is {source!r} but --model is {model!r}. Pass only one of them."
+        )
+    found = next((value for value in (source, model, default) if value is not None), None)
+    if found is None:
+        raise typer.BadParameter("No source was passed. Pass SOURCE or --model.")
+    return found
+
+
+def exclude(options: dict[str, bool]) -> None:
+    """Refuse two options that exclude each other, if both were passed.
+
+    Args:
+        options: whether it was passed, by name.
+
+    Raises:
+        typer.BadParameter: naming them.
+    """
+    if all(options.values()):
+        raise typer.BadParameter(f"{' and '.join(options)} exclude each other. Pass one of them.")
+
+
+def check_seed(seed: int | None) -> int | None:
+    """Refuse a seed that torch does not accept."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise typer.BadParameter(f"the seed is {seed}. Pass a number from 0 to 2**63 - 1.")
+    return seed
+
+
+def torch_dtype(name: DtypeName | None) -> torch.dtype | None:
+    """The data type of a name."""
+    import torch
+
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,143 @@
+"""Numbers and sentences of a report as text, for the terminal and for the HTML page."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from compat.parity import Difference, ParityReport, TapResult
+
+Kind = Literal["accumulated", "local"]
+KINDS: tuple[Kind, Kind] = ("accumulated", "local")
+
+# The mark of a finding's severity, and what the finding does at its tap.
+SEVERITY = {
+    "breaks": ("✗", "breaks parity"),
+    "drifts": ("≈", "drifts in bounds"),
+    "limit": ("?", "limit of the proof"),
+    "info": ("·", "info"),
+}
+
+INPUT_COLUMNS = ("input", "ids", ">max|Δ|", ">error", ">bound", "verdict")
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest numbers of several taps, as text, and how many of the taps are bit-identical."""
+
+    max_abs: str
+    rel_rms: str
+    error: str
+    ratio: str
+    identical: int
+
+    @classmethod
+    def of(cls, found: Sequence[Difference]) -> Worst:
+        ratios = [d.ratio for d in found if d.ratio is not None]
+        return cls(
+            number(_largest(d.max_abs for d in found)),
+            number(_largest(d.rel_rms for d in found)),
+            number(_largest(d.error for d in found)),
+            f"{_largest(ratios):.2f}" if ratios else "-",
+            sum(d.bit_identical for d in found),
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The taps of one block, or one tap outside the blocks.
+
+    Args:
+        name: such as "h.3" or "ln_f".
+        taps: how many there are.
+        passed: how many of them are in bounds.
+        first_failed: the first tap out of bounds, without the layer's name, or None.
+        accumulated, local: the largest numbers.
+    """
+
+    name: str
+    taps: int
+    passed: int
+    first_failed: str | None
+    accumulated: Worst
+    local: Worst
+
+
+def layers(results: Sequence[TapResult]) -> list[Layer]:
+    """A report's taps by layer, in execution order."""
+    found = []
+    for name, group in groupby(results, lambda result: layer_of(result.tap)):
+        taps = list(group)
+        failed = [result.tap.removeprefix(f"{name}.") for result in taps if not result.passed]
+        found.append(
+            Layer(
+                name,
+                len(taps),
+                len(taps) - len(failed),
+                failed[0] if failed else None,
+                Worst.of([result.accumulated for result in taps]),
+                Worst.of([result.local for result in taps]),
+            )
+        )
+    return found
+
+
+def layer_of(tap: str) -> str:
+    """The block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks."""
+    return tap.rpartition(".")[0] or tap
+
+
+def input_rows(report: ParityReport) -> list[list[str]]:
+    """The logits on every input, one row of INPUT_COLUMNS each."""
+    rows = []
+    for result in report.logits.inputs:
+        B, T = result.input_shape
+        numbers = ["-", "-", "-"]
+        if (found := result.logits) is not None:
+            bound = "-" if found.bound is None else number(found.bound)
+            numbers = [number(found.max_abs), number(found.error), bound]
+        verdict = "✓" if result.passed else f"✗ {result.error}".rstrip()
+        rows.append([result.name, f"{B} × {T}", *numbers, verdict])
+    return rows
+
+
+INPUT_NOTE = "error and bound: at the worst position, relative to the norm of its logits"
+
+
+def sensitivity(report: ParityReport) -> str | None:
+    """The smallest error that a passing comparison would have caught, as a sentence."""
+    smallest = report.smallest_detectable
+    if not report.passed or not math.isfinite(smallest):
+        return None
+    return f"A relative error of {smallest:.1g} in the logits at one position would have failed."
+
+
+def limits(report: ParityReport) -> list[str]:
+    """What the comparison did not cover, each with the line of the user's code."""
+    return [
+        f"{place(limit.file, limit.line)}: {limit.message}" if limit.file else limit.message
+        for limit in report.limits
+    ]
+
+
+def place(file: str, line: int | None) -> str:
+    """`file:line`, with the path relative to the working directory if it lies below it."""
+    with contextlib.suppress(ValueError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    return file if line is None else f"{file}:{line}"
+
+
+def number(value: float) -> str:
+    """A measured value with two digits, such as "1.2e-07"."""
+    return f"{value:.1e}" if value else "0"
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value, or NaN if there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
