@@ -1,6 +1,7 @@
 """Hugging Face GPT-2 weights in hand-written blocks: loaded by name, proved equal, written back."""
 
 from compat.adaptation import Adaptation, Finding, adapt
+from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.decoding import PlainBlocks, left_pad
 from compat.engine import Engine
@@ -26,8 +27,8 @@ from compat.generation import (
 )
 from compat.inspection import Inspection, inspect_checkpoint
 from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
-from compat.name_map import NameMap, Row, Same, Split, Transpose
-from compat.ops import Fused, Part, Rearrange, Rows
+from compat.name_map import NameMap, Row
+from compat.ops import Fused, Part, Rearrange, Rows, Same, Split, Transpose
 from compat.parity import ParityReport, check_parity
 from compat.saving import save_pretrained
 from compat.taps import Tap
@@ -36,6 +37,7 @@ from compat.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "AdaptError",
     "Adaptation",
+    "Checkpoint",
     "CheckpointError",
     "CompatError",
     "Completion",
@@ -74,6 +76,7 @@ __all__ = [
     "load_into",
     "load_pretrained",
     "load_tokenizer",
+    "open_checkpoint",
     "save_pretrained",
     "stream",
     "stream_text",

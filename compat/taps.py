@@ -1,4 +1,4 @@
-"""The places of a GPT-2 at which hidden states are compared, in the order they are computed."""
+"""Taps: the places of a GPT-2 at which hidden states are compared, in execution order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def tap_names(n_layer: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a model shows one tap: at the output of a module, or at its first input.
+    """The location of one tap in a model: the output of a module, or its first input.
 
     Args:
-        name: the tap; `{i}` stands for the layer, here and in `module`.
+        name: name of the tap; `{i}` stands for the layer, here and in `module`.
         module: path of the module, as in `model.named_modules()`.
         at: its "output" or its "input".
-        item: which item, where a module returns a tuple.
-        part: which third, where one tensor holds q, k and v side by side.
+        item: index of the tensor, if a module returns a tuple.
+        part: index of the third, if one tensor holds q, k and v along its last axis.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Tap:
 
 
 def expand_taps(taps: Iterable[Tap], n_layer: int) -> list[Tap]:
-    """The taps written out for layers 0 … n_layer − 1, in execution order.
+    """Return the taps of all layers 0 … n_layer − 1, in execution order.
 
     Raises:
-        ParityError: a tap's name is not one of `tap_names`.
+        ParityError: The name of a tap is not one of `tap_names`.
     """
     order = {name: place for place, name in enumerate(tap_names(n_layer))}
     once = [tap for tap in taps if "{i}" not in tap.name]
@@ -52,6 +52,6 @@ def expand_taps(taps: Iterable[Tap], n_layer: int) -> list[Tap]:
         for tap in taps
         if "{i}" in tap.name
     ]
-    if strange := [tap.name for tap in once + per_layer if tap.name not in order]:
-        raise ParityError(f"unknown tap {strange[0]!r}; a block has {', '.join(BLOCK_TAPS)}")
+    if unknown := [tap.name for tap in once + per_layer if tap.name not in order]:
+        raise ParityError(f"unknown tap {unknown[0]!r}; a block has {', '.join(BLOCK_TAPS)}.")
     return sorted(once + per_layer, key=lambda tap: order[tap.name])

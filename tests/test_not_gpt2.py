@@ -1,4 +1,4 @@
-"""Other models are called so before anything is asked; and facts of GPT-2 under other names."""
+"""Other models are reported before missing facts; aliases of facts are understood."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llama() -> State:
 
 
 def rnn() -> State:
-    """As makemore saves its recurrent model: with GPT-2's word for the embedding."""
+    """makemore's recurrent model, whose embedding has the name of GPT-2's."""
     cell = nn.Linear(16, 8)
     return {
         "start": torch.zeros(1, 8),
@@ -53,7 +53,7 @@ OTHERS = {"llama": llama, "rnn": rnn, "lstm": lstm, "bert": bert}
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin", "ckpt.pt"])
 @pytest.mark.parametrize("config", [None, {"model_type": "gpt2"}, {"model_type": "llama"}, {}])
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_is_called_so_at_once(
+def test_another_model_is_reported_first(
     tmp_path: Path, name: str, config: object, other: str
 ) -> None:
     state: Any = {k: v.clone() for k, v in OTHERS[other]().items()}
@@ -78,7 +78,7 @@ def gated(state: State) -> State:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "ckpt.pt"])
-def test_a_gated_model_with_gpt2s_names_is_called_so(
+def test_a_gated_model_with_the_names_of_gpt2_is_reported(
     tmp_path: Path, state: State, name: str
 ) -> None:
     content: Any = gated(state)
@@ -87,7 +87,7 @@ def test_a_gated_model_with_gpt2s_names_is_called_so(
         load_pretrained(tmp_path)
 
 
-def test_what_is_missing_is_named_before_the_number_of_heads_is_asked_for(
+def test_missing_tensors_are_reported_before_the_number_of_heads(
     tmp_path: Path, state: State
 ) -> None:
     kept = {k: v for k, v in linear({**state, **masks()}).items() if "wpe" not in k}
@@ -96,7 +96,9 @@ def test_what_is_missing_is_named_before_the_number_of_heads_is_asked_for(
         load_pretrained(tmp_path)
 
 
-def test_names_of_the_linear_dialect_are_known(tmp_path: Path, tiny: Path) -> None:
+def test_the_error_for_names_of_the_linear_dialect_suggests_adapt(
+    tmp_path: Path, tiny: Path
+) -> None:
     torch.save(load_pretrained(tiny).state_dict(), tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"is not a GPT-2: .*tok_emb\.weight(?s:.*)adapt"):
         load_pretrained(tmp_path)
@@ -106,20 +108,20 @@ def test_names_of_the_linear_dialect_are_known(tmp_path: Path, tiny: Path) -> No
 
 
 @pytest.mark.parametrize("field", ["num_heads", "n_heads", "num_attention_heads"])
-def test_other_words_for_the_number_of_heads(tmp_path: Path, state: State, field: str) -> None:
+def test_aliases_of_the_number_of_heads(tmp_path: Path, state: State, field: str) -> None:
     args = {field if name == "n_head" else name: value for name, value in ARGS.items()}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     assert open_checkpoint(tmp_path).config.n_head == 4
 
 
-def test_other_words_for_every_size(tmp_path: Path, state: State) -> None:
+def test_aliases_of_every_size(tmp_path: Path, state: State) -> None:
     args = {"num_layers": 3, "num_heads": 4, "hidden_size": 24, "context_length": 32}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     config = open_checkpoint(tmp_path).config
     assert (config.n_layer, config.n_head, config.n_embd, config.n_positions) == (3, 4, 24, 32)
 
 
-def test_two_words_that_disagree(tmp_path: Path, state: State) -> None:
+def test_two_aliases_that_disagree(tmp_path: Path, state: State) -> None:
     args = {**ARGS, "num_heads": 2}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     with pytest.raises(Exception, match=r"n_head.*4.*2"):

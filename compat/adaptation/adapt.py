@@ -45,11 +45,11 @@ from compat.adaptation.tracing.checks import check_model
 from compat.adaptation.tracing.export import Untraceable, to_graph
 from compat.adaptation.tracing.graph import Graph, size
 from compat.adaptation.tracing.output_head import before_softmax, every_position
-from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
 from compat.errors import AdaptError, CompatError
-from compat.loading import Source, fill, load_into
+from compat.loading import fill, load_into
 from compat.parity.check import HALF, Reference, in_float32, random_ids
 
 Read = tuple[Graph, Anatomy, NormPlaces, Assignments, Node | None, Unmatched]

@@ -87,7 +87,7 @@ def adapt_command(
     _at_most_one({"--json": as_json, "--emit-map": emit_map})
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints is no data of ours
         cls = load_class(target)
-        checkpoint = open_checkpoint(model, revision, n_head=n_head)
+        checkpoint = open_checkpoint(model, revision=revision, n_head=n_head)
         # It turns on a terminal only, and is of characters that every terminal has.
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, user_code.handle_errors(cls):

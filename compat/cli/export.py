@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from compat.checkpoint import open_checkpoint
+from compat.checkpoint.layout import has_tokenizer
 from compat.cli.common import (
     DialectName,
     DialectOption,
@@ -25,7 +26,7 @@ from compat.cli.common import (
 from compat.cli.tables import print_table
 from compat.errors import ConfigError
 from compat.loading import load_pretrained
-from compat.saving import has_tokenizer, save_pretrained
+from compat.saving import save_pretrained
 from compat.saving.shards import parse_size
 
 
@@ -55,7 +56,7 @@ def export_command(
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint into the blocks and write it as a folder that transformers opens."""
-    checkpoint = open_checkpoint(source, revision, verify=verify, n_head=n_head)
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     model = load_pretrained(checkpoint, dialect.value, dtype=dtype.torch if dtype else None)
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
     notes = list(checkpoint.notes)

@@ -91,7 +91,7 @@ def generate_command(
     )
     prompts = [] if prompt_file is None else read_prompts(prompt_file)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    checkpoint = open_checkpoint(model, revision, n_head=n_head)
+    checkpoint = open_checkpoint(model, revision=revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
     if speculate or (prompt_file is None and n == 1):
         batch_size = 1  # guesses are for one text at a time; and here there is no more than one

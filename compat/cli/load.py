@@ -40,7 +40,7 @@ def load_command(
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint by name and show which tensor went where."""
-    checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
+    checkpoint = open_checkpoint(model, revision=revision, verify=verify, mmap=mmap, n_head=n_head)
     loaded = load_pretrained(checkpoint, dialect.value)
     count = sum(p.numel() for p in loaded.parameters())
     name_map = get_dialect(dialect.value).name_map

@@ -87,7 +87,7 @@ def parity_command(
 
     Exit code 0: they do. 1: they do not, and the table says from where on.
     """
-    checkpoint = open_checkpoint(model, revision, verify=verify, mmap=mmap, n_head=n_head)
+    checkpoint = open_checkpoint(model, revision=revision, verify=verify, mmap=mmap, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
             f"{length} ids are longer than the context of {context} positions that {model} has; "

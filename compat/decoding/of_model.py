@@ -16,7 +16,7 @@ from compat.decoding.transformer import Embedding, Transformer
 from compat.decoding.unmodified import is_unmodified
 from compat.dialects import Model, dialect_of
 from compat.errors import GenerationError
-from compat.name_map import Split, Transpose
+from compat.ops import Split, Transpose
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from compat.config import GPT2Config, as_config
 from compat.layers import KVCache, activation, check_ids, initialized, position_ids
-from compat.name_map import NameMap, Row, Same
+from compat.name_map import NameMap, Row
+from compat.ops import Same
 from compat.taps import Tap
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from compat.config import GPT2Config, as_config
 from compat.layers import KVCache, activation, check_ids, initialized, position_ids
-from compat.name_map import NameMap, Row, Same, Split, Transpose
+from compat.name_map import NameMap, Row
+from compat.ops import Same, Split, Transpose
 from compat.taps import Tap
 
 

@@ -18,7 +18,7 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
 
 
 def _shard_named(name: str) -> Callable[[Path], None]:
-    """The index sends for one tensor to another place."""
+    """The index names another file for one tensor."""
 
     def breaks(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -29,7 +29,7 @@ def _shard_named(name: str) -> Callable[[Path], None]:
 
 
 def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else in a file's place."""
+    """Replace a file by something else."""
 
     def breaks(folder: Path) -> None:
         (folder / name).unlink()
@@ -39,7 +39,7 @@ def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None
 
 
 def _opened(name: str, make: Callable[[Path], object]) -> Callable[[Path], Path]:
-    """The same, and it is what is opened."""
+    """The same, and open that path."""
 
     def breaks(folder: Path) -> Path:
         _instead(name, make)(folder)
@@ -53,7 +53,7 @@ def _zeros(path: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    """A tensor in another shard than the index says."""
+    """Move a tensor to another shard than the index says."""
     first, second = load_file(folder / FIRST), load_file(folder / SECOND)
     name = next(iter(first))
     save_file({**second, name: first.pop(name)}, folder / SECOND)

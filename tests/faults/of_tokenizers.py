@@ -41,7 +41,7 @@ def _token_twice(folder: Path) -> None:
 
 
 def _doubling(folder: Path) -> None:
-    """Every merge makes a token of twice the length: checking them takes the square of it."""
+    """Every merge doubles the length of the token; checking is quadratic in it."""
     tokens = ["a" * 2**k for k in range(1, 20)]
     table = {token: i for i, token in enumerate([*list(vocab())[:256], *tokens])}
     write_json(folder / VOCAB, table)

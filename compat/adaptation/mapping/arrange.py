@@ -9,8 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from compat.name_map import Op, Same, Split, Transpose
-from compat.ops import Fused, Part, Rearrange
+from compat.ops import Fused, Op, Part, Rearrange, Same, Split, Transpose
 
 
 def single_op(content: Tensor, shape: Sequence[int], n_head: int) -> Op | None:

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from compat.adaptation.mapping.views import View
 from compat.errors import AdaptError
-from compat.name_map import Op
+from compat.ops import Op
 
 Home = tuple[tuple[Node, ...], Op]  # the parameters that one tensor goes to, and how
 

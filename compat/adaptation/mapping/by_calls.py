@@ -15,8 +15,8 @@ from compat.adaptation.mapping.role_names import ROLES
 from compat.adaptation.tracing.calling import Forward, eval_mode, reason
 from compat.config import GPT2Config
 from compat.errors import AdaptError
-from compat.name_map import NameMap, Op, Row, Same, Split, Transpose
-from compat.ops import Rearrange
+from compat.name_map import NameMap, Row
+from compat.ops import Op, Rearrange, Same, Split, Transpose
 
 Called = tuple[str, nn.Module]
 ATTENTION, MLP = ("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")

@@ -12,8 +12,7 @@ from compat.adaptation.mapping.assignments import Assignments, Home
 from compat.adaptation.tracing.graph import Graph, kind, size
 from compat.config import GPT2Config
 from compat.errors import AdaptError
-from compat.name_map import Op, Same, Transpose
-from compat.ops import Rearrange, Rows
+from compat.ops import Op, Rearrange, Rows, Same, Transpose
 
 
 def norm_homes(graph: Graph, hf: str, norm: Norm) -> dict[str, Home]:
