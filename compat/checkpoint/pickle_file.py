@@ -84,8 +84,8 @@ class PickleFile:
             )
         if strange := [name for name, tensor in content.items() if not _is_dense(tensor)]:
             raise CheckpointError(
-                f"{path}: {listed(strange)}: no dense tensors with data of their own. Save them as "
-                "contiguous tensors."
+                f"{path} has tensors that are not dense or have no data of their own: "
+                f"{listed(strange)}. Save them as contiguous tensors."
             )
         _check_size(path, content, legacy, max_unpacked)
         self._tensors: dict[str, Tensor] = content

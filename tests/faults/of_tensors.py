@@ -74,7 +74,7 @@ FAULTS = {
         _with("h.0.\x1b[2J\n", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.0.\\x1b[2J")
     ),
     "tensors: a name with and without prefix": Fault(
-        _twice, (WEIGHTS, "ln_f.bias a second time", "each belongs once")
+        _twice, (WEIGHTS, "ln_f.bias a second time", "with each tensor once")
     ),
     "tensors: transposed": Fault(
         tensors(lambda state: state.update({C_FC: state[C_FC].t()})),
