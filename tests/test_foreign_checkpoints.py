@@ -89,8 +89,8 @@ def test_a_projection_that_is_not_transposed_is_found(
     """The tests above depend on this. The square projection has the right shape either way."""
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    turned = tuple(name for name in PROJECTIONS if name != left_out)
-    monkeypatch.setattr(foreign, "PROJECTIONS", turned)
+    transposed = tuple(name for name in PROJECTIONS if name != left_out)
+    monkeypatch.setattr(foreign, "PROJECTIONS", transposed)
     if left_out != "attn.c_proj.weight":
         with pytest.raises(CheckpointError, match="looks transposed"):
             open_checkpoint(folder)

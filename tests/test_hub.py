@@ -205,7 +205,9 @@ def test_an_error_without_a_message_is_a_hub_error_too(monkeypatch: pytest.Monke
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    with pytest.raises(HubError, match=r"'org/name' at .* could not be fetched .*: TimeoutError\n"):
+    with pytest.raises(
+        HubError, match=r"'org/name' at .* could not be fetched .*: TimeoutError\.\n"
+    ):
         load_pretrained("org/name")
 
 

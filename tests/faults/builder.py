@@ -70,11 +70,11 @@ def prefixed(tensors: State) -> State:
 
 def linear(tensors: State) -> State:
     """The same with the projections of `nn.Linear` and an untied head."""
-    turned = {
+    transposed = {
         name: tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
         for name, tensor in tensors.items()
     }
-    return {**turned, "lm_head.weight": tensors["wte.weight"].clone()}
+    return {**transposed, "lm_head.weight": tensors["wte.weight"].clone()}
 
 
 def vocab() -> dict[str, int]:
