@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ DTYPES = {
 # The largest size and id.
 _MAX = 2**31 - 1
 
+# Fields that affect neither shapes nor arithmetic, and that frameworks set on a config.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-@dataclass(kw_only=True, unsafe_hash=True)  # safe, since fields are read-only
+
+@dataclass(kw_only=True, unsafe_hash=True)  # safe, since the hashed fields are read-only
 class GPT2Config:
     """The shapes and the arithmetic of a GPT-2, under Hugging Face's field names.
 
@@ -71,9 +74,10 @@ class GPT2Config:
     Face's: `qkv_bias=False` and `layer_norm_bias=False` leave these biases out.
 
     Fields are read-only, since models that were built from a config would contradict a changed
-    one; `dataclasses.replace(config, n_layer=2)` makes another config. Frameworks may set other
-    attributes, such as `use_cache`. These are copied and pickled, and are ignored by comparison,
-    hashing, `asdict`, `replace` and `to_hf_dict`.
+    one; `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
+    `eos_token_id` and `pad_token_id`, which do not affect shapes or arithmetic, may be set, to ids
+    of the vocabulary or None. Frameworks may set other attributes, such as `use_cache`. These are
+    copied and pickled, and are ignored by comparison, hashing, `asdict`, `replace` and `to_hf_dict`.
 
     Raises:
         ConfigError: A field has the wrong type, is out of range, or is assigned another value.
@@ -94,9 +98,9 @@ class GPT2Config:
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
-    pad_token_id: int | None = None
+    bos_token_id: int | None = field(default=50256, hash=False)
+    eos_token_id: int | tuple[int, ...] | None = field(default=50256, hash=False)
+    pad_token_id: int | None = field(default=None, hash=False)
     qkv_bias: bool = True
     layer_norm_bias: bool = True
 
@@ -106,16 +110,16 @@ class GPT2Config:
                 found = short_repr(getattr(self, name) if value is None else value)
                 raise ConfigError(f"config field {name!r} is {found}; expected {expected}.")
 
-        for field in fields(self):
-            value, accepted = getattr(self, field.name), _TYPES[str(field.type)]
+        for own in fields(self):
+            value, accepted = getattr(self, own.name), _TYPES[str(own.type)]
             # In Python True is an int; in a config that is a mistake.
             proper = isinstance(value, accepted) and (
                 bool in accepted or not isinstance(value, bool)
             )
-            expect(proper, field.name, str(field.type))
+            expect(proper, own.name, str(own.type))
         whole = all(type(token_id) is int for token_id in self.stop_ids)
         expect(whole, "eos_token_id", "whole numbers")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in _TOKEN_IDS:
             within = all(abs(token_id) <= _MAX for token_id in self.ids_of(name))
             expect(within, name, f"≤ {_MAX:,}")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
@@ -135,12 +139,28 @@ class GPT2Config:
         if name in vars(self) and self._is_ours(name):
             current = getattr(self, name)
             if type(value) is not type(current) or value != current:
-                raise _read_only(name)
+                if name not in _TOKEN_IDS:
+                    raise _read_only(name)
+                value = self._checked_ids(name, value)
         elif self._is_ours(name) and name not in self.__dataclass_fields__:
             raise _read_only(name)
         super().__setattr__(name, value)
 
+    def _checked_ids(self, name: str, value: Any) -> int | tuple[int, ...] | None:
+        """The value to which a framework sets the ids of a special token."""
+        several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
+        ids = tuple(value) if several else () if value is None else (value,)
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
+            kinds = "an id, a list of ids" if name == "eos_token_id" else "an id"
+            raise ConfigError(
+                f"config field {name!r} cannot be set to {short_repr(value)}; expected {kinds} or "
+                f"None. The vocabulary has ids 0 to {self.vocab_size - 1}."
+            )
+        return ids if several else value
+
     def __delattr__(self, name: str) -> None:
+        if name in _TOKEN_IDS:
+            raise _ReadOnlyError(f"config field {name!r} cannot be removed. Set it to None.")
         if self._is_ours(name):
             raise _read_only(name)
         super().__delattr__(name)
@@ -214,7 +234,7 @@ class GPT2Config:
                         f"and {short_repr(value)} as {given!r}. Remove one of them."
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
-        names = {field.name for field in fields(cls)}
+        names = {own.name for own in fields(cls)}
         unknown = sorted(k for k, v in known.items() if k not in names | IGNORED and v)
         if unknown:
             found = listed([f"{short_repr(name)} = {short_repr(known[name])}" for name in unknown])

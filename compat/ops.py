@@ -61,24 +61,29 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Split:
-    """Equal parts along the last axis, such as fused q, k and v; optionally transposed."""
+    """Equal parts along one axis, optionally transposed.
+
+    Along the last axis these are fused q, k and v; along the first, an output projection by heads.
+    """
 
     parts: int
     transpose: bool = False
+    dim: int = -1
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        if tensor.shape[-1] % self.parts:
+        if tensor.shape[self.dim] % self.parts:
             raise NameMapError(
                 f"shape {list(tensor.shape)} cannot be split into {self.parts} equal parts"
             )
-        parts = tensor.chunk(self.parts, dim=-1)
+        parts = tensor.chunk(self.parts, dim=self.dim)
         return tuple((part.t() if self.transpose else part).contiguous() for part in parts)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=-1)
+        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=self.dim)
 
     def __str__(self) -> str:
-        return f"split in {self.parts}" + (", transpose" if self.transpose else "")
+        by_rows = " by rows" if self.dim == 0 else ""
+        return f"split in {self.parts}{by_rows}" + (", transpose" if self.transpose else "")
 
 
 @dataclass(frozen=True)
@@ -193,25 +198,103 @@ class Rows:
         found: rows of the checkpoint's tensor.
         wanted: rows of the parameter.
         pattern: a `Rearrange` pattern that is applied to the rows.
+        start: number of zero rows before them, as for positions that are counted from 2.
     """
 
     found: int
     wanted: int
     pattern: str = "r c -> r c"
+    start: int = 0
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        rows = tensor[: self.wanted]
-        if self.wanted > self.found:
-            rows = torch.cat([rows, rows.new_zeros(self.wanted - self.found, *rows.shape[1:])])
+        rows = tensor[: self.wanted - self.start]
+        if self.wanted > len(rows):
+            filled = rows.new_zeros(self.wanted, *rows.shape[1:])
+            filled[self.start : self.start + len(rows)] = rows
+            rows = filled
         return Rearrange(self.pattern).load(rows)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        return Rearrange(self.pattern).save(tensors)[: self.found]
+        return Rearrange(self.pattern).save(tensors)[self.start : self.start + self.found]
 
     def __str__(self) -> str:
+        if self.start:
+            return f"{self.start} rows of zeros, then {self.found} rows"
         if self.wanted < self.found:
             return f"first {self.wanted} rows"
         return f"{self.found} rows, then {self.wanted - self.found} of zeros"
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A weight that the model computes as `factor · parameter + offset`, such as `1 + gain`."""
+
+    factor: float = 1.0
+    offset: float = 0.0
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return ((tensor - self.offset) / self.factor,)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0] * self.factor + self.offset
+
+    def __str__(self) -> str:
+        parts = [f"minus {self.offset:g}"] if self.offset else []
+        return ", ".join(parts + ([f"divided by {self.factor:g}"] if self.factor != 1 else []))
+
+
+@dataclass(frozen=True)
+class WeightNorm:
+    """A weight that the model computes as `g · v / ‖v‖`, as `torch.nn.utils.weight_norm` does.
+
+    The parameters are g, the norms over all axes but `dim`, and v, which gets the weight itself.
+    """
+
+    dim: int = 0
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return self._norm(tensor), tensor.contiguous()
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        g, v = tensors
+        return v * (g / self._norm(v))
+
+    def _norm(self, v: Tensor) -> Tensor:
+        if self.dim == -1:  # torch's own convention for one norm of the whole weight
+            return v.square().sum().sqrt()
+        axes = [axis for axis in range(v.ndim) if axis != self.dim]
+        return v.square().sum(axes, keepdim=True).sqrt()
+
+    def __str__(self) -> str:
+        return "norm and direction"
+
+
+@dataclass(frozen=True)
+class Reparametrized:
+    """An operation whose results the model computes from parameters of another form.
+
+    Args:
+        op: from Hugging Face's tensor to the weights that the model computes with.
+        parts: for each of these weights its `Affine` or `WeightNorm`, or None for a parameter.
+    """
+
+    op: Op
+    parts: tuple[Affine | WeightNorm | None, ...]
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(self.op.load(tensor), self.parts, strict=True)
+        return tuple(t for made, part in pairs for t in (part.load(made) if part else (made,)))
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        rest, made = list(tensors), []
+        for part in self.parts:
+            count = 2 if isinstance(part, WeightNorm) else 1
+            mine, rest = rest[:count], rest[count:]
+            made.append(part.save(mine) if part else mine[0])
+        return self.op.save(made)
+
+    def __str__(self) -> str:
+        return ", then ".join(dict.fromkeys(map(str, [self.op, *filter(None, self.parts)])))
 
 
 def _groups(axes: str) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def check_family(weights: Path, names: Collection[str], has_config: bool) -> Non
         weights: the file, for the message.
         names: of its tensors.
         has_config: whether Hugging Face's config states the sizes. Then `check_tensors` reports
-            single tensors that are missing or unexpected.
+            tensors that are missing, or unexpected in some of the blocks.
 
     Raises:
         CheckpointError: The tensors do not have the names of a GPT-2's.
@@ -87,7 +88,11 @@ def check_family(weights: Path, names: Collection[str], has_config: bool) -> Non
     templates = {name: re.sub(r"^h\.(0|[1-9][0-9]*)\.", "h.{i}.", name) for name in names}
     foreign = [name for name, template in templates.items() if template not in _TEMPLATES]
     missing = [template for template in _NEEDED if template not in templates.values()]
-    if not (foreign and missing if has_config else foreign or missing):
+    if has_config:
+        differs = bool(foreign) and (bool(missing) or _in_every_block(foreign, templates))
+    else:
+        differs = bool(foreign or missing)
+    if not differs:
         return
     kinds = [kind for kind, parts in _KINDS.items() if any(p in n for p in parts for n in foreign)]
     faults = []
@@ -102,6 +107,13 @@ def check_family(weights: Path, names: Collection[str], has_config: bool) -> Non
         "under other names, rename its tensors, or load it into its own module, whose name map "
         "`adapt` finds."
     )
+
+
+def _in_every_block(foreign: list[str], templates: dict[str, str]) -> bool:
+    """Whether some of the names occur in every block, of two blocks or more."""
+    blocks = {name.split(".")[1] for name, template in templates.items() if template != name}
+    counts = Counter(templates[name] for name in foreign if templates[name] != name)
+    return len(blocks) > 1 and len(blocks) in counts.values()
 
 
 def check_depth(weights: Path, config: GPT2Config, count: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickletools
-import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NESTED_TUPLES = 4 << 20, 400_000, 10_000
 # The magic number that torch.save pickled first before version 1.6.
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP = b"PK\x03\x04"
+# The protocol that torch.save writes. torch.load warns of others.
+_PROTOCOL = 2
 
 _OPCODES = set(
     "PROTO STOP MARK BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BINFLOAT BININT "
@@ -68,9 +69,7 @@ class PickleFile:
         except Exception as error:  # zipfile raises nearly anything for a damaged archive
             raise _unreadable(path, str(error)) from error
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # so does the unpickler, and its messages advise to run the code
             reason = f"it is damaged, or holds other objects ({type(error).__name__})"
             raise _unreadable(path, reason) from error
@@ -214,14 +213,21 @@ def _scan_pickle(data: bytes, max_opcodes: int) -> tuple[int, int]:
 
 def _check_argument(name: str, argument: object) -> None:
     """Names mean tensors, and integers are short, since long ones can be made to collide."""
+    if name == "PROTO" and argument != _PROTOCOL:
+        raise ValueError(
+            f"its pickle has protocol {argument}, and torch.save writes protocol {_PROTOCOL}; "
+            "save it again without pickle_protocol"
+        )
     if name == "LONG1" and isinstance(argument, int) and abs(argument) >= 2**63:
         raise ValueError("its pickle has a number of more than 64 bits")
     if name != "GLOBAL":
         return
     module, _, attribute = str(argument).partition(" ")
     is_storage = module in ("torch", "torch.storage") and attribute.endswith("Storage")
+    is_quantized = attribute.startswith("Q")
     is_dtype = module == "torch" and attribute in _DTYPES
-    known = argument in _GLOBALS or is_dtype or (is_storage and attribute.isidentifier())
+    is_storage = is_storage and attribute.isidentifier() and not is_quantized
+    known = argument in _GLOBALS or is_dtype or is_storage
     if not known:
         raise ValueError(
             f"it asks for {f'{module}.{attribute}'!r}, which is not executed; a checkpoint holds "
@@ -257,6 +263,10 @@ def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
                 "torch.save writes; load it and save it again with PyTorch"
             )
         # PyTorch ignores upper and lower case.
+        if any(entry.filename.lower().endswith("/constants.pkl") for entry in entries):
+            raise ValueError(
+                "it is a TorchScript program, which is not executed; save the model's state_dict()"
+            )
         pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ValueError(f"its archive has {len(pickles)} files data.pkl; expected one")

@@ -27,7 +27,7 @@ from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translate
 from compat.checkpoint.layout import CONFIG, most_bytes
 from compat.config import GPT2Config
-from compat.errors import CheckpointError, ConfigError, lines, listed
+from compat.errors import CheckpointError, ConfigError, lines, listed, short_repr
 
 
 @dataclass
@@ -175,6 +175,8 @@ def check(
     n_head: int | None = None,
 ) -> Checkpoint:
     """Return the checkpoint in these files, provided that it is a GPT-2."""
+    if n_head is not None and type(n_head) is not int:
+        raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more.")
     weights, stored = contents.weights, contents.tensors()
     kind = kind_of(contents.model_args, raw_config, stored)
     is_foreign = kind != HUGGING_FACE
