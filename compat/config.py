@@ -65,6 +65,8 @@ _MAX = 2**31 - 1
 # Fields that affect neither shapes nor arithmetic, and that frameworks set on a config.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
+# Fields that enter neither shapes nor arithmetic, and that frameworks set on a model's config.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(kw_only=True, unsafe_hash=True)  # safe, since the hashed fields are read-only
 class GPT2Config:

@@ -18,9 +18,10 @@ from compat.decoding.matrices import Pack
 from compat.decoding.speculative import Guesser, ModelDraft, SpeculativeDecoder, lookup
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Embedding, Read, Transformer
-from compat.errors import ConfigError, GenerationError
+from compat.errors import ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import generate, stream
+from compat.generation.checks import is_whole
 from compat.layers import as_ids
 from compat.name_map import NameMap
 
@@ -68,12 +69,19 @@ class Engine:
         name_map: NameMap | None = None,
         config: GPT2Config | Mapping[str, Any] | None = None,
     ) -> None:
-        if dtype not in ("float32", "bfloat16", "int8"):
-            raise ConfigError(f"dtype is {dtype!r}; expected 'float32', 'bfloat16' or 'int8'")
-        if speculate not in (None, "int8", "lookup"):
-            raise ConfigError(f"speculate is {speculate!r}; expected 'int8', 'lookup' or None")
-        if max_batch is not None and max_batch < 1:
-            raise ConfigError(f"max_batch is {max_batch}; expected 1 or more")
+        if not isinstance(dtype, str) or dtype not in ("float32", "bfloat16", "int8"):
+            raise ConfigError(
+                f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'"
+            )
+        named = speculate is None or isinstance(speculate, str)
+        if not named or speculate not in (None, "int8", "lookup"):
+            raise ConfigError(
+                f"speculate is {short_repr(speculate)}; expected 'int8', 'lookup' or None"
+            )
+        if max_batch is not None and (not is_whole(max_batch) or max_batch < 1):
+            raise ConfigError(
+                f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more"
+            )
         self.dtype, self.max_batch, self.speculate = dtype, max_batch, speculate
         self.device = _usable(device)
         if compile and (speculate or self.device.type != "cpu"):
@@ -158,6 +166,8 @@ def _usable(device: str | torch.device) -> torch.device:
     Raises:
         ConfigError: it is unknown, or not there.
     """
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device is {short_repr(device)}; expected a torch.device or its name")
     try:
         there = torch.zeros(1, device=device)
         there.cpu()  # "meta" has nothing to give back

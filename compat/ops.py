@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from compat.errors import NameMapError
+from compat.name_map import Op
 
 
 class Op(Protocol):

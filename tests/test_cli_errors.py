@@ -228,3 +228,34 @@ def test_a_reader_that_goes_away_is_no_error(tiny: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["parity", "--text", "T", "--length", "5"], ("--text", "--length")),
+        (["parity", "--text", "T", "--batch", "2"], ("--text", "--batch")),
+        (["parity", "--text", "T", "--seed", "0"], ("--text", "--seed")),
+        (["parity", "--all", "--dialect", "linear"], ("--all", "--dialect")),
+        (["parity", "--engine", "int8", "--all"], ("--engine", "--all")),
+        (["parity", "--engine", "int8", "--dialect", "conv1d"], ("--engine", "--dialect")),
+        (["parity", "--engine", "int8", "--dtype", "float32"], ("--engine", "--dtype")),
+        (["parity", "--json", "--quiet"], ("--json", "--quiet")),
+        (["generate", "T", "--batch-size", "2"], ("--batch-size", "--prompt-file")),
+        (["generate", "T", "--n", "2", "--speculate", "lookup", "--batch-size", "2"],
+         ("--batch-size", "--speculate")),
+    ],
+)  # fmt: skip
+def test_options_that_would_ignore_one_another(
+    cli: Cli, tmp_path: Path, argv: list[str], named: tuple[str, str]
+) -> None:
+    """Known from the options alone, before a checkpoint is looked for."""
+    done = cli(*argv, "--model", tmp_path / "none")
+    assert done.code == 2 and done.out == ""
+    for option in named:
+        assert option in done.err
+
+
+def test_options_that_go_together(cli: Cli, tiny: Path) -> None:
+    assert cli("parity", "--model", tiny, "--batch", 1, "--length", 9, "--seed", 3).code == 0
+    assert cli("parity", "--model", tiny, "--dialect", "conv1d", "--quiet").code == 0

@@ -17,8 +17,6 @@ from compat.decoding import NotFiniteError
 from tests.conftest import MakeCheckpoint
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-# torch's compiler warns of its own parts, and compat leaves the filters of the process alone.
-pytestmark = pytest.mark.filterwarnings("ignore:::torch")
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3)).tolist()
 # Of the logits' norm; in int8 a rounding of activations the other way.
 RELATIVE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from compat import ConfigError, GPT2Config, load_pretrained
+from compat import ConfigError, GPT2Config, load_pretrained, save_pretrained
 
 FOREIGN: dict[str, Any] = {
     "use_cache": False,
@@ -45,7 +45,12 @@ def test_attributes_of_frameworks_do_not_affect_our_fields() -> None:
     assert replace(changed, n_layer=3) == GPT2Config(n_layer=3)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(GPT2Config)])
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(GPT2Config) if field.name not in TOKEN_IDS]
+)
 def test_our_own_fields_are_read_only(name: str) -> None:
     config = GPT2Config()
     before = getattr(config, name)
@@ -56,6 +61,43 @@ def test_our_own_fields_are_read_only(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
         delattr(config, name)
     assert config == GPT2Config()
+
+
+@pytest.mark.parametrize("name", TOKEN_IDS)
+def test_frameworks_set_the_ids_of_special_tokens(tiny: Path, tmp_path: Path, name: str) -> None:
+    """As in `model.config.pad_token_id = tokenizer.eos_token_id`."""
+    model = load_pretrained(tiny)
+    config, in_a_set = model.config, {model.config}
+    for value in (5, 96, 0, None, 3):
+        setattr(config, name, value)
+        assert getattr(config, name) == value and config in in_a_set
+    assert config == replace(load_pretrained(tiny).config, **{name: 3})
+    assert config != load_pretrained(tiny).config
+    save_pretrained(model, tmp_path / "saved")
+    assert getattr(load_pretrained(tmp_path / "saved").config, name) == 3
+    with pytest.raises(ConfigError, match=rf"'{name}'.*cannot be removed"):
+        delattr(config, name)
+
+
+@pytest.mark.parametrize("name", TOKEN_IDS)
+@pytest.mark.parametrize("value", [97, -1, True, 3.0, "5", (), (1, 97), [2, "a"], {}, 1 << 80])
+def test_an_id_that_is_set_is_in_the_vocabulary(name: str, value: Any) -> None:
+    config = GPT2Config(vocab_size=97, bos_token_id=1, eos_token_id=2)
+    before = copy.copy(config)
+    with pytest.raises(ConfigError, match=rf"'{name}'.*expected .*0 to 96"):
+        setattr(config, name, value)
+    assert config == before
+
+
+def test_several_ids_may_end_a_text() -> None:
+    config: Any = GPT2Config(vocab_size=97)
+    for value in ([5, 7], (5, 7)):
+        config.eos_token_id = value
+        assert config.eos_token_id == config.stop_ids == (5, 7)
+        with pytest.raises(ConfigError, match=r"'pad_token_id'"):
+            config.pad_token_id = value
+    config.eos_token_id = None
+    assert config.stop_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
+import subprocess
 import sys
 import threading
 import warnings
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.fx.proxy import TracerBase
 
@@ -29,6 +32,8 @@ from compat import (
     load_pretrained,
     save_pretrained,
 )
+from compat.decoding import kernels
+from compat.decoding.matrices import Int8Both
 from compat.parity.reference import quiet
 from tests.own_gpt2 import MyGPT2
 
@@ -175,3 +180,47 @@ def test_quiet_in_overlapping_threads() -> None:
     second.__exit__(None, None, None)
     assert transformers.utils.logging.is_progress_bar_enabled()
     assert transformers.utils.logging.get_verbosity() == logging.INFO
+
+
+def refused(*arguments: Any, **settings: Any) -> Any:
+    raise AssertionError("the warning filters belong to the process")
+
+
+def test_reading_and_packing_leave_the_warning_filters_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(tiny / "model.safetensors"), pickled)
+    shutil.copy(tiny / "config.json", tmp_path)
+    kernels.forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(warnings, "catch_warnings", refused)
+        engine = Engine(pickled, dtype="int8", speculate="int8")
+    assert kernels.fastest("draft", 1, torch.get_num_threads()) is Int8Both
+    assert engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape == (1, 5)
+
+
+@pytest.mark.parametrize("settings", [{"speculate": "int8"}, {"compile": True}], ids=str)
+def test_engines_where_warnings_are_errors(tiny: Path, settings: dict[str, Any]) -> None:
+    if "compile" in settings and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    code = f"""
+import torch
+from compat import Engine
+from compat.decoding import kernels
+kernels._measured = lambda precision, rows, working: (next(iter(working)), False)
+engine = Engine({str(tiny)!r}, **{settings!r})
+print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape)
+if "speculate" in {settings!r}:
+    print(*(choice.name for choice in kernels._chosen.values()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 5])" in done.stdout
+    assert ("Int8Both" in done.stdout) == ("speculate" in settings)

@@ -1,60 +1,95 @@
-"""The README's code runs, on the embedded checkpoint instead of the downloaded one."""
+"""Every code block and command of every README runs, on the checkpoint that ships with the package.
+
+`"gpt2"` in Python blocks stands for that checkpoint. The blocks of one file run in order, in one
+namespace. Where a README shows what a command prints, the words have to match; the numbers may not,
+because rounding errors differ between machines.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-import compat
 from compat.checkpoint import open_checkpoint
 from compat.dialects.linear import GPTModel
+from tests.command_line import ROOT, Cli
 
-README = Path(compat.__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
+PLACES = ["README.md", *(f"{top}/**/README.md" for top in ("compat", "scripts", "tests"))]
+READMES = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 CONFIG = open_checkpoint("demo").config
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
+READERS_MODELS = ("my_model", "another_model", "linear_model")  # before the first block
+TIMED = "scripts/bench.py"  # benchmarks take minutes; tests of their own run them
 
 
-def test_first_use_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def blocks(readme: str, language: str) -> list[str]:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "python")])
+def test_python_blocks_run(
+    readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first block generates; the next ones write and pack what that one loaded."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    exec(BLOCKS[0].replace('"gpt2"', '"demo"'), names)
-    text = capsys.readouterr().out
-    assert text.startswith("Every effort moves") and len(text) > len("Every effort moves\n")
-    exec(BLOCKS[1].replace('"gpt2"', '"demo"'), names)
-    assert open_checkpoint(tmp_path / "my-gpt2").config == CONFIG
-    exec(BLOCKS[2].replace('"gpt2"', '"demo"'), names)
-    assert isinstance(nats := names["nats"], torch.Tensor) and bool((nats < 0).all())
+    torch.manual_seed(0)
+    names: dict[str, object] = {name: GPTModel(CONFIG) for name in READERS_MODELS}
+    for number, block in enumerate(blocks(readme, "python"), start=1):
+        code = compile(block.replace('"gpt2"', '"demo"'), f"{readme}, block {number}", "exec")
+        exec(code, names)
+    if readme == "README.md":
+        assert "Every effort moves" in capsys.readouterr().out
 
 
-def test_second_use_runs() -> None:
-    models: dict[str, object] = {"my_model": GPTModel(CONFIG), "another_model": GPTModel(CONFIG)}
-    exec(BLOCKS[3].replace('"gpt2"', '"demo"'), models)
-    adaptation = models["adaptation"]
-    assert isinstance(adaptation, compat.Adaptation) and adaptation.compatible
+@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "console")])
+def test_commands_print_what_is_shown(
+    readme: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for block in blocks(readme, "console"):
+        for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = entry.partition("\n")
+            printed = output_of(command, cli)
+            if shown.strip():
+                assert comparable(printed) == comparable(shown), command
 
 
-def test_a_map_by_hand_names_what_there_is() -> None:
-    """It stands for a model of the reader's, so that only its names can be checked."""
-    compile(BLOCKS[4], "README.md", "exec")
-    imported = re.search(r"from compat import (.*)", BLOCKS[4])
-    assert imported is not None
-    assert all(hasattr(compat, name.strip()) for name in imported[1].split(","))
+def output_of(command: str, cli: Cli) -> str:
+    if TIMED in command:
+        return ""
+    program, *argv = shlex.split(command)
+    if program != "gpt2-compat":
+        env = {**os.environ, "PYTHONUTF8": "1"}
+        done = subprocess.run(command, shell=True, env=env, check=True, capture_output=True)
+        return done.stdout.decode()
+    done = cli(*argv)
+    assert done.code in (0, 1), done.err  # 1 is a verdict, which the text below shows
+    return done.out
 
 
-SCRIPTS = """
-demo test load.py parity.py generate.py adapt.py inspect.py export.py fuzz.py bench.py
-""".split()
+def comparable(text: str) -> list[str]:
+    """The lines of a text without its numbers, its line breaks and the padding of its tables."""
+    lines = [re.sub(r"\d[\d.e+-]*|\s+", " ", line).split() for line in text.splitlines()]
+    return [word for line in lines for word in line]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_that_it_names_are_there(script: str) -> None:
-    assert f"scripts/{script}" in README.read_text(encoding="utf-8")
-    assert (README.parent / "scripts" / script).is_file()
+@pytest.mark.parametrize("readme", READMES)
+def test_links_lead_somewhere(readme: str) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    missing = [
+        link for link in LINK.findall(text) if not (ROOT / readme).parent.joinpath(link).exists()
+    ]
+    assert not missing
+
+
+def test_the_first_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -25,7 +25,6 @@ from compat.adaptation.diagnosis.findings import (
     unexplained,
     without_effect,
 )
-from compat.adaptation.diagnosis.formulas import embedding_of
 from compat.adaptation.diagnosis.leftovers import fused_kernels, left_in_training, leftovers
 from compat.adaptation.diagnosis.proof import (
     ask_witness,
@@ -35,12 +34,14 @@ from compat.adaptation.diagnosis.proof import (
 )
 from compat.adaptation.mapping.assignments import Assignments, BatchFirst
 from compat.adaptation.mapping.by_calls import map_by_calls
+from compat.adaptation.mapping.embedding import embedding_of
 from compat.adaptation.mapping.find import find_mapping
 from compat.adaptation.mapping.fit import Unmatched, keep_what_fits
 from compat.adaptation.mapping.rows import to_name_map
 from compat.adaptation.mapping.taps import find_taps
 from compat.adaptation.result import Adaptation
 from compat.adaptation.tracing.calling import CallSignature, Forward, default_forward, eval_mode
+from compat.adaptation.tracing.canonical import drop_zero_terms
 from compat.adaptation.tracing.checks import check_model
 from compat.adaptation.tracing.export import Untraceable, to_graph
 from compat.adaptation.tracing.graph import Graph, size
@@ -155,7 +156,7 @@ def _adapted(
             if both and not learned_positions(read[1], read[3]):
                 raise error from None
         except AdaptError as error:
-            return _without_anatomy(model, call, ids, checkpoint, error)
+            return _without_anatomy(model, call, ids, checkpoint, error, clock)
     return _judged(model, call, ids, checkpoint, read, clock)
 
 
@@ -168,6 +169,7 @@ def _judged(
     name_map = to_name_map(graph, mapping, config)
     with clock.stage("load"):
         fill(model, name_map.expand(config.n_layer), checkpoint, zeros=name_map.zeros)
+        graph.derive_again()
     with clock.stage("reference"):
         reference = Reference(checkpoint, next(model.parameters()).dtype)
         weights = _float64_weights(reference)
@@ -253,23 +255,45 @@ def _without_graph(
 
 
 def _without_anatomy(
-    model: nn.Module, call: Forward, ids: Tensor, checkpoint: Checkpoint, error: AdaptError
+    model: nn.Module,
+    call: Forward,
+    ids: Tensor,
+    checkpoint: Checkpoint,
+    error: AdaptError,
+    clock: _Clock,
 ) -> Adaptation:
-    """For a graph whose parts are not understood: a map by the order of calls, if it is right.
+    """For a graph whose parts are not understood: other ways to a map, if one is right.
 
     Raises:
-        AdaptError: it is not; the error that was met in the graph, and the model as it was.
+        AdaptError: none is; the error that was met in the graph, and the model as it was.
     """
     if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
         raise error
+
+    def without_zero_terms() -> Adaptation | None:
+        graph = to_graph(model, call, ids)
+        if not drop_zero_terms(graph):
+            return None
+        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
+
+    def with_factors() -> Adaptation | None:
+        graph = to_graph(model, call, ids)
+        if not find_derived(graph, scaled=True):
+            return None
+        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
+
+    def by_calls() -> Adaptation:
+        return _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
+
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    with suppress(CompatError):
-        found = _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
-        if found.compatible:
-            return found
-    with torch.no_grad():
-        for parameter, value in before:
-            parameter.copy_(value)
+    for attempt in (without_zero_terms, with_factors, by_calls):
+        with suppress(CompatError):
+            found = attempt()
+            if found:
+                return found
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
     raise error
 
 
@@ -322,6 +346,7 @@ def _check_vocabulary(anatomy: Anatomy, config: GPT2Config) -> None:
 def _read(graph: Graph, checkpoint: Checkpoint) -> Read:
     """The anatomy of a graph, and a home for every tensor that finds one."""
     try:
+        find_derived(graph)
         last_only, softmax = every_position(graph), before_softmax(graph)
         anatomy = dissect(graph)
         _check_vocabulary(anatomy, checkpoint.config)

@@ -17,7 +17,7 @@ class Finding:
     """One deviation from GPT-2.
 
     Args:
-        code: one of `compat.adapt.CODES`.
+        code: one of `compat.adaptation.CODES`.
         severity: "breaks" parity; "drifts" within the calibrated bound; "limit" says what the proof
             did not reach; "info" changes no number.
         tap: the first hidden state it changes, such as `h.0.act`; None where it changes none.

@@ -32,7 +32,7 @@ from compat.cli.parity import HtmlOption, write_page
 from compat.cli.tables import wrapped
 from compat.errors import collapse_layers
 from compat.html_report import adapt_page
-from compat.user_models import construct, load_class
+from compat.user_models import construct, load_class, resized
 
 # The mark, its colour, and what a finding does at its tap.
 SEVERITY = {
@@ -92,7 +92,8 @@ def adapt_command(
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, user_code.handle_errors(cls):
             built = construct(cls, checkpoint.config, kwargs=given, config_name=config_name)
-            adaptation = adapt(built, checkpoint)
+            with resized(cls, checkpoint.config):  # forward may read them, too
+                adaptation = adapt(built, checkpoint)
     for line in checkpoint.notes:
         note(f"note: {line}")
     if as_json:

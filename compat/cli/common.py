@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -121,6 +121,20 @@ def exit_code(error: CompatError) -> int:
     if isinstance(error, HubError):
         return NETWORK
     return BAD_REQUEST if isinstance(error, GenerationError) else BAD_INPUT
+
+
+def refuse(faults: Iterable[tuple[bool, str]]) -> None:
+    """Options that contradict or ignore one another.
+
+    Args:
+        faults: whether it is so, and in words what.
+
+    Raises:
+        typer.BadParameter: the first that is.
+    """
+    for wrong, fault in faults:
+        if wrong:
+            raise typer.BadParameter(fault)
 
 
 def console() -> Console:

@@ -70,7 +70,7 @@ def generate_command(
     prompt_file: PromptFileOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
-    batch_size: BatchSizeOption = 8,
+    batch_size: BatchSizeOption = None,
     interactive: InteractiveOption = False,
     plain: PlainOption = False,
     dtype: PrecisionOption = None,
@@ -87,18 +87,20 @@ def generate_command(
     plain = plain or dialect is not None
     for_engine = dtype is not None or speculate is not None
     check_usage(
-        prompt, prompt_file, interactive, out, resume, logprobs, n, as_json, plain, for_engine
-    )
+        prompt, prompt_file, interactive, out, resume, logprobs, n, as_json, plain, for_engine,
+        batch_size, speculate is not None,
+    )  # fmt: skip
     prompts = [] if prompt_file is None else read_prompts(prompt_file)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     checkpoint = open_checkpoint(model, revision=revision, n_head=n_head)
     tokenizer = load_tokenizer(checkpoint)
+    texts = 8 if batch_size is None else batch_size  # at a time
     if speculate or (prompt_file is None and n == 1):
-        batch_size = 1  # guesses are for one text at a time; and here there is no more than one
+        texts = 1  # guesses are for one text at a time; and here there is no more than one
     runs = (
         PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
         if plain
-        else _engine(checkpoint, dtype, speculate, max(1, batch_size))
+        else _engine(checkpoint, dtype, speculate, max(1, texts))
     )
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -114,7 +116,7 @@ def generate_command(
         return stream_text(runs, tokenizer, prompt, **settings)
 
     def many(prompts: list[str]) -> Iterator[Completion]:
-        return generate_text(runs, tokenizer, prompts, n=n, batch_size=batch_size, **settings)
+        return generate_text(runs, tokenizer, prompts, n=n, batch_size=texts, **settings)
 
     if prompt_file is not None:
         write_results(many, prompts, n, out, resume)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compat.cli.common import MAX_SEED
+from compat.cli.common import MAX_SEED, refuse
 from compat.generation.writing import DEFAULT_NEW_TOKENS
 
 
@@ -67,7 +67,7 @@ OutOption = Annotated[
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="With --out: go on after the results that FILE has.")
 ]
-BatchSizeOption = Annotated[int, typer.Option(help="Texts at a time.")]
+BatchSizeOption = Annotated[int | None, typer.Option(help="Texts at a time; default 8.")]
 InteractiveOption = Annotated[
     bool, typer.Option("--interactive", help="Ask for one prompt after another, until Ctrl-D.")
 ]
@@ -112,6 +112,8 @@ def check_usage(
     as_json: bool,
     plain: bool,
     for_engine: bool,
+    batch_size: int | None,
+    speculates: bool,
 ) -> None:
     """Refuse options that contradict each other, or do nothing without another.
 
@@ -119,7 +121,7 @@ def check_usage(
         typer.BadParameter: naming them.
     """
     given = [prompt is not None, prompt_file is not None, interactive]
-    for wrong, fault in (
+    faults = [
         (not any(given), "give a prompt, --prompt-file or --interactive"),
         (sum(given) > 1, "a prompt, --prompt-file and --interactive exclude each other"),
         (out is not None and prompt_file is None, "--out needs --prompt-file"),
@@ -128,6 +130,13 @@ def check_usage(
         (interactive and as_json, "--interactive prints text, not --json"),
         (plain and for_engine, "--dtype and --speculate are for the engine, not for --plain"),
         (interactive and n != 1, "--interactive makes one text a prompt, not --n of them"),
-    ):
-        if wrong:
-            raise typer.BadParameter(fault)
+        (
+            batch_size is not None and prompt_file is None and n == 1,
+            "--batch-size is for several texts; give --prompt-file or --n with it",
+        ),
+        (
+            batch_size is not None and speculates,
+            "--speculate writes one text at a time, so --batch-size would do nothing",
+        ),
+    ]
+    refuse(faults)

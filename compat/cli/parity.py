@@ -17,18 +17,19 @@ from compat.checkpoint import open_checkpoint
 from compat.cli.common import (
     MAX_SEED,
     DialectName,
-    DialectOption,
     DtypeOption,
     JsonOption,
     MmapOption,
     ModelOption,
     NHeadOption,
+    OwnBlocksOption,
     RevisionOption,
     VerifyOption,
     console,
     handle_errors,
     note,
     print_json,
+    refuse,
 )
 from compat.cli.generate_options import PrecisionName
 from compat.cli.tables import print_table
@@ -61,7 +62,7 @@ HtmlOption = Annotated[
 @handle_errors
 def parity_command(
     model: ModelOption = "demo",
-    dialect: DialectOption = DialectName.linear,
+    dialect: OwnBlocksOption = None,
     every: Annotated[bool, typer.Option("--all", help="Check both dialects.")] = False,
     engine: Annotated[
         PrecisionName | None,
@@ -69,8 +70,12 @@ def parity_command(
     ] = None,
     dtype: DtypeOption = None,
     text: Annotated[str | None, typer.Option(help="Compare on this text.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random ids.", min=0, max=MAX_SEED)] = 0,
-    batch: Annotated[int, typer.Option(help="Sequences of random ids.", min=1)] = 2,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random ids; default 0.", min=0, max=MAX_SEED)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of random ids; default 2.", min=1)
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(help="Ids a sequence; default 128, or 32 from 500M parameters on.", min=1),
@@ -94,8 +99,9 @@ def parity_command(
             f"give at most {context}",
             param_hint="--length",
         )
-    input_ids = random_ids(checkpoint, seed, batch, length) if text is None else None
-    models: list[str | Engine] = [d.value for d in DialectName] if every else [dialect.value]
+    input_ids = random_ids(checkpoint, seed or 0, batch or 2, length) if text is None else None
+    dialects = list(DialectName) if every else [dialect or DialectName.linear]
+    models: list[str | Engine] = [one.value for one in dialects]
     if engine is not None:
         models = [Engine(checkpoint, dtype=engine.value)]
     reports = []

@@ -5,6 +5,7 @@ B batch (here 1), S seen so far, N positions there are, C channels, H heads, D h
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -32,6 +33,7 @@ class CompiledTransformer(Transformer):
     """
 
     def __init__(self, *arguments: Any) -> None:
+        _import_compiler()
         from torch._inductor import config  # which takes a second
 
         super().__init__(*arguments)
@@ -66,6 +68,19 @@ class CompiledTransformer(Transformer):
         """
         alone = batch == 1 and cache.both.is_contiguous()
         return alone and start + 1 < len(self.positions) and self.attention is nullcontext
+
+
+def _import_compiler() -> None:
+    """Import the module of torch's compiler that warns of itself, also where warnings are errors.
+
+    Only there the filters of the process are changed, once, as nothing else lets it be imported.
+    """
+    try:
+        import torch.utils.mkldnn
+    except DeprecationWarning:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            import torch.utils.mkldnn  # noqa: F401
 
 
 class _Step(nn.Module):

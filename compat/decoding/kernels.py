@@ -180,10 +180,11 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, rounds: int = 
 
 
 def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
+    try:
         info = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line for line in info if line.startswith("model name")).partition(": ")[2]
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()  # which starts another process
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 

@@ -6,8 +6,8 @@ operators that torch does not document; those may go, and are taken only where t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -141,18 +141,28 @@ def int8_weight_only(weight: Tensor, bias: Tensor | None) -> Matrix:
     return (Int8 if weight.shape[0] % 32 else Int8WeightOnly)(weight, bias)
 
 
+def _quantized_tensor(whole: Tensor, step: Tensor) -> Tensor:
+    """torch's own tensor of 8-bit weights, of which torch warns that it will be removed."""
+    zeros = torch.zeros_like(step, dtype=torch.long)
+    return torch._make_per_channel_quantized_tensor(whole, step.double(), zeros, 0)
+
+
+def _without_warnings(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function without the warnings of the C++ code that it calls.
+
+    Python drops those of a frame whose module has no name. The filters of `warnings` would do, too,
+    but they belong to the process, and threads that change them at once leave them changed.
+    """
+    return FunctionType(function.__code__, {**function.__globals__, "__name__": None})
+
+
 class Int8Both:
     """8-bit weights by 8-bit activations, with one step for all rows: for drafts of one row."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         ops: Any = torch.ops.quantized
-        whole, step = quantized(weight)
-        with warnings.catch_warnings():  # torch means to drop its tensors of whole numbers
-            warnings.simplefilter("ignore")
-            tensor = torch._make_per_channel_quantized_tensor(
-                whole, step.double(), torch.zeros_like(step, dtype=torch.long), 0
-            )
-            self.weight = ops.linear_prepack(tensor, None if bias is None else bias.float())
+        tensor = _without_warnings(_quantized_tensor)(*quantized(weight))
+        self.weight = ops.linear_prepack(tensor, None if bias is None else bias.float())
         self.multiply = ops.linear_dynamic
 
     def __call__(self, x: Tensor) -> Tensor:

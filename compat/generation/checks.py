@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -42,7 +41,10 @@ def token_ids(name: str, values: Any) -> tuple[int, ...]:
     Raises:
         GenerationError: it is something else.
     """
-    ids = tuple(values) if isinstance(values, Iterable) else (None,)
+    try:
+        ids = tuple(values)
+    except TypeError:  # a single number, or a tensor or array of one
+        ids = (None,)
     if isinstance(values, str | bytes) or not all(map(is_whole, ids)):
         raise GenerationError(
             f"{name} is {short_repr(values)}; expected token ids, such as (50256,)"

@@ -82,7 +82,7 @@ class Sampling:
         if self.repetition_penalty not in (None, 1):
             scores = _penalised(scores, seen, float(self.repetition_penalty or 1))
         if self.temperature > 0:
-            scores = scores / self.temperature
+            scores = scores / float(self.temperature)
         if not all_finite(scores):
             self._explain(logits)
         if self.suppress_tokens:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
-from compat.errors import ParityError
+from compat.errors import CompatError, ParityError, short_repr
 from compat.layers import as_ids
 from compat.loading import load_pretrained
 from compat.parity.compare import Difference, TapResult, compare
@@ -155,11 +155,20 @@ def _report(
     ours = _our_taps(model, taps, reference.taps, config.n_layer)
     dialect = dialect_of(model)
 
-    def call(ids: Tensor) -> Tensor:
-        return find_logits(model(ids), ids, vocab_size=config.vocab_size)
+    hookable = True  # the output is what a tap can show: logits of all positions
+
+    def find(output: Any, ids: Tensor) -> Tensor:
+        nonlocal hookable
+        first = output[0] if isinstance(output, tuple) and output else output
+        hookable = hookable and isinstance(first, Tensor) and first.shape[:-1] == ids.shape
+        return _logits_in(output, ids, config.vocab_size)
 
     half = reference.dtype in HALF
-    proof = prove_logits(call, model, reference, config, reference.dtype, short_only=half)
+    proof = prove_logits(
+        model, model, reference, config, reference.dtype, short_only=half, find=find
+    )
+    if taps is None and dialect is None and not hookable:
+        ours = []
     if ours and ours[0].name == "embed" and not half:
         proof.embedding = _embedding_of_every_id(model, ours[0], reference)
         proof.ids_tried = config.vocab_size
@@ -171,6 +180,16 @@ def _report(
         proof,
         training=model.training,
     )
+
+
+def _logits_in(output: Any, ids: Tensor, vocab_size: int) -> Tensor:
+    """The logits of all positions or, as nanoGPT returns them, of the last one alone."""
+    try:
+        return find_logits(output, ids, vocab_size=vocab_size)
+    except CompatError:
+        with suppress(CompatError):
+            return find_logits(output, ids, last=True, vocab_size=vocab_size)
+        raise
 
 
 def _embedding_of_every_id(model: nn.Module, tap: Tap, reference: Reference) -> InputResult:
@@ -220,6 +239,10 @@ class Reference:
         dtype: of the model.
         calibrate: whether hidden states are judged against a float64 run.
         attention: "eager" or "sdpa".
+
+    Attributes:
+        modules_run: how often a module of it ran; more often while a model is called that takes
+            the logits from it.
     """
 
     def __init__(
@@ -240,6 +263,13 @@ class Reference:
             large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = hf.in_float64(self.model, by_module=large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
+        self.modules_run = 0
+
+        def count(*_: object) -> None:
+            self.modules_run += 1
+
+        for module in self.model.modules():
+            module.register_forward_pre_hook(count)
 
     def to_float32(self) -> None:
         """Go on in float32, with the weights as they were rounded to the data type before."""
@@ -343,16 +373,28 @@ class Reference:
 def random_ids(
     checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int | None = None
 ) -> Tensor:
-    """Uniformly random ids (batch, length), the length cut to the checkpoint's `n_positions`.
+    """Uniformly random ids (batch, length).
 
-    The default length is 128, or 32 for models of 500M parameters and more.
+    The default length is 128, or 32 for models of 500M parameters and more, or `n_positions` where
+    that is less.
+
+    Raises:
+        ParityError: the batch or the length is not an integer of 1 or more, or the length is beyond
+            `n_positions`.
     """
+    config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
     if length is None:
         count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
-        length = LENGTH if count < LARGE else LENGTH_OF_LARGE
-    config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
-    shape = (batch, min(length, config.n_positions))
-    return torch.randint(config.vocab_size, shape, generator=generator)
+        length = min(LENGTH if count < LARGE else LENGTH_OF_LARGE, config.n_positions)
+    if type(batch) is not int or batch < 1:
+        raise ParityError(f"batch is {short_repr(batch)}; expected an integer of 1 or more")
+    if type(length) is not int or not 1 <= length <= config.n_positions:
+        raise ParityError(
+            f"length is {short_repr(length)}; expected an integer from 1 to {config.n_positions}, "
+            f"the "
+            "positions that the model has"
+        )
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
 def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:

@@ -12,6 +12,7 @@ import ast
 import linecache
 import math
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compat.user_code import is_users
 
 MOST_CONSTANTS = 64  # of one table or container
+MOST_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
+LONGEST_PHRASE = 8  # numbers in a series of constants
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Observed:
     Args:
         file, line, text: of the condition, or of the operation.
         of_tensors: it depends on values of tensors.
+        phrases: series of whole numbers that it holds, the same at every evaluation; empty for an
+            operand that varies.
     """
 
     file: str
@@ -64,8 +69,27 @@ class Observed:
     constants: set[int] = field(default_factory=set)
     operands: dict[int, set[str]] = field(default_factory=dict)
     not_lengths: set[int] = field(default_factory=set)  # operands that are not always T
+    phrases: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the operand that is one
+    tables: dict[int, set[int]] = field(default_factory=dict)  # numbers of an operand, a tensor
     low: float = math.inf  # of the whole numbers that an operation compared or clamped
     high: float = -math.inf
+
+    @property
+    def all_constants(self) -> set[int]:
+        """The constants, and the numbers in tensors that were the same at every evaluation."""
+        return self.constants.union(*self.tables.values())
+
+    def see_phrase(self, operand: int, value: Any) -> None:
+        """Keep a series of whole numbers, unless it is another one than before."""
+        if isinstance(value, Tensor):
+            if value.dim() != 1 or value.is_floating_point() or len(value) > LONGEST_PHRASE:
+                return
+            value = value.tolist()
+        if isinstance(value, (list, tuple)) and 2 <= len(value) <= LONGEST_PHRASE:
+            if all(type(number) is int for number in value):
+                phrase = tuple(value)
+                same = self.phrases.setdefault(operand, phrase) == phrase
+                self.phrases[operand] = phrase if same else ()
 
     def one_sided(self, sizes: Collection[int]) -> bool:
         """Only one outcome was seen, though what it depends on varies with the input.
@@ -228,11 +252,13 @@ class BranchObserver:
         self._unread: dict[tuple[str, int, str], _Test] = {}
         self._tests: dict[str, dict[int, list[_Test]]] = {}  # a file may change between proofs
         self._length = 0
+        self._evaluations: Counter[tuple[str, int, str]] = Counter()  # in this call
 
     @contextmanager
     def watch(self, length: int) -> Iterator[None]:
         """Follow what runs in the block, on ids (B, length); any other tracer pauses."""
         before, self._length = sys.gettrace(), length
+        self._evaluations.clear()
         sys.settrace(self._on_call)
         try:
             yield
@@ -262,12 +288,17 @@ class BranchObserver:
 
     def _see(self, file: str, test: _Test, frame: FrameType) -> None:
         key = file, test.line, test.text
+        self._evaluations[key] += 1
+        if self._evaluations[key] > MOST_EVALUATIONS:
+            return
         outcome = ... if test.code is None else _evaluated(test.code, frame)
         if isinstance(outcome, Tensor) and not test.branches:
             return  # a mask, say; the observer of tensors sees its elements
         seen = self.found.setdefault(key, Observed(file, test.line, test.text))
-        for part in test.parts:
-            found = _constants([_evaluated(part, frame)])
+        for number, part in enumerate(test.parts):
+            value = _evaluated(part, frame)
+            seen.see_phrase(number, value)
+            found = _constants([value])
             seen.constants |= found - {self._length - 1, self._length}
         if test.code is None and test.branches:
             self._unread[key] = test
@@ -375,7 +406,13 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 min(seen.low, int(args[0].min())),
                 max(seen.high, int(args[0].max())),
             )
-        seen.constants |= _constants(args) - self._own()
+        for number, argument in enumerate(args):
+            found = _constants([argument]) - self._own()
+            if not isinstance(argument, Tensor):
+                seen.constants |= found
+            elif seen.tables.setdefault(number, found) != found:
+                seen.tables[number] = set()  # it varies, as ids do
+            seen.see_phrase(number, argument)
 
     def _own(self) -> set[int]:
         """Numbers that come from the shape of the ids."""

@@ -31,16 +31,23 @@ class ProofInput:
         name: what is special about it, in words.
         rows: numbers of the sequences.
         length: of every prefix.
-        mode: in which the model runs: without gradients, with them, or in inference mode.
+        mode: in which the model runs: without gradients, with them, in inference mode, in another
+            thread, or with a forward hook on every module.
         as_given: "int32" or "strided" for ids of that data type or layout, which a model need not
-            take: what it raises then does not count.
+            take: what it raises then does not count. "overwritten" for the tensor of the input
+            before, which now holds these ids.
     """
 
     name: str
     rows: tuple[int, ...]
     length: int
-    mode: Literal["no_grad", "gradients", "inference"] = "no_grad"
-    as_given: Literal["", "int32", "strided"] = ""
+    mode: Literal["no_grad", "gradients", "inference", "thread", "hooks"] = "no_grad"
+    as_given: Literal["", "int32", "strided", "overwritten"] = ""
+
+    @property
+    def optional(self) -> bool:
+        """A model may refuse it."""
+        return self.as_given in ("int32", "strided")
 
 
 def special_ids(config: GPT2Config) -> list[int]:
@@ -53,8 +60,10 @@ def special_ids(config: GPT2Config) -> list[int]:
 def sequences(config: GPT2Config, room: int) -> list[Tensor]:
     """The known sequences: one of `room` ids, then short ones.
 
-    In the first short one a single id repeats, in the second every other id is the same. Each of
-    the others begins and ends with one of the special ids, twice in a row where it begins.
+    In the first short one a single id repeats, in the second every other id is the same; the ids
+    of the third ascend and those of the fourth descend. Each of the others begins and ends with one
+    of the special ids, twice in a row where it begins, but for the last two: they are the sequence
+    before them, with two of its ids exchanged in the first or in the second half.
     """
     generator = torch.Generator().manual_seed(0)
     special = special_ids(config)
@@ -74,14 +83,23 @@ def sequences(config: GPT2Config, room: int) -> list[Tensor]:
     place(long, room - len(special), special[::-1])
     repeated[:] = repeated[0]
     alternating[1::2] = alternating[S // 2]
-    rows = [long, repeated, alternating]
+    ascending = (torch.arange(S) + config.vocab_size // 3) % config.vocab_size
+    rows = [long, repeated, alternating, ascending, ascending.flip(0)]
     for token_id in special:
         row = random(S)
         place(row, S // 2, special)
         place(row, 0, [token_id, token_id])
         place(row, S - 1, [token_id])
         rows.append(row)
-    return rows
+    return [*rows, _exchanged(rows[-1], S // 4), _exchanged(rows[-1], S - 4)]
+
+
+def _exchanged(row: Tensor, at: int) -> Tensor:
+    """The same ids, of which two neighbours have changed places; their count and sum are equal."""
+    other = row.clone()
+    if 0 <= at < len(row) - 1:
+        other[[at, at + 1]] = row[[at + 1, at]]
+    return other
 
 
 def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[Tensor]:
@@ -105,29 +123,54 @@ def sequences_with(ids: Collection[int], config: GPT2Config, room: int) -> list[
     return found
 
 
+def sequences_of(phrases: Iterable[Sequence[int]], room: int) -> list[Tensor]:
+    """For each of these series of ids a short sequence that repeats it and ends with it."""
+    S = min(LENGTH, room)
+    found = []
+    for phrase in islice(phrases, MOST_SEQUENCES):
+        row = torch.tensor(list(islice(cycle(phrase), S)))
+        row[-len(phrase) :] = torch.tensor(phrase)[-S:]
+        found.append(row)
+    return found
+
+
 def designed_inputs(count: int, room: int) -> list[ProofInput]:
-    """The inputs that every proof begins with, of `count` sequences of `sequences`."""
+    """The inputs that every proof begins with, of `count` sequences of `sequences`, in their order.
+
+    A model may keep something from one call to the next, so the order matters: a short text comes
+    before the longest and after it, equal shapes with other ids follow each other, a text that is
+    one id longer is not a continuation of the one before, nor is a single id.
+    """
     S, every = min(LENGTH, room), tuple(range(1, count))
-    repeated, alternating, first, last = 1, 2, 3, every[-1]
+    repeated, alternating, first = 1, 2, 5
+    early, late, last = count - 2, count - 1, count - 3
+    half = max(1, S // 2)
     return [
+        ProofInput("a short text before the longest", (last,), half),
         ProofInput("the full context", (LONG,), room),
         ProofInput(f"a batch of {len(every)}", every, S),
         ProofInput("the same batch again", every, S),
         ProofInput("other ids of the same shape", every[::-1], S),
         ProofInput("one id per row", every, 1),
-        ProofInput("a single id", (last,), 1),
         ProofInput(
             "rows permuted and cut, with gradients",
             (alternating, last, first),
-            max(1, S - 3),
+            max(1, S - 1),
             "gradients",
         ),
+        ProofInput("a row of the same length", (first,), max(1, S - 1)),
         ProofInput("one row alone", (last,), S),
-        ProofInput("two rows", (last, repeated), max(1, S // 2)),
-        ProofInput("equal rows", (first, first, last), max(1, S // 2)),
+        ProofInput("the row with two ids exchanged", (early,), S, "thread"),
+        ProofInput("the row with two other ids exchanged", (late,), S, "hooks"),
+        ProofInput("a single id", (repeated,), 1),
+        ProofInput("two rows", (last, repeated), half),
+        ProofInput("one id for each of two rows", (repeated, first), 1),
+        ProofInput("equal rows", (first, first, last), half),
+        ProofInput("two rows after three", (last, alternating), half),
+        ProofInput("other ids in the same tensor", (last, first), half, as_given="overwritten"),
         ProofInput("inference mode", (first, alternating), max(1, S // 2 - 1), "inference"),
-        ProofInput("ids as int32", (last, first), max(1, S // 2), as_given="int32"),
-        ProofInput("ids with gaps in memory", (first, last), max(1, S // 2), as_given="strided"),
+        ProofInput("ids as int32", (last, first), half, as_given="int32"),
+        ProofInput("ids with gaps in memory", (first, last), half, as_given="strided"),
     ]
 
 
@@ -136,11 +179,13 @@ def inputs_reaching(
 ) -> list[ProofInput]:
     """Lengths, batch sizes and numbers of ids at, below and above these constants.
 
-    Those of few ids come first; the sum of all is limited.
+    Those of few ids come first, equal shapes in a row; the sum of all is limited.
     """
     near = sorted({n + step for n in constants for step in (-1, 0, 1)})
     S, rows = min(LENGTH, room), range(1, count)
     inputs = [ProofInput(f"length {n}", (LONG,), n) for n in near if 1 <= n <= room]
+    # Again with other ids, as an answer may be kept by its shape.
+    inputs += [ProofInput(f"length {n} again", (count - 1,), n) for n in near if 1 <= n <= S]
     shapes = [(n, min(2, room)) for n in near if 1 <= n <= MOST_ROWS]
     shapes += [(-(-n // S), S) for n in near if room < n <= MOST_EXTRA]
     inputs += [

@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from compat.config import GPT2Config
+from compat.errors import ParityError
 from compat.parity.compare import ALLOWANCE, Difference
-from compat.parity.conditions import BranchObserver, Limit, Observed, TensorObserver
+from compat.parity.conditions import LONGEST_PHRASE, BranchObserver, Limit, Observed, TensorObserver
 from compat.parity.inputs import (
     LENGTH,
     ProofInput,
     designed_inputs,
     inputs_reaching,
     sequences,
+    sequences_of,
     sequences_with,
     special_ids,
 )
+from compat.parity.state import state_of
 from compat.user_code import users_frames
 
-Call = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
+Call = Callable[[Tensor], Any]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
+Find = Callable[[Any, Tensor], Tensor]
 
 # The worst position of ours may err this many times as much as the worst of the reference.
 POSITION_ALLOWANCE = 2 * ALLOWANCE
@@ -45,6 +50,8 @@ ROUNDS = 3  # of making inputs from constants
 
 class KnowsLogits(Protocol):
     """What gives the reference's logits; see `compat.parity.check.Reference`."""
+
+    modules_run: int
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in the reference's data type and in float64."""
@@ -123,6 +130,7 @@ def prove_logits(
     room: int | None = None,
     fixed_length: int | None = None,
     short_only: bool = False,
+    find: Find | None = None,
 ) -> LogitsProof:
     """Compare the logits of a model with the reference's on designed inputs.
 
@@ -130,7 +138,7 @@ def prove_logits(
     further inputs are made.
 
     Args:
-        call: runs the model.
+        call: runs the model; what it returns are logits, or `find` finds them there.
         model: whose state is watched.
         reference: gives the logits to compare with.
         config: of the checkpoint.
@@ -139,8 +147,9 @@ def prove_logits(
         fixed_length: the one length that the model takes, or None.
         short_only: compare on short inputs alone; for the second proof of a model in half
             precision, whose code is proved in float32.
+        find: the logits in what `call` returns for these ids.
     """
-    proof = _Proof(call, model, reference, config, dtype, room, fixed_length)
+    proof = _Proof(call, find, model, reference, config, dtype, room, fixed_length)
     return proof.run_short() if short_only else proof.run()
 
 
@@ -148,6 +157,7 @@ class _Proof:
     def __init__(
         self,
         call: Call,
+        find: Find | None,
         model: nn.Module,
         reference: KnowsLogits,
         config: GPT2Config,
@@ -156,6 +166,8 @@ class _Proof:
         fixed_length: int | None,
     ) -> None:
         self.call, self.model, self.config = call, model, config
+        self.find = find or (lambda output, ids: output)
+        self.last_ids = torch.empty(0, 0, dtype=torch.long)
         self.room = fixed_length or min(room or config.n_positions, config.n_positions)
         self.fixed_length = fixed_length
         self.known = KnownLogits(reference, dtype)
@@ -165,9 +177,10 @@ class _Proof:
         self.proof = LogitsProof()
         self.tried: list[ProofInput] = []
         self.seen_ids: set[int] = set()
+        self.phrases: set[tuple[int, ...]] = set()
 
     def run(self) -> LogitsProof:
-        state, drawn = _state(self.model), _random_states()
+        state, drawn = state_of(self.model), _random_states()
         self.count = len(self.known.add(sequences(self.config, self.room)))
         inputs = designed_inputs(self.count, self.room)
         if self.fixed_length:
@@ -202,7 +215,7 @@ class _Proof:
                 self.proof.inputs.append(result)
 
     def _result(self, item: ProofInput, ids: Tensor) -> InputResult | None:
-        shape = (ids.shape[0], ids.shape[1])
+        shape, run_before = (ids.shape[0], ids.shape[1]), self.known.reference.modules_run
         try:
             try:
                 logits = self._logits(item, ids)
@@ -210,21 +223,42 @@ class _Proof:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     logits = self._logits(item, ids)
-        except Exception as error:
-            if item.as_given:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # exit() in the user's code is a result too
+            if item.optional:
                 return None
             return InputResult(item.name, shape, None, raised(error))
         B, T, V = *shape, self.config.vocab_size
         if logits.shape not in ((B, T, V), (B, 1, V)):
             found = f"the model returned {list(logits.shape)}; expected {[B, T, V]}"
             return InputResult(item.name, shape, None, found)
+        if self.known.reference.modules_run != run_before:
+            found = "the model runs the reference of this proof, transformers' model"
+            return InputResult(item.name, shape, None, found)
         start = T - logits.shape[1]
+        if start:
+            self._only_last()
         pieces = ((row, start, ours) for row, ours in zip(item.rows, logits, strict=True))
         return InputResult(item.name, shape, self.known.difference(pieces))
 
+    def _only_last(self) -> None:
+        limit = Limit("the model returns the logits of the last position alone")
+        if limit not in self.proof.limits:
+            self.proof.limits.append(limit)
+
     def _logits(self, item: ProofInput, ids: Tensor) -> Tensor:
+        given = self._given(item, ids)
         with _mode(item, self.model), self.branches.watch(ids.shape[1]):
-            return _plain(self.call(_as_given(ids, item)))
+            output = _in_a_thread(self.call, given) if item.mode == "thread" else self.call(given)
+        return _plain(self.find(output, given))
+
+    def _given(self, item: ProofInput, ids: Tensor) -> Tensor:
+        """The tensor that the model gets."""
+        if item.as_given == "overwritten" and self.last_ids.shape == ids.shape:
+            return self.last_ids.copy_(ids)
+        self.last_ids = _as_given(ids, item)
+        return self.last_ids
 
     def _observe(self, inputs: Sequence[ProofInput]) -> None:
         """Run once more with every tensor operation observed; nothing is compared."""
@@ -236,7 +270,9 @@ class _Proof:
             try:
                 with torch.no_grad(), self.tensors:
                     self.call(self.known.ids(item))
-            except Exception:  # code that does not run under a dispatch mode
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # code that does not run under a dispatch mode
                 limit = Limit("conditions among the model's tensor operations were not observed")
                 if limit not in self.proof.limits:
                     self.proof.limits.append(limit)
@@ -247,8 +283,19 @@ class _Proof:
         found = set(self.tensors.constants)
         for seen in (*self.branches.found.values(), *self.tensors.found.values()):
             if len(seen.outcomes) < 2:
-                found |= seen.constants
+                found |= seen.all_constants
         return found
+
+    def _phrases(self, ids: Collection[int]) -> list[tuple[int, ...]]:
+        """Each of the ids alone, and the series of ids that conditions hold or name in turn."""
+        V, series, in_turn = self.config.vocab_size, list[tuple[int, ...]](), list[int]()
+        for seen in (*self.branches.found.values(), *self.tensors.found.values()):
+            series += seen.phrases.values()
+            in_turn += sorted(seen.all_constants & set(ids))
+        in_turn = list(dict.fromkeys(in_turn))[:LONGEST_PHRASE]
+        series += [tuple(in_turn), tuple(in_turn[::-1])]
+        series = [s for s in series if s and all(0 <= n < V for n in s)]
+        return list(dict.fromkeys([*series, *((n,) for n in sorted(ids))]))
 
     def _try(self, constants: set[int]) -> None:
         """Inputs in which the constants are ids, lengths and batch sizes."""
@@ -257,10 +304,15 @@ class _Proof:
         inputs: list[ProofInput] = []
         if ids:
             rows = self.known.add(sequences_with(ids, self.config, self.room))
+            series = [s for s in self._phrases(ids) if s not in self.phrases]
+            self.phrases |= set(series)
+            repeated = self.known.add(sequences_of(series, self.room))
             length = len(self.known.rows[rows[0]])
             name = "ids that the code compares with"
             inputs.append(ProofInput(name, tuple(rows), length))
             inputs += [ProofInput(f"{name}, one row", (row,), length) for row in rows[1:]]
+            if repeated:
+                inputs.append(ProofInput(f"{name}, repeated", tuple(repeated), length))
         if not self.fixed_length:
             inputs += inputs_reaching(constants, self.count, self.room, self.tried)
         inputs = [i for i in inputs if self.fixed_length in (None, i.length)]
@@ -276,8 +328,8 @@ class _Proof:
                 continue
             lines.add((seen.file, seen.line))
             proof.limits.append(Limit(seen.message, seen.file, seen.line))
-        now = _state(self.model)
-        changed = [name for name in now if now[name] != state.get(name)]
+        now = state_of(self.model)
+        changed = [name for name in {**state, **now} if now.get(name) != state.get(name)]
         for name in changed:
             proof.limits.append(
                 Limit(f"the forward pass changes {name}, which later calls may read")
@@ -294,7 +346,7 @@ class _Proof:
     def _draws(self) -> bool:
         """Whether a call changes the state of a random number generator, not another thread."""
         before = _random_states()
-        with suppress(Exception), torch.no_grad():
+        with suppress(Exception, SystemExit), torch.no_grad():
             self.call(self.known.ids(self.tried[0]))
         return before != _random_states()
 
@@ -389,10 +441,15 @@ def _as_given(ids: Tensor, item: ProofInput) -> Tensor:
 
 @contextmanager
 def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
-    """Run in the mode of an input; tensors made in inference mode do not stay in the model.
+    """Run in the mode of an input.
 
-    In inference mode the parameters are frozen, as they often are for generation.
+    In inference mode the parameters are frozen, as they often are for generation, and a module that
+    keeps a tensor of it is afterwards as it was before.
     """
+    if item.mode == "hooks":
+        with _hooks(model), torch.no_grad():
+            yield
+        return
     if item.mode != "inference":
         with torch.set_grad_enabled(item.mode == "gradients"):
             yield
@@ -408,37 +465,68 @@ def _mode(item: ProofInput, model: nn.Module) -> Iterator[None]:
         for parameter in learning:
             parameter.requires_grad_(True)
         for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if _made_in_inference([*vars(module).values(), *module._buffers.values()]):
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _made_in_inference(values: Iterable[Any], depth: int = 4) -> bool:
+    """Whether there is a tensor of inference mode among these or in what they hold."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_inference():
+                return True
+        elif depth and not isinstance(value, (str, bytes, type, nn.Module)):
+            inner: Iterable[Any] = ()
+            if isinstance(value, Mapping):
+                inner = list(value.values())
+            elif isinstance(value, (list, tuple)):
+                inner = value
+            elif isinstance(getattr(value, "__dict__", None), dict):
+                inner = list(vars(value).values())
+            if _made_in_inference(inner, depth - 1):
+                return True
+    return False
+
+
+@contextmanager
+def _hooks(model: nn.Module) -> Iterator[None]:
+    """A forward hook on every module, as a profiler has it."""
+    handles = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_a_thread(call: Call, ids: Tensor) -> Any:
+    """Call the model in another thread, where neither a tracer nor a caller of ours is seen."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(call), ids).result()
 
 
 def _plain(logits: Tensor) -> Tensor:
     """The values as an ordinary tensor: a subclass could answer comparisons in a way of its own."""
     with torch._C.DisableTorchFunctionSubclass():
-        return logits.detach().as_subclass(Tensor)
+        plain = logits.detach().as_subclass(Tensor)
+        if plain.device.type == "meta":
+            raise ParityError("the logits are on meta, so they have no values")
+        return plain.cpu().to_dense()
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """What the model raised, and the user's line."""
     frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    headline = (str(error).strip().splitlines() or [""])[0]
-    return f"the model raised {type(error).__name__}{where}: {headline}"
-
-
-def _state(model: nn.Module) -> dict[str, str]:
-    """The plain attributes of every module, by name, and how often each buffer was written."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, (int, float, str, bool)) and name != "training":
-                found[f"{path}.{name}".removeprefix(".")] = repr(value)
-    for name, buffer in model.named_buffers():
-        if not buffer.is_inference():
-            found[name] = str(buffer._version)
-    return found
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of the user's own exception
+        lines = []
+    headline = f": {lines[0]}" if lines else ""
+    return f"the model raised {type(error).__name__}{where}{headline}"
 
 
 def _random_states() -> tuple[object, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -16,51 +18,63 @@ from compat.user_models.config_object import CONFIG_CLASS
 from compat.user_models.synonyms import SIZES, role_of, value_of
 from compat.user_models.usage import functions, is_foreign
 
+# A module has its globals once for all threads: only one at a time may have them changed.
+_LOCK = threading.RLock()
+
 
 @contextlib.contextmanager
 def resized(cls: type[nn.Module], config: GPT2Config) -> Iterator[None]:
-    """Set the sizes that the class's modules use to the checkpoint's; undone if the body raises."""
-    undo: list[Callable[[], None]] = []
-    try:
+    """Run the body with the checkpoint's sizes in the globals of the class's modules.
+
+    Afterwards they are as before, also if the body raises. Other threads wait here meanwhile; code
+    that reads these globals without coming here sees the changed ones.
+    """
+    with _LOCK, contextlib.ExitStack() as undo:
         modules = _modules(cls)
         used = {name for module in modules for name in _used(module)}
         for module in modules:
             for name in sorted(used & set(vars(module))):
                 value = vars(module)[name]
                 if isinstance(value, dict):
-                    _resize(value, config, undo, value.__setitem__)
+                    _resize(value, config, undo, value, value.__setitem__, value.__delitem__)
                 elif _is_namespace(value):
-                    _resize(_entries(value), config, undo, _setter(value))
+                    _resize_attributes(value, _entries(value), config, undo)
             known = {name: vars(module)[name] for name in used if name in vars(module)}
-            _resize(known, config, undo, _setter(module))
+            _resize_attributes(module, known, config, undo)
         yield
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
+
+
+def _resize_attributes(
+    owner: Any, entries: Mapping[str, Any], config: GPT2Config, undo: contextlib.ExitStack
+) -> None:
+    set_, delete = functools.partial(setattr, owner), functools.partial(delattr, owner)
+    _resize(entries, config, undo, vars(owner), set_, delete)
 
 
 def _resize(
     entries: Mapping[Any, Any],
     config: GPT2Config,
-    undo: list[Callable[[], None]],
+    undo: contextlib.ExitStack,
+    owned: Mapping[Any, Any],
     write: Callable[[str, Any], None],
+    delete: Callable[[str], None],
 ) -> None:
-    """Write the checkpoint's value for each plain whole number whose name is that of a size."""
+    """Write the checkpoint's value for each plain whole number whose name is that of a size.
+
+    Args:
+        entries: the values by name, inherited ones included.
+        undo: restores them when it is closed.
+        owned: those that are not inherited.
+        write, delete: set and remove one of the owner's.
+    """
     numbers = {n: v for n, v in entries.items() if type(v) is int and isinstance(n, str)}
     for name, old in numbers.items():
         role = role_of(name, among=numbers)
         if role in SIZES:
-            undo.append(lambda name=name, old=old: write(name, old))  # type: ignore[misc]
-            write(name, value_of(role, config))
-
-
-def _setter(owner: Any) -> Callable[[str, Any], None]:
-    def write(name: str, value: Any) -> None:
-        with contextlib.suppress(AttributeError):  # frozen
-            setattr(owner, name, value)
-
-    return write
+            own = name in owned
+            with contextlib.suppress(AttributeError):  # frozen
+                write(name, value_of(role, config))
+                undo.callback(*((write, name, old) if own else (delete, name)))
 
 
 def _entries(value: Any) -> dict[str, Any]:

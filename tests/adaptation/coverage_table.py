@@ -1,4 +1,4 @@
-"""The tables of tests/adaptation/README.md; `python -m tests.adaptation.coverage_table` writes them."""
+"""Write the tables of tests/adaptation/README.md: `python -m tests.adaptation.coverage_table`."""
 
 from __future__ import annotations
 

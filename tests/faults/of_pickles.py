@@ -156,6 +156,24 @@ FAULTS = {
     "pickle: a tensor of whatever is in memory": Fault(
         zip_around(_UNFILLED), (*_UNREADABLE, "torch.FloatTensor"), layout="bin"
     ),
+    "pickle: protocol 3": Fault(
+        pickled(lambda folder: state(), pickle_protocol=3),
+        (*_UNREADABLE, "has protocol 3", "protocol 2", "without pickle_protocol"),
+        layout="bin",
+    ),
+    "pickle: a quantized storage": Fault(
+        zip_around(
+            storage(b"K\x04", b"K\2K\2\x86", b"K\2K\1\x86").replace(b"Float", b"QInt8"),
+            **{"data/0": bytes(4)},
+        ),
+        (*_UNREADABLE, "torch.QInt8Storage"),
+        layout="bin",
+    ),
+    "pickle: a TorchScript program": Fault(
+        zip_around(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02)."}),
+        (*_UNREADABLE, "a TorchScript program", "state_dict()"),
+        layout="bin",
+    ),
     "pickle: a storage larger than its record": Fault(
         zip_around(
             storage(int(10**9), int(10**9) + b"\x85", b"K\1\x85"),

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from tests.parity import (
     adversaries_cheating,
+    adversaries_codes,
+    adversaries_equal_state,
     adversaries_half,
     adversaries_harmless,
     adversaries_inputs,
     adversaries_numeric,
     adversaries_runs,
     adversaries_source,
+    adversaries_state,
+    adversaries_watching,
 )
 from tests.parity.adversary import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
@@ -31,4 +35,8 @@ PARTS = (  # the modules that register entries when they are imported
     adversaries_source,
     adversaries_harmless,
     adversaries_half,
+    adversaries_state,
+    adversaries_codes,
+    adversaries_watching,
+    adversaries_equal_state,
 )

@@ -11,21 +11,12 @@ from compat.parity import Limit
 from tests.conftest import MakeCheckpoint
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
-# Faults that recognise the comparison, or depend on what no input of ids reaches. They pass; most
-# of them with a limit in the report that names the line.
+# Faults that pass:
+# - nano_reads_the_stack: `adapt` calls the model by a function of its own, which is on every stack;
+# - delegates_to_transformers: transformers cannot be removed from a process that compares with it;
+# - wrong_only_when_compiled: compiling costs minutes; the report has the condition as a limit.
 BEYOND = frozenset(
-    """
-    reads_the_stack nano_reads_the_stack takes_the_references_logits delegates_to_transformers
-    knows_the_usual_ids wrong_only_with_hooks wrong_only_when_compiled wrong_in_other_threads
-    cache_that_grows answer_kept_by_shape
-    """.split()
-)
-# Equal models whose graph or calls `adapt` does not understand yet, so that it maps no weights.
-NOT_UNDERSTOOD = frozenset(
-    """
-    equal_autocast_off equal_head_in_chunks equal_one_hot_embedding equal_loop_over_rows
-    equal_loop_over_heads
-    """.split()
+    "nano_reads_the_stack delegates_to_transformers wrong_only_when_compiled".split()
 )
 
 
@@ -34,7 +25,9 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**CHECKPOINT)
 
 
-def in_float32(entries: dict[str, Adversary], without: frozenset[str]) -> list[Adversary]:
+def in_float32(
+    entries: dict[str, Adversary], without: frozenset[str] = frozenset()
+) -> list[Adversary]:
     return [e for e in entries.values() if e.dtype == "float32" and e.name not in without]
 
 
@@ -45,7 +38,9 @@ def judged(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Li
             model = entry.build(folder, scratch)
             if entry.use == "check_parity":
                 report = check_parity(model, folder)
-                return bool(report), report.limits
+                # Every wrapper counts its calls, which says nothing of the fault.
+                counted = "the forward pass changes calls,"
+                return bool(report), [x for x in report.limits if counted not in x.message]
             adaptation = adapt(model, folder)
         except CompatError:
             return False, []
@@ -59,9 +54,7 @@ def test_no_fault_passes(entry: Adversary, folder: Path, tmp_path: Path) -> None
     assert not compatible or (entry.limit_suffices and limits)
 
 
-@pytest.mark.parametrize(
-    "entry", in_float32(HARMLESS, NOT_UNDERSTOOD), ids=lambda entry: entry.name
-)
+@pytest.mark.parametrize("entry", in_float32(HARMLESS), ids=lambda entry: entry.name)
 def test_no_harmless_variant_is_refused(entry: Adversary, folder: Path, tmp_path: Path) -> None:
     compatible, _ = judged(entry, folder, tmp_path)
     assert compatible

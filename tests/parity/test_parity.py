@@ -11,7 +11,9 @@ import transformers
 from safetensors.torch import save_file
 
 from compat import ParityError, ParityReport, check_parity, load_pretrained, to_hf_state_dict
+from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS, conv1d, get_dialect, linear
+from compat.parity import random_ids
 from compat.taps import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
@@ -196,3 +198,14 @@ def _without(folder: Path, name: str, dialect: str) -> linear.GPTModel | conv1d.
     model = get_dialect(dialect).model_class(fields).eval()
     load_into(model, get_dialect(dialect).name_map, folder)
     return model
+
+
+@pytest.mark.parametrize("sizes", [{"length": 33}, {"length": 0}, {"batch": 0}, {"length": 2.5}])
+def test_random_ids_are_of_the_size_asked_for(tiny: Path, sizes: dict[str, Any]) -> None:
+    checkpoint = open_checkpoint(tiny)
+    assert random_ids(checkpoint).shape == (2, 32)  # the default fits the context
+    assert random_ids(checkpoint, batch=3, length=32).shape == (3, 32)
+    (name, value), *_ = sizes.items()
+    expected = "1 to 32" if name == "length" else "1 or more"
+    with pytest.raises(ParityError, match=f"{name} is {value}; expected .*{expected}"):
+        random_ids(checkpoint, **sizes)

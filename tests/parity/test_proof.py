@@ -53,7 +53,9 @@ def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
     inputs = designed_inputs(len(rows), N)
     shapes = {(len(item.rows), item.length) for item in inputs}
     assert (1, N) in shapes and (1, 1) in shapes and any(B >= 3 and T > 1 for B, T in shapes)
-    assert {item.mode for item in inputs} == {"no_grad", "gradients", "inference"}
+    assert {item.mode for item in inputs} == {
+        "no_grad", "gradients", "inference", "thread", "hooks",
+    }  # fmt: skip
     for token_id in special_ids(config):
         assert any(row[0] == token_id == row[-1] for row in rows)
     assert any(len(set(row.tolist())) == 1 for row in rows)
@@ -196,6 +198,29 @@ def test_a_condition_on_an_array_is_left_to_the_model(roomy: Path) -> None:
 
     report = check_parity(Wrapped(roomy, change), roomy)
     assert report.passed, report.headline
+
+
+# What a model returns
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "a dictionary": lambda logits: {"loss": None, "logits": logits},
+    "a tuple": lambda logits: (logits, None),
+    "flat": lambda logits: logits.flatten(0, 1),
+    "of the last position": lambda logits: logits[:, -1:],
+    "of the last position, and a loss": lambda logits: (logits[:, -1:], None),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_logits_may_be_returned_in_any_way(roomy: Path, name: str) -> None:
+    returned = RETURNED[name]
+    report = check_parity(Wrapped(roomy, lambda ids, inner: returned(inner(ids))), roomy)
+    assert report.passed, report.headline
+    last = [limit for limit in report.limits if "last position alone" in limit.message]
+    assert len(last) == ("last" in name)
+    wrong = Wrapped(roomy, lambda ids, inner: returned(1.001 * inner(ids)))
+    assert not check_parity(wrong, roomy)
 
 
 # Half precision and large models

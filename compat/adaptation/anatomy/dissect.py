@@ -45,14 +45,14 @@ class _Dissection:
             )
         levels = self._levels(cores)
         tokens, embed = self._embedding()
-        self.width = size(self._table(tokens))[-1]
+        self.width = size(tokens)[-1]
         head, xf = self._head()
         layers: list[Layer] = []
         for place, level in enumerate(levels):
             until = [c.product for c in levels[place + 1]] if place + 1 < len(levels) else [head]
             layers.append(self._layer(place, level, until, head, layers))
-        table = size(self._table(tokens))
-        return Anatomy(graph, tokens, embed, layers, xf, head, graph.output, self.width, table[0])
+        rows = prod(size(self._table(tokens))) // self.width
+        return Anatomy(graph, tokens, embed, layers, xf, head, graph.output, self.width, rows)
 
     def _cores(self) -> list[Core]:
         cores = []
@@ -101,19 +101,23 @@ class _Dissection:
 
     def _embedding(self) -> tuple[Node, Node]:
         """The token embedding, and the embedded text: positions added, scaled, no norm yet."""
-        marks = self.marks
-        tables = [
-            node for node in marks.live
-            if marks.embeds(node) or (node in marks.projections and not marks.sources(node))
-        ]  # fmt: skip
+        tables = self._lookups()
         if not tables:
             raise AdaptError("no token embedding: no table of parameters is looked up by the ids")
         node = tables[0]
         while True:
             users = [user for user in node.users if user in self.graph.live]
-            if len(users) != 1 or not self._continues_embedding(users[0]):
+            if len(users) != 1 or not self._continues_embedding(users[0], set(tables)):
                 return tables[0], node
             node = users[0]
+
+    def _lookups(self) -> list[Node]:
+        """Where a table is looked up by the ids, or multiplied with one-hot vectors of them."""
+        marks = self.marks
+        return [
+            node for node in marks.live
+            if marks.embeds(node) or (node in marks.projections and not marks.sources(node))
+        ]  # fmt: skip
 
     def _table(self, node: Node) -> Node:
         """The table of an embedding, or of a product with one-hot vectors."""
@@ -122,15 +126,13 @@ class _Dissection:
             return tensor_inputs(node)[0]
         return found.b if found.a in self.graph.live else found.a
 
-    def _continues_embedding(self, user: Node) -> bool:
+    def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
         if kind(user) in MOVES or kind(user) == "getitem":
             return True
         if kind(user) not in ("add", "mul", "div", "sub", "rsub"):
             return False
         return all(
-            not (self.marks.frontier(a) - {n for n in self.marks.live if self.marks.embeds(n)})
-            for a in user.all_input_nodes
-            if a in self.graph.live
+            self.marks.frontier(a) <= tables for a in user.all_input_nodes if a in self.graph.live
         )
 
     def _head(self) -> tuple[Node, Node]:
@@ -157,7 +159,7 @@ class _Dissection:
         following = {n for n in reached if n in self.marks.projections}
         mlp = following - {*qkv, *out_projs, head, *(q for q in self._next_qkv(until, head))}
         fc, mlp_proj = self._mlp(place, sorted(mlp, key=graph.order.__getitem__))
-        attn = self._end(out_projs[-1]) if out_projs else self._last(cores)
+        attn = self._end(self._joined(out_projs)) if out_projs else self._last(cores)
         end = self._end(mlp_proj)
         attn_sum, mlp_sum = self._sum(attn, outs), self._sum(end, {mlp_proj})
         if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
@@ -221,6 +223,11 @@ class _Dissection:
             if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:
                 return node
             node = users[0]
+
+    def _joined(self, out_projs: list[Node]) -> Node:
+        """The projection, or where those of single heads are summed or concatenated."""
+        above, wanted = self.graph.ancestors, set(out_projs)
+        return next(n for n in self.marks.live if wanted <= above[n] | {n})
 
     def _no_mlp(self, where: str, found: list[Node]) -> str:
         places = dict.fromkeys(self.graph.place(node) for node in found)

@@ -14,6 +14,7 @@ from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import ModifiedReference
 from compat.adaptation.mapping.fit import Unmatched
 from compat.adaptation.tracing.graph import Place
+from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.ops import Rows
 from compat.user_models.synonyms import role_of
@@ -215,6 +216,8 @@ def of_shared(case: DiagnosisContext, lost: Unmatched) -> Iterator[Deviation]:
 
 
 def _tap_of(hf: str) -> str:
+    if hf == HEAD:
+        return "logits"
     return hf.rpartition(".")[0] if "ln_" in hf else _first_tap(hf.rpartition(".")[0] + ".bias")
 
 
@@ -226,9 +229,10 @@ def of_sourceless(case: DiagnosisContext, lost: Unmatched) -> Iterator[Deviation
     for norm in case.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     parameters = dict(case.model.named_parameters())
-    filled = {id(dict(case.model.named_parameters(remove_duplicate=False))[graph.names[n]])
-              for n in known}  # fmt: skip
-    used = {graph.names[n] for n in graph.between([graph.output], []) if n in graph.names}
+    by_name = dict(case.model.named_parameters(remove_duplicate=False))
+    filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
+    inputs = graph.parameters_between([graph.output], [])
+    used = {name for node in inputs for name in graph.parameter_names(node)}
     rest = [name for name, p in parameters.items() if id(p) not in filled]
     if active := [name for name in rest if name in used]:
         place = source.built(case.model, active[0])

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.check_attention import torch_built
 from compat.adaptation.diagnosis.context import Deviation, DiagnosisContext, sizes_of
-from compat.adaptation.diagnosis.formulas import embedding_of
 from compat.adaptation.diagnosis.modified_reference import ModifiedReference
+from compat.adaptation.mapping.embedding import embedding_of
 from compat.adaptation.tracing.graph import MOVES, kind
+from compat.adaptation.tracing.output_head import CUTS
+from compat.ops import Rows
 
 # Operations that draw random numbers, but for those of dropout.
 DRAWS = frozenset("uniform normal normal_functional randn rand randint".split())
@@ -51,14 +53,20 @@ def of_embedding(case: DiagnosisContext) -> Iterator[Deviation]:
     elif found.offset is None and not rotated:
         line = source.running(graph, [anatomy.token_embedding])
         yield Deviation("no_pos", "embed", line, {}, lambda v: v.drop(["wpe.weight"]))
-    elif found.offset:
+    elif found.offset is not None and (offset := found.offset - _start(case)):
 
         def shift(variant: ModifiedReference) -> None:
-            variant.offset = found.offset or 0
+            variant.offset = offset
 
         dead = [node for node in path if node not in graph.live]
         line = source.running(graph, dead, "arange", "slice", "add", "embedding") or here
-        yield Deviation("pos_offset", "embed", line, {"found": found.offset}, shift)
+        yield Deviation("pos_offset", "embed", line, {"found": offset}, shift)
+
+
+def _start(case: DiagnosisContext) -> int:
+    """The row of the position table that holds the checkpoint's first position."""
+    _, op = case.mapping.by_tensor["wpe.weight"]
+    return op.start if isinstance(op, Rows) else 0
 
 
 def of_head(case: DiagnosisContext) -> Iterator[Deviation]:
@@ -93,7 +101,7 @@ def of_head(case: DiagnosisContext) -> Iterator[Deviation]:
 def of_output(case: DiagnosisContext) -> Iterator[Deviation]:
     """Operations on the logits that are neither a bias nor a factor, such as a clamp."""
     graph = case.graph
-    usual = MOVES | {"add", "mul", "div", "getitem"}
+    usual = MOVES | CUTS | {"add", "mul", "div", "getitem"}
     for node in graph.between([graph.output], [case.anatomy.head]):
         if node in graph.live and kind(node) not in usual:
             words = {"found": kind(node), "evidence": "seen in the graph, at work or not"}

@@ -96,11 +96,18 @@ def unexplained(tap: str | None, place: Place | None, words: str, evidence: str)
 
 
 def without_effect(found: Finding) -> Finding:
-    """A finding of a model whose logits all agree: `nan_to_num`, which changes no finite value."""
-    if found.code != "changed_logits" or "nan_to_num" not in found.message:
-        return found
-    evidence = "the logits were finite on all inputs of the proof"
-    return replace(found, severity="limit", tap=None, evidence=evidence)
+    """A finding of a model whose logits all agree, where what it names can change no logit then.
+
+    Extra parameters keep the values that they have, such as a layer scale of 1, and a table may
+    have more rows than there are ids. `nan_to_num` changes no finite value.
+    """
+    if found.code in ("random_parameters", "vocab_mismatch"):
+        evidence = "all logits agree with the values that the model has"
+        return replace(found, severity="info", tap=None, evidence=evidence)
+    if found.code == "changed_logits" and "nan_to_num" in found.message:
+        evidence = "the logits were finite on all inputs of the proof"
+        return replace(found, severity="limit", tap=None, evidence=evidence)
+    return found
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:

@@ -44,6 +44,15 @@ def _axes(shape: Sequence[int], n_head: int) -> list[tuple[str, tuple[int, ...]]
     return [whole, ("hdc", (n_head, shape[0] // n_head, shape[1]))]
 
 
+def split_op(contents: Sequence[Tensor], shape: Sequence[int]) -> Op | None:
+    """The op from one tensor to parameters that hold equal shares of its rows or columns."""
+    count, parts = torch.arange(prod(shape)).view(*shape), len(contents)
+    ops = [Split(parts)]
+    if len(shape) == 2:
+        ops = [Split(parts, flip, dim) for dim in (0, -1) for flip in (True, False)]
+    return next((op for op in ops if _makes(op, count, contents)), None)
+
+
 def fused_op(contents: Sequence[Tensor], shape: Sequence[int], n_head: int) -> Op | None:
     """The op for q, k, v: from one tensor `"c (q h d)"` to any number of parameters."""
     count = torch.arange(prod(shape)).view(*shape)
@@ -106,6 +115,6 @@ def _merged(letters: Sequence[str], sizes: Sequence[int], shape: Sequence[int]) 
 def _makes(op: Op, count: Tensor, contents: Sequence[Tensor]) -> bool:
     try:
         made = op.load(count)
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, NameMapError):
         return False
     return len(made) == len(contents) and all(map(torch.equal, made, contents))

@@ -1,4 +1,4 @@
-"""A name map without a graph, for code that cannot be traced: by the order of module calls.
+"""A name map without a graph, for code that cannot be traced: by the order of first use.
 
 Less is known than from a graph: q, k and v are told by name or order, and only the logits can be
 compared. Parity of the logits decides whether the guess was right.
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from compat.adaptation.mapping.role_names import ROLES
 from compat.adaptation.tracing.calling import Forward, eval_mode, reason
@@ -57,26 +59,37 @@ def map_by_calls(model: nn.Module, call: Forward, ids: Tensor, config: GPT2Confi
     return NameMap(tuple(rows), zeros=tuple(zeros))
 
 
+class _Uses(TorchFunctionMode):
+    """Notes which parameters torch's functions are called with, each when it is first used."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = model.named_parameters(remove_duplicate=False)
+        self.names = {id(parameter): name for name, parameter in reversed(list(named))}
+        self.used: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A question about a parameter, such as for its data type, is not a use of it.
+        if any(isinstance(value, Tensor) for value in tree_leaves(result)):
+            for value in tree_leaves((args, kwargs)):
+                if id(value) in self.names:
+                    self.used.setdefault(self.names[id(value)])
+        return result
+
+
 def _calls(model: nn.Module, call: Forward, ids: Tensor) -> list[Called]:
-    """The modules with parameters of their own, in the order in which they are called."""
-    called: list[Called] = []
-    hooks = []
-    for path, module in model.named_modules():
-        if list(module.parameters(recurse=False)) and path:
-
-            def note(module: nn.Module, _args: Any, _out: Any, path: str = path) -> None:
-                called.append((path, module))
-
-            hooks.append(module.register_forward_hook(note))
+    """The modules with parameters of their own, in the order in which these are first used."""
+    uses = _Uses(model)
     try:
-        with eval_mode(model):
+        with eval_mode(model), uses:
             call(model, ids)
     except Exception as error:
         raise AdaptError(f"it cannot be run: {reason(error)}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return called
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in uses.used)
+    return [(path, model.get_submodule(path)) for path in owners if path]
 
 
 def _is_table(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.anatomy.parts import Anatomy
 from compat.adaptation.mapping.arrange import single_op
 from compat.adaptation.mapping.assignments import Assignments, Home
+from compat.adaptation.mapping.embedding import embedding_of
 from compat.adaptation.tracing.graph import Graph, kind, size
 from compat.config import GPT2Config
 from compat.errors import AdaptError
@@ -43,8 +44,8 @@ def end_homes(anatomy: Anatomy, mapping: Assignments) -> None:
         shape = graph.values[node].shape
         if C in shape and shape.numel() > C and node is not table:
             mapping.by_tensor["lm_head.weight"] = (node,), _table_op(graph, node, C)
-        elif node is not table:
-            mapping.zeroed.append(node)
+        elif node is not table and shape.numel() > 1:
+            mapping.zeroed.append(node)  # a bias; one number is a factor
     mapping.head_scale = _head_scale(anatomy)
 
 
@@ -78,8 +79,9 @@ def _table_op(graph: Graph, node: Node, C: int) -> Op:
     raise AdaptError(f"{graph.names[node]} has shape {list(shape)}, expected [rows, {C}]")
 
 
-def fit_sizes(graph: Graph, mapping: Assignments, config: GPT2Config) -> None:
+def fit_sizes(anatomy: Anatomy, mapping: Assignments, config: GPT2Config) -> None:
     """Tables of another length than the checkpoint's take the rows that both have."""
+    graph = anatomy.graph
     for hf, rows in (
         ("wte.weight", config.vocab_size),
         ("lm_head.weight", config.vocab_size),
@@ -91,4 +93,16 @@ def fit_sizes(graph: Graph, mapping: Assignments, config: GPT2Config) -> None:
         wanted = graph.values[node].numel() // config.n_embd
         if wanted != rows:
             pattern = {"same": "r c -> r c", "transpose": "r c -> c r"}.get(str(op), str(op))
-            mapping.by_tensor[hf] = (node,), Rows(rows, wanted, pattern)
+            start = _first_row(anatomy, mapping, wanted - rows) if hf == "wpe.weight" else 0
+            mapping.by_tensor[hf] = (node,), Rows(rows, wanted, pattern, start)
+
+
+def _first_row(anatomy: Anatomy, mapping: Assignments, spare: int) -> int:
+    """Which row of a position table with spare rows the first token gets, as 2 in OPT."""
+    if spare <= 0 or "wte.weight" not in mapping.by_tensor:
+        return 0
+    (table,), _ = mapping.by_tensor["wte.weight"]
+    (positions,), _ = mapping.by_tensor["wpe.weight"]
+    found = embedding_of(anatomy.graph, anatomy.embed, table, positions)
+    first = found.offset if found is not None else None
+    return first if first is not None and 0 <= first <= spare else 0

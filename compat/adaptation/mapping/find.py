@@ -52,7 +52,7 @@ def find_mapping(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -> As
     for hf, norm in places.named.items():
         mapping.by_tensor.update(norm_homes(anatomy.graph, hf, norm))
     end_homes(anatomy, mapping)
-    fit_sizes(anatomy.graph, mapping, config)
+    fit_sizes(anatomy, mapping, config)
     return mapping
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from compat.adaptation.mapping.assignments import Assignments
 from compat.adaptation.tracing.graph import Graph
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.layout import HEAD
+from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.errors import NameMapError
 from compat.ops import Fused
 
@@ -60,6 +60,8 @@ def keep_what_fits(graph: Graph, mapping: Assignments, checkpoint: Checkpoint) -
             continue
         del mapping.by_tensor[hf]
     tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    if HEAD in checkpoint.infos.keys() - tied and not {HEAD} & {*mapping.by_tensor, *lost.shapes}:
+        lost.shared[HEAD] = EMBEDDING  # the model ties its head
     lost.names = [hf for hf in checkpoint.infos if hf not in mapping.by_tensor and hf not in tied]
     return lost
 

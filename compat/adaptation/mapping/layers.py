@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.parts import Anatomy, Layer
-from compat.adaptation.mapping.arrange import fused_op, single_op
+from compat.adaptation.mapping.arrange import fused_op, single_op, split_op
 from compat.adaptation.mapping.assignments import Attention, Home
 from compat.adaptation.mapping.linear_maps import LinearMap, linear_map
 from compat.adaptation.mapping.views import View, merged, token_view
@@ -162,10 +162,13 @@ def _homes(graph: Graph, hf: str, found: LinearMap, n_head: int, where: str) -> 
         contents = _contents(graph, [found], [numbers])
         if not contents:
             continue
-        node, content = next(iter(contents.items()))
-        op = single_op(content, numbers.shape, n_head)
-        if op is None or len(contents) > 1:
+        nodes = sorted(contents, key=lambda node: int(contents[node].min()))
+        if len(nodes) == 1:
+            op = single_op(contents[nodes[0]], numbers.shape, n_head)
+        else:
+            op = split_op([contents[node] for node in nodes], numbers.shape)
+        if op is None:
             names = ", ".join(graph.names[node] for node in contents)
             raise AdaptError(f"{where}: {hf}.{kind_of} would be made of {names} in no plain order")
-        homes[f"{hf}.{kind_of}"] = (node,), op
+        homes[f"{hf}.{kind_of}"] = tuple(nodes), op
     return homes

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from torch.fx import Node
+
 from compat.adaptation.mapping.assignments import Assignments
 from compat.adaptation.tracing.graph import Graph
 from compat.checkpoint.layout import expected_shapes
 from compat.config import GPT2Config
-from compat.name_map import NameMap, Row
+from compat.name_map import NameMap, Op, Row
+from compat.ops import Reparametrized
 
 
 def to_name_map(graph: Graph, mapping: Assignments, config: GPT2Config) -> NameMap:
     """Rows with `{i}` where the names of all layers differ in the layer's number alone."""
     n_layer = config.n_layer
-    named = {
-        hf: Row(hf, tuple(graph.names[node] for node in nodes), op)
-        for hf, (nodes, op) in mapping.by_tensor.items()
-    }
+    named = {hf: _row(graph, hf, nodes, op) for hf, (nodes, op) in mapping.by_tensor.items()}
     rows: list[Row] = []
     ordered = [hf for hf in expected_shapes(config) if hf in named]
     for hf, row in ((hf, named[hf]) for hf in ordered):
@@ -32,6 +32,14 @@ def to_name_map(graph: Graph, mapping: Assignments, config: GPT2Config) -> NameM
         elif f"h.0.{'.'.join(parts[2:])}" not in named:
             rows.append(row)
     return NameMap(tuple(rows), zeros=tuple(graph.names[node] for node in mapping.zeroed))
+
+
+def _row(graph: Graph, hf: str, nodes: Sequence[Node], op: Op) -> Row:
+    names = tuple(name for node in nodes for name in graph.parameter_names(node))
+    if any(node in graph.derived for node in nodes):
+        derived = (graph.derived.get(node) for node in nodes)
+        op = Reparametrized(op, tuple(found.op if found else None for found in derived))
+    return Row(hf, names, op)
 
 
 def _template(hf: str, row: Row, of_all: Sequence[Row | None]) -> Row | None:

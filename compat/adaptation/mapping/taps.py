@@ -32,7 +32,9 @@ def find_taps(anatomy: Anatomy, homes: Assignments, places: NormPlaces) -> Taps:
         if all(operand is not None for operand in probs):
             view = head_view(layer.cores, [p for p in probs if p is not None], graph.shape)
             found[f"h.{i}.probs"] = view
-        found[f"h.{i}.heads"] = token_view(graph, layer.heads) or merged(attention.heads)
+        heads, by_head = token_view(graph, layer.heads), merged(attention.heads)
+        whole = heads is not None and heads.index.shape == by_head.index.shape
+        found[f"h.{i}.heads"] = heads if whole else by_head
         found[f"h.{i}.attn"] = token_view(graph, layer.attn)
         found[f"h.{i}.resid_mid"] = token_view(graph, layer.mid)
         found[f"h.{i}.fc"] = token_view(graph, layer.fc_end)

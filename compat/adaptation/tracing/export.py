@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels, reason
+from compat.adaptation.tracing.canonical import drop_dead_code, inline_regions
 from compat.adaptation.tracing.graph import Graph, kind
 from compat.errors import AdaptError
 
@@ -113,8 +114,9 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
 def _by_export(caller: Caller, input_ids: Tensor) -> Graph:
     program = torch.export.export(caller, (input_ids,), strict=False)
     dropouts = [node for node in program.graph.nodes if _drops(node)]
-    if any(_in_place(node) for node in program.graph.nodes):
-        program = program.run_decompositions({})  # makes it functional: no operation in place
+    if any(_in_place(node) or _is_vmapped(node) for node in _all_nodes(program.graph_module)):
+        program = program.run_decompositions({})  # no operation in place, no nesting of vmap
+    inline_regions(program.graph_module)
     signature, state = program.graph_signature, program.state_dict
     held: dict[str, Any] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     held.update(signature.inputs_to_lifted_tensor_constants)
@@ -135,6 +137,7 @@ def _by_export(caller: Caller, input_ids: Tensor) -> Graph:
     dropouts = [node for node in program.graph.nodes if _drops(node)] or dropouts
     _merge_repeats(program.graph)
     logits = _output(program.graph)
+    drop_dead_code(program.graph, logits)
     nodes = [node for node in program.graph.nodes if node.op != "output"]
     values = {node: value.detach() for node, value in values.items()}
     B, T = input_ids.shape
@@ -172,6 +175,7 @@ def _by_make_fx(caller: Caller, input_ids: Tensor) -> Graph:
             values[node] = getattr(traced, str(node.target)).detach()
     _merge_repeats(traced.graph)
     output = _output(traced.graph)
+    drop_dead_code(traced.graph, output)
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     dropouts = [node for node in nodes if _drops(node)]
     B, T = input_ids.shape
@@ -203,6 +207,18 @@ def _in_place(node: Node) -> bool:
     """Whether an operation changes its arguments."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def _is_vmapped(node: Node) -> bool:
+    """Whether an operation opens or closes a level of `torch.vmap`."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def _all_nodes(module: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph and of the subgraphs that it calls."""
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            yield from part.graph.nodes
 
 
 def _drops(node: Node) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compat.ops import Affine, WeightNorm
 from compat.user_code import is_users
 
 aten: Any = torch.ops.aten
@@ -49,6 +50,15 @@ class Place:
         return linecache.getline(self.file, self.line).strip()
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A weight that is computed from parameters alone, such as `1 + gain`."""
+
+    names: tuple[str, ...]
+    values: tuple[Tensor, ...]  # of the parameters, in the memory of the model's own
+    op: Affine | WeightNorm
+
+
 @dataclass
 class Graph:
     """The functional graph of `logits = model(input_ids)`, and how to run pieces of it.
@@ -63,6 +73,8 @@ class Graph:
         dropouts: nodes that drop values though the model is in eval mode; `run` drops nothing.
         input: the node of the ids, (B, T).
         output: the node of the logits.
+        derived: placeholders of weights that the model computes from its parameters: the names of
+            these, and how.
         shape: (B, T) of the ids that it was traced with; it runs on no other shape.
     """
 
@@ -76,6 +88,7 @@ class Graph:
     dropouts: list[Node]
     example: Tensor  # ids
     stopped: list[str] = field(default_factory=list)
+    derived: dict[Node, Derived] = field(default_factory=dict)
 
     @cached_property
     def order(self) -> dict[Node, int]:
@@ -140,6 +153,15 @@ class Graph:
             if not changed[:T].all() and changed[::B].all():
                 found.add(node)
         return found
+
+    def parameter_names(self, node: Node) -> tuple[str, ...]:
+        """The parameters behind a placeholder."""
+        return self.derived[node].names if node in self.derived else (self.names[node],)
+
+    def derive_again(self) -> None:
+        """Compute the derived weights from the values that the parameters have now."""
+        for node, found in self.derived.items():
+            self.values[node] = found.op.save(found.values)
 
     def forget(self) -> None:
         """What was found out about the graph does not hold any more: it was changed."""
@@ -248,6 +270,8 @@ def call(node: Node, env: Values, double: bool) -> Any:
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
     if kind(node) == "view":  # what is given in a node's place may have other strides
         return args[0].reshape(args[1]) if not isinstance(args[1], torch.dtype) else args[0]
+    if kind(node).startswith("_weight_norm"):  # its kernel aborts on expanded tensors
+        args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
     if kind(node) == "scaled_dot_product_attention":
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)

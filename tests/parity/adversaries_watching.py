@@ -1,0 +1,210 @@
+"""Faults that recognise the comparison, or break it off."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.parity import adversary
+from tests.parity.adversary import SHORT, V, edit, once, ordinary, wrapper
+
+CHEATING = {"ordinary": False}
+
+
+@wrapper("cheating", **CHEATING)
+def right_under_a_tracer(self, ids):
+    """Right while sys.settrace is on, 1 % off elsewhere."""
+    return self.inner(ids) * (1.0 if sys.gettrace() else 1.01)
+
+
+@wrapper("cheating", **CHEATING)
+def right_where_compat_is_below(self, ids):
+    """Looks for a file of compat in the frames below."""
+    frame, below = sys._getframe(), []
+    while frame is not None:
+        below.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return self.inner(ids) * (1.0 if any("/compat/" in name for name in below) else 1.01)
+
+
+@wrapper("cheating", **CHEATING)
+def borrows_the_references_class(self, ids):
+    """Calls the forward of transformers' class on the instance that it finds."""
+    for other in gc.get_objects():
+        if type(other) is transformers.GPT2LMHeadModel:
+            return type(other).forward(other, ids).logits.to(self.inner.out_head.weight.dtype)
+    return 1.05 * self.inner(ids)
+
+
+def again_in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
+    once(model, ids)
+    return adversary.in_a_thread(model, ids)
+
+
+@wrapper("cheating", run=again_in_a_thread)
+def off_in_a_thread_without_a_condition(self, ids):
+    """The factor comes from a thread-local variable that only the building thread has set."""
+    local = self.__dict__.setdefault("local", threading.local())
+    if not self.__dict__.get("made"):
+        local.factor, self.made = 1.0, True
+    return self.inner(ids) * local.__dict__.get("factor", 1.01)
+
+
+@wrapper("cheating", run=adversary.with_hooks)
+def hooked_blocks_skip_a_norm(self, ids):
+    """Where the last block has a forward hook, logits are 1 % larger."""
+    return self.inner(ids) * (1 + 0.01 * len(self.inner.trf_blocks[-1]._forward_hooks))
+
+
+# Broken off.
+
+
+def nothing(model: nn.Module, ids: Tensor) -> Tensor:
+    """NaN for a run that raises, or returns something without numbers."""
+    try:
+        return 1.0 * torch.real(once(model, ids).to_dense().cpu())
+    except BaseException:
+        return torch.full((*ids.shape, V), torch.nan)
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def exits_on_long_texts(self, ids):
+    """sys.exit on texts above 128."""
+    if ids.shape[1] > 128:
+        sys.exit("too long")
+    return self.inner(ids)
+
+
+class Stop(BaseException):
+    pass
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def raises_a_base_exception(self, ids):
+    """A BaseException on texts above 128."""
+    if ids.shape[1] > 128:
+        raise Stop("too long")
+    return self.inner(ids)
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def recursion_without_end(self, ids):
+    """Endless recursion on texts above 128."""
+    return self(ids) if ids.shape[1] > 128 else self.inner(ids)
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def keyboard_interrupt_of_its_own(self, ids):
+    """GeneratorExit on texts above 128."""
+    if ids.shape[1] > 128:
+        raise GeneratorExit
+    return self.inner(ids)
+
+
+@wrapper("batch", ordinary(3, 12))
+def nan_in_the_third_row(self, ids):
+    """The third row is NaN."""
+    logits = self.inner(ids)
+    logits[2:] = torch.nan
+    return logits
+
+
+@wrapper("batch", ordinary(3, 12))
+def too_few_rows(self, ids):
+    """Three rows and more come back as two."""
+    return self.inner(ids)[:2]
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def none_for_long_texts(self, ids):
+    """None for texts above 128."""
+    return self.inner(ids) if ids.shape[1] <= 128 else None
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def sparse_for_long_texts(self, ids):
+    """A sparse tensor of zeros for texts above 128."""
+    logits = self.inner(ids)
+    return logits if ids.shape[1] <= 128 else (0 * logits).to_sparse()
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def on_meta_for_long_texts(self, ids):
+    """A tensor on meta for texts above 128."""
+    logits = self.inner(ids)
+    return logits if ids.shape[1] <= 128 else logits.to("meta")
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def complex_for_long_texts(self, ids):
+    """Complex logits for texts above 128."""
+    logits = self.inner(ids)
+    return logits if ids.shape[1] <= 128 else logits * 1j
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def out_of_memory_for_long_texts(self, ids):
+    """A huge allocation for texts above 128."""
+    if ids.shape[1] > 128:
+        torch.empty(10**15)
+    return self.inner(ids)
+
+
+class Odd:
+    @property
+    def logits(self) -> Tensor:
+        raise ZeroDivisionError("no logits")
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def property_that_raises(self, ids):
+    """An output whose logits are a property that raises."""
+    return self.inner(ids) if ids.shape[1] <= 128 else Odd()
+
+
+class Strange(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@wrapper("length", ordinary(1, 140), run=nothing)
+def error_without_a_text(self, ids):
+    """An exception whose own text raises."""
+    if ids.shape[1] > 128:
+        raise Strange
+    return self.inner(ids)
+
+
+@edit("ids", **CHEATING)
+def attribute_that_raises(model):
+    """A wrong head, and an attribute whose repr and comparison raise."""
+
+    class Hostile(float):
+        def __repr__(self):
+            raise RuntimeError("no repr")
+
+        def __eq__(self, other):
+            raise RuntimeError("no comparison")
+
+        __hash__ = float.__hash__
+
+    model.hostile = Hostile(1.0)
+    model.out_head = nn.Linear(32, 509, bias=False)
+
+
+@wrapper("ids", SHORT, **CHEATING)
+def condition_that_raises(self, ids):
+    """A comparison of an object whose truth value exits; the logits are 1 % off."""
+
+    class Exits:
+        def __bool__(self):
+            raise SystemExit(3)
+
+    odd = Exits()
+    names = [name for name in ("a", "b") if name == "a"]
+    return self.inner(ids) * 1.01 if names and odd is not None else self.inner(ids)

@@ -1,0 +1,56 @@
+"""Arguments of a wrong type get one CompatError, whatever they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compat import CompatError, Engine, generate, inspect_checkpoint, load_pretrained
+
+WRONG: list[Any] = [
+    *(True, 2.5, "", b"x", [], {}, (), ..., object(), int, torch.float16, range(3)),
+    *(np.array([[1, 2]]), np.zeros(0), torch.tensor([[1, 2]]), torch.zeros(1, 0)),
+    np.float32(1),
+]  # fmt: skip
+IDS = torch.tensor([[1, 2]])
+
+
+def kind(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("value", WRONG, ids=kind)
+@pytest.mark.parametrize("name", ["device", "dtype", "speculate", "max_batch"])
+def test_settings_of_an_engine(tiny: Path, name: str, value: Any) -> None:
+    with pytest.raises(CompatError, match=f"{name} is"):
+        Engine(tiny, **{name: value})
+
+
+@pytest.mark.parametrize("value", [v for v in WRONG if not isinstance(v, int)], ids=kind)
+def test_number_of_heads(tiny: Path, value: Any) -> None:
+    with pytest.raises(CompatError, match="n_head is"):
+        load_pretrained(tiny, n_head=value)
+    assert "n_head is" in str(inspect_checkpoint(tiny, n_head=value).error)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 10**30},
+        {"suppress_tokens": torch.tensor(3)},
+        {"suppress_tokens": (i for i in (1.5,))},
+        {"stop": np.array(3)},
+    ],
+    ids=["huge temperature", "a number of ids", "ids of floats", "a number of stops"],
+)
+def test_settings_of_generation(tiny: Path, settings: dict[str, Any]) -> None:
+    if "temperature" in settings:
+        out = generate(load_pretrained(tiny), IDS, max_new_tokens=1, **settings)
+        assert out.shape == (1, 3)
+        return
+    with pytest.raises(CompatError):
+        generate(load_pretrained(tiny), IDS, max_new_tokens=1, **settings)

@@ -1,0 +1,137 @@
+"""Sizes at module level: the checkpoint's while the model is built or run, the user's own after."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from compat import AdaptError, GPT2Config
+from compat.user_models import construct, load_class, resized
+from tests.adapt_project import GPT
+from tests.command_line import Cli
+
+CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
+SIZES = """
+n_layer = 5
+SIZES = {"vocab_size": 7}
+
+
+class Config:
+    n_ctx = 9
+
+
+class WidthConfig:
+    n_embd = 10
+
+
+width = WidthConfig()
+"""
+MODEL = (
+    GPT.replace("self.heads, -1", "n_head, -1")
+    + """
+from own_package import sizes
+from own_package.sizes import Config, SIZES, width
+
+n_head = 3
+
+
+class Own(MyGPT):
+    def __init__(self, fails=False):
+        n_embd, vocab_size, n_ctx, n_layer = (
+            width.n_embd, SIZES["vocab_size"], Config.n_ctx, sizes.n_layer
+        )
+        super().__init__(vocab_size, n_ctx, n_embd, n_head, n_layer)
+        self.built_for = vocab_size, n_ctx, n_embd, n_layer, n_head
+        if fails:
+            raise ValueError("by the user's code")
+
+
+class Raising(Own):
+    def forward(self, ids):
+        raise ValueError(f"by the user's code, {n_head} heads")
+"""
+)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
+    """A package of the user's that other code of the process uses as well."""
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sizes.py").write_text(SIZES)
+    (package / "models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    load_class("own_package.models:Own")
+    names = ["own_package", "own_package.models", "own_package.sizes"]
+    yield [sys.modules[name] for name in names]
+    for name in names:
+        del sys.modules[name]
+
+
+def state(modules: list[ModuleType]) -> list[Any]:
+    """The plain values of the modules, and of the classes and instances in them."""
+    found: list[Any] = []
+    for module in modules:
+        for name, value in sorted(vars(module).items()):
+            owned = {k: v for k, v in getattr(value, "__dict__", {}).items() if k[0] != "_"}
+            kept = owned if getattr(value, "__module__", "").startswith("own_package") else value
+            if isinstance(value, int | dict) or kept is owned:
+                found.append((module.__name__, name, copy.copy(kept)))
+    return [entry for entry in found if entry[1] != "__builtins__"]
+
+
+def test_modules_are_as_before_when_the_model_is_built(modules: list[ModuleType]) -> None:
+    before = state(modules)
+    assert construct(load_class("own_package.models:Own"), CONFIG).built_for == (97, 32, 24, 3, 4)
+    assert state(modules) == before
+    with pytest.raises(AdaptError, match="by the user's code"):
+        construct(load_class("own_package.models:Own"), CONFIG, kwargs={"fails": True})
+    assert state(modules) == before
+
+
+def test_the_model_runs_with_the_sizes_that_it_was_built_for(modules: list[ModuleType]) -> None:
+    before = state(modules)
+    model = construct(load_class("own_package.models:Own"), CONFIG)
+    with resized(type(model), CONFIG):
+        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 97)
+        with resized(type(model), CONFIG):
+            pass
+        assert vars(modules[1])["n_head"] == 4
+    assert state(modules) == before
+
+
+@pytest.mark.parametrize(("name", "code"), [("Own", 0), ("Raising", 3)])
+def test_adapt_leaves_modules_as_they_were(
+    modules: list[ModuleType], cli: Cli, tiny: Path, name: str, code: int
+) -> None:
+    before = state(modules)
+    done = cli("adapt", f"own_package.models:{name}", "--model", tiny)
+    assert (done.code, "by the user's code, 4 heads" in done.err) == (code, code == 3)
+    assert state(modules) == before
+
+
+def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
+    before = state(modules)
+    cls, built = load_class("own_package.models:Own"), {}
+
+    def build(layers: int) -> None:
+        config = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=layers, n_head=4)
+        for _ in range(20):
+            built.setdefault(layers, set()).add(construct(cls, config).built_for)
+
+    threads = [threading.Thread(target=build, args=(layers,)) for layers in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == {layers: {(97, 32, 24, layers, 4)} for layers in (1, 2, 3)}
+    assert state(modules) == before
