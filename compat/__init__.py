@@ -32,8 +32,19 @@ if TYPE_CHECKING:
     from compat.generation.generate import generate, stream
     from compat.inspection import Inspection, inspect_checkpoint
     from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
-    from compat.name_map import NameMap, Row, Same, Split, Transpose
-    from compat.ops import Affine, Fused, Part, Rearrange, Reparametrized, Rows, WeightNorm
+    from compat.name_map import NameMap, Row
+    from compat.ops import (
+        Affine,
+        Fused,
+        Part,
+        Rearrange,
+        Reparametrized,
+        Rows,
+        Same,
+        Split,
+        Transpose,
+        WeightNorm,
+    )
     from compat.parity import ParityReport, check_parity
     from compat.saving import save_pretrained
     from compat.taps import Tap
@@ -50,8 +61,8 @@ _NAMES = {
     "generation": "Completion Sampling TextStream generate generate_text stream stream_text",
     "inspection": "Inspection inspect_checkpoint",
     "loading": "load_block load_into load_pretrained to_hf_state_dict",
-    "name_map": "NameMap Row Same Split Transpose",
-    "ops": "Affine Fused Part Rearrange Reparametrized Rows WeightNorm",
+    "name_map": "NameMap Row",
+    "ops": "Affine Fused Part Rearrange Reparametrized Rows Same Split Transpose WeightNorm",
     "parity": "ParityReport check_parity",
     "saving": "save_pretrained",
     "taps": "Tap",

@@ -10,7 +10,7 @@ import torch
 
 from compat.errors import ConfigError, listed, short_repr
 
-# Other names of GPT2Config's fields: from `transformers`' attribute map, from notebooks.
+# Other names of GPT2Config's fields, in `transformers`' attribute map and in notebooks.
 ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -24,7 +24,7 @@ ALIASES = {
     "context_length": "n_positions",
 }
 
-# Fields of real config.json files that do not enter the forward pass in eval mode.
+# Fields of config.json that do not affect the forward pass in eval mode.
 IGNORED = frozenset(
     """
     _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures
@@ -59,29 +59,28 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-# Beyond this PyTorch has no tensor, and no position or id for one.
-_MOST = 2**31 - 1
+# The largest size and id.
+_MAX = 2**31 - 1
 
-# Fields that enter neither shapes nor arithmetic, and that frameworks set on a model's config.
+# Fields that affect neither shapes nor arithmetic, and that frameworks set on a config.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(kw_only=True, unsafe_hash=True)  # safe: no field that is hashed ever changes
+@dataclass(kw_only=True, unsafe_hash=True)  # safe, since the hashed fields are read-only
 class GPT2Config:
-    """What fixes the shapes and the arithmetic of a GPT-2, under Hugging Face's names.
+    """The shapes and the arithmetic of a GPT-2, under Hugging Face's field names.
 
-    The defaults are those of `transformers.GPT2Config`, the 124M model. `qkv_bias` and
-    `layer_norm_bias` are ours: False leaves these biases out, as some hand-written blocks do.
+    The defaults are those of `transformers.GPT2Config`, the 124M model. Two fields are not Hugging
+    Face's: `qkv_bias=False` and `layer_norm_bias=False` leave these biases out.
 
-    Fields cannot be changed, since models that were built from a config would contradict it;
-    `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
-    `eos_token_id` and `pad_token_id` may be set, to ids of the vocabulary or None: they enter
-    neither shapes nor arithmetic. Frameworks may set any other attribute, such as `use_cache`.
-    Such attributes are kept, copied and pickled, and do not take part in comparison, hashing,
-    `asdict`, `replace` or `to_hf_dict`.
+    Fields are read-only, since models that were built from a config would contradict a changed
+    one; `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
+    `eos_token_id` and `pad_token_id`, which do not affect shapes or arithmetic, may be set, to ids
+    of the vocabulary or None. Frameworks may set other attributes, such as `use_cache`. These are
+    copied and pickled. Comparison, hashing, `asdict`, `replace` and `to_hf_dict` ignore them.
 
     Raises:
-        ConfigError: a field has the wrong type or lies out of range, or is assigned another value.
+        ConfigError: A field has the wrong type, is out of range, or is assigned another value.
     """
 
     vocab_size: int = 50257
@@ -106,48 +105,35 @@ class GPT2Config:
     layer_norm_bias: bool = True
 
     def __post_init__(self) -> None:
+        def expect(holds: bool, name: str, expected: str, value: Any = None) -> None:
+            if not holds:
+                found = short_repr(getattr(self, name) if value is None else value)
+                raise ConfigError(f"config field {name!r} is {found}; expected {expected}.")
+
         for own in fields(self):
             value, accepted = getattr(self, own.name), _TYPES[str(own.type)]
-            # In Python True is an int; in a config it is a mistake.
-            if not isinstance(value, accepted) or (
-                isinstance(value, bool) and bool not in accepted
-            ):
-                raise ConfigError(
-                    f"config field {own.name!r} is {short_repr(value)}; expected {own.type}"
-                )
-        if not all(type(token_id) is int for token_id in self.stop_ids):
-            raise ConfigError(
-                f"config field 'eos_token_id' is {short_repr(self.eos_token_id)}; expected whole "
-                f"numbers"
+            # In Python True is an int; in a config that is a mistake.
+            proper = isinstance(value, accepted) and (
+                bool in accepted or not isinstance(value, bool)
             )
+            expect(proper, own.name, str(own.type))
+        whole = all(type(token_id) is int for token_id in self.stop_ids)
+        expect(whole, "eos_token_id", "whole numbers")
         for name in _TOKEN_IDS:
-            value = getattr(self, name)
-            if any(abs(token_id) > _MOST for token_id in _as_ids(value)):
-                raise ConfigError(
-                    f"config field {name!r} is {short_repr(value)}; expected ≤ {_MOST:,}"
-                )
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
-            if not 1 <= getattr(self, name) <= _MOST:
-                field_name = "n_inner" if name == "d_inner" else name
-                found = short_repr(getattr(self, name))
-                raise ConfigError(
-                    f"config field {field_name!r} is {found}; expected 1 to {_MOST:,}"
-                )
+            within = all(abs(token_id) <= _MAX for token_id in self.ids_of(name))
+            expect(within, name, f"≤ {_MAX:,}")
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            expect(1 <= getattr(self, name) <= _MAX, name, f"1 to {_MAX:,}")
+        expect(1 <= self.d_inner <= _MAX, "n_inner", f"1 to {_MAX:,}", self.d_inner)
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"config field 'n_head' is {self.n_head}, which does not divide "
-                f"'n_embd' = {self.n_embd}; every head needs the same whole number of channels"
+                f"'n_embd' = {self.n_embd}. Every head needs the same whole number of channels."
             )
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"config field {name!r} is {short_repr(getattr(self, name))}; expected 0 to 1"
-                )
-        if not 0 <= self.layer_norm_epsilon < 1e30:  # an int can be too large to be a float
-            raise ConfigError(
-                f"config field 'layer_norm_epsilon' is {short_repr(self.layer_norm_epsilon)}; "
-                "expected ≥ 0"
-            )
+            expect(0 <= getattr(self, name) <= 1, name, "0 to 1")
+        # An int can be too large to be a float.
+        expect(0 <= self.layer_norm_epsilon < 1e30, "layer_norm_epsilon", "≥ 0")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) and self._is_ours(name):
@@ -161,32 +147,31 @@ class GPT2Config:
         super().__setattr__(name, value)
 
     def _checked_ids(self, name: str, value: Any) -> int | tuple[int, ...] | None:
-        """What a framework sets the ids of a special token to."""
+        """The value to which a framework sets the ids of a special token."""
         several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
         ids = tuple(value) if several else () if value is None else (value,)
         if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             kinds = "an id, a list of ids" if name == "eos_token_id" else "an id"
             raise ConfigError(
                 f"config field {name!r} cannot be set to {short_repr(value)}; expected {kinds} or "
-                f"None; "
-                f"the vocabulary has ids 0 to {self.vocab_size - 1}"
+                f"None. The vocabulary has ids 0 to {self.vocab_size - 1}."
             )
         return ids if several else value
 
     def __delattr__(self, name: str) -> None:
         if name in _TOKEN_IDS:
-            raise _ReadOnlyError(f"config field {name!r} cannot be removed; set it to None")
+            raise _ReadOnlyError(f"config field {name!r} cannot be removed. Set it to None.")
         if self._is_ours(name):
             raise _read_only(name)
         super().__delattr__(name)
 
     def _is_ours(self, name: str) -> bool:
-        """Fields, their other names and what is computed from them."""
+        """Whether an attribute is a field, an alias of one, or a property."""
         return hasattr(type(self), name) or name in ALIASES or name == "drop_rate"
 
     @property
     def d_inner(self) -> int:
-        """Width of the feed-forward layer: `n_inner`, or 4 × `n_embd` where it is None."""
+        """Width of the feed-forward layer: `n_inner`, or 4 × `n_embd` if that is None."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @property
@@ -195,13 +180,13 @@ class GPT2Config:
         return self.n_embd // self.n_head
 
     def attention_scale(self, layer_idx: int) -> float:
-        """The factor on q·kᵀ in layer `layer_idx`: 1/√D or 1, over layer + 1 where asked for."""
+        """The factor on q·kᵀ: 1/√D or 1, divided by layer_idx + 1 if the config says so."""
         scale = self.d_head**-0.5 if self.scale_attn_weights else 1.0
         return scale / float(layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a text."""
+        """The end-of-text ids."""
         return _as_ids(self.eos_token_id)
 
     def ids_of(self, name: str) -> tuple[int, ...]:
@@ -209,7 +194,7 @@ class GPT2Config:
         return _as_ids(getattr(self, name))
 
     def to_hf_dict(self) -> dict[str, Any]:
-        """The fields of Hugging Face's `config.json`; `n_ctx` is there for older readers."""
+        """The fields of Hugging Face's `config.json`, with `n_ctx` for older programs."""
         own = {k: v for k, v in asdict(self).items() if k not in ("qkv_bias", "layer_norm_bias")}
         head = {
             "architectures": ["GPT2LMHeadModel"],
@@ -220,19 +205,20 @@ class GPT2Config:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Read Hugging Face's fields or a notebook's (`emb_dim`, `n_heads`, `drop_rate`, …).
+        """Build a config from Hugging Face's fields or a notebook's (`emb_dim`, `drop_rate`, …).
 
-        Fields that are missing take `transformers`' defaults. A field that is not known is refused
-        by name unless it is switched off (false, null, empty): it may change the arithmetic.
+        Missing fields have `transformers`' defaults. An unknown field may change the arithmetic,
+        and is refused unless it is false, null or empty.
 
         Raises:
-            ConfigError: not a GPT-2, an unknown field, two names of one field that disagree.
+            ConfigError: It is not of a GPT-2, a field is unknown, or two names of one field
+                disagree.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields")
+            raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields.")
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(
-                f"config has model_type {short_repr(raw['model_type'])}; expected 'gpt2'"
+                f"config has model_type {short_repr(raw['model_type'])}; expected 'gpt2'."
             )
         known: dict[str, Any] = {}
         for given, value in raw.items():
@@ -244,8 +230,8 @@ class GPT2Config:
             for name in targets:
                 if name in known and known[name] != value:
                     raise ConfigError(
-                        f"config says {name!r} twice: {short_repr(known[name])}, "
-                        f"and {short_repr(value)} as {given!r}"
+                        f"config has {name!r} twice: {short_repr(known[name])}, "
+                        f"and {short_repr(value)} as {given!r}. Remove one of them."
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
         names = {own.name for own in fields(cls)}
@@ -254,44 +240,44 @@ class GPT2Config:
             found = listed([f"{short_repr(name)} = {short_repr(known[name])}" for name in unknown])
             raise ConfigError(
                 f"config has {found}, which compat does not understand and which may change the "
-                "arithmetic; if it does not, remove it from the config"
+                "arithmetic. If it does not, remove it from the config."
             )
         return cls(**{name: value for name, value in known.items() if name in names})
 
 
 class _ReadOnlyError(ConfigError, AttributeError):
-    """What Python raises where an attribute cannot be set, too."""
+    """A ConfigError that is also the AttributeError that Python expects of `__setattr__`."""
 
 
 def _read_only(name: str) -> _ReadOnlyError:
     return _ReadOnlyError(
-        f"config field {name!r} cannot be changed, since models may have been built from it; make "
-        "another config with dataclasses.replace(config, …)"
+        f"config field {name!r} is read-only, since models may have been built from the config. "
+        "Make another config with dataclasses.replace(config, …)."
     )
 
 
 def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """One id, several or none."""
+    """The ids of a field that holds one, several or none."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
 
 
 def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
-    """Let every block take a GPT2Config or a plain dictionary."""
+    """Return a GPT2Config for a GPT2Config or a dictionary of its fields."""
     return config if isinstance(config, GPT2Config) else GPT2Config.from_dict(config)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Let every loader take a data type or its name, such as "float16"; None stays None.
+    """Return the torch.dtype for a torch.dtype or its name, such as "float16"; None stays None.
 
     Raises:
-        ConfigError: anything but one of the four types that weights may have.
+        ConfigError: It is not one of the four data types of weights.
     """
     if dtype is None:
         return None
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
-        raise ConfigError(f"dtype is {short_repr(dtype)}; expected {names}")
+        raise ConfigError(f"dtype is {short_repr(dtype)}; expected {names}.")
     return found

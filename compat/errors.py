@@ -1,4 +1,4 @@
-"""What `compat` raises on bad input, one class per kind, and how its messages list things."""
+"""The exceptions of `compat`, one class per kind, and helpers that word their messages."""
 
 import re
 import reprlib
@@ -8,9 +8,10 @@ _LONGEST = 8_000
 
 
 class CompatError(Exception):
-    """Base of all errors here; the message says what, where, found, expected and the next step.
+    """Base class of all errors of `compat`.
 
-    Names from a file stand in it: none of them can fill the screen, or send the terminal commands.
+    The message says what is wrong and where, what was found and expected, and the next step. Since
+    it may quote names from a file, it is shortened, and control characters in it are escaped.
     """
 
     def __str__(self) -> str:
@@ -21,40 +22,40 @@ class CompatError(Exception):
 
 
 class ConfigError(CompatError):
-    """A model configuration that is malformed, out of range or not understood."""
+    """A model configuration is malformed, out of range or not supported."""
 
 
 class CheckpointError(CompatError):
-    """A checkpoint that cannot be found or read, or whose tensors are not the expected ones."""
+    """A checkpoint cannot be found or read, or its tensors are not the expected ones."""
 
 
 class HubError(CheckpointError):
-    """A checkpoint that could not be fetched from the Hugging Face hub."""
+    """A checkpoint could not be fetched from the Hugging Face hub."""
 
 
 class NameMapError(CompatError):
-    """A name map that does not fit the model or the checkpoint."""
+    """A name map does not fit the model or the checkpoint."""
 
 
 class AdaptError(CompatError):
-    """A model that cannot be imported, built, or read as a GPT-2."""
+    """A model cannot be imported, built, or recognised as a GPT-2."""
 
 
 class ParityError(CompatError):
-    """A comparison that cannot be made."""
+    """A comparison is not possible."""
 
 
 class TokenizerError(CompatError):
-    """A vocabulary that is missing or broken, or ids that it cannot decode."""
+    """A vocabulary is missing or damaged, or cannot decode an id."""
 
 
 class GenerationError(CompatError):
-    """A generation request that cannot be met."""
+    """A generation request cannot be met."""
 
 
 class _Repr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        # Python does not write numbers out that are longer than this.
+        # Python refuses to convert longer numbers to decimal.
         return (
             super().repr_int(x, level)
             if x.bit_length() < 10_000
@@ -67,12 +68,12 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
 
 
 def short_repr(value: object) -> str:
-    """A value from a file as Python writes it, in a line, however long it is or deeply nested."""
+    """The repr of a value, shortened to one line, however long or deeply nested the value is."""
     return _REPR.repr(value)
 
 
 def described(value: object) -> str:
-    """An argument of a wrong kind: its type and its value, in a line."""
+    """The type and the value of an argument of the wrong type, in one line."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -82,22 +83,22 @@ def described(value: object) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """The first names and how many more there are, in one line."""
+    """The first names and the number of the others, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
-    """A headline and the first faults below it, a line each, and how many more there are."""
+    """A headline, the first faults below it, one per line, and the number of the others."""
     more = [f"and {len(faults) - most} more"] if len(faults) > most else []
     return "\n  ".join([headline, *faults[:most], *more])
 
 
 def collapse_layers(names: Sequence[str]) -> list[str]:
-    """Names that differ in the layer alone written once: h.{0…11}.attn.c_attn.bias."""
+    """Names that differ only in the layer, written once: h.{0…11}.attn.c_attn.bias."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        # The first number in it is the layer; one of zeros in front, or endless, is none.
+        # The first number is the layer, unless it has leading zeros or is very long.
         found = re.fullmatch(r"(\D*\.)?(0|[1-9][0-9]{0,8})(\..+)", name, re.DOTALL)
         place = (found[1] or "", found[3]) if found else (name, "")
         layers.setdefault(place, []).extend([int(found[2])] if found else [])
@@ -107,8 +108,8 @@ def collapse_layers(names: Sequence[str]) -> list[str]:
     ]
 
 
-def folded_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
-    """`name: what is wrong` in lines, one for all the layers of which the same is wrong."""
+def collapse_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of the form `name: fault`, one for all layers that have the same fault."""
     by_text: dict[str, list[str]] = {}
     for name, text in faults:
         by_text.setdefault(text, []).append(name)
@@ -116,7 +117,7 @@ def folded_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`{0…3,7}`; a lone number bare."""
+    """`{0…3,7}`, or a single number without braces."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

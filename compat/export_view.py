@@ -1,4 +1,4 @@
-"""A model's weights as Hugging Face has them, each made only when it is asked for."""
+"""A view of a model's weights as Hugging Face's tensors, each computed on demand."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from compat.validation import check_module, check_names, is_dropped
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor that is still to be made, of some parameters."""
+    """A Hugging Face tensor that is computed from parameters on demand."""
 
     sources: list[Tensor]
     op: Callable[[list[Tensor]], Tensor]
 
     def make(self) -> Tensor:
-        """The tensor, contiguous."""
+        """Compute the tensor, contiguous."""
         return self.view().contiguous()
 
     def view(self) -> Tensor:
-        """The tensor, on the model's memory where one strided view can show it."""
+        """Compute the tensor, sharing the model's memory if a strided view can."""
         return self.op(self.sources)
 
     @cached_property
     def like(self) -> Tensor:
-        """Its shape and data type, on the meta device."""
+        """A tensor of the same shape and data type on the meta device."""
         return self.op([source.to("meta") for source in self.sources])
 
 
 def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, HFTensor]:
-    """Hugging Face's tensors (without `transformer.`) of a model, in the order of the map.
+    """Return a model's Hugging Face tensors, without `transformer.`, in the order of the map.
 
     A head that equals the embedding is left out, unless the model's config unties it. Biases that
-    the model lacks are zeros. What is not rearranged shares the model's memory when it is made.
+    the model lacks are zeros. Tensors that need no rearranging share the model's memory.
 
     Args:
         model: a dialect's model, or any module with a name map.
-        name_map: needed for a module that is not a dialect's.
+        name_map: required for a module that is not a dialect's.
 
     Raises:
-        ConfigError: the model is not a module.
-        NameMapError: no map, or parameters that the map does not name.
+        ConfigError: The model is not a module.
+        NameMapError: There is no map, it lacks parameters, or a parameter that must be zero is not.
     """
     check_module(model)
     name_map = _own_map(model) if name_map is None else as_name_map(name_map)
@@ -61,7 +61,7 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     check_names(model, rows, parameters, zeros)
     if filled := [name for name in zeros if parameters[name].count_nonzero()]:
         raise NameMapError(
-            f"GPT-2 has no place for {listed(filled)}, which must be zero to be left out"
+            f"{listed(filled)} must be zero, since GPT-2 does not have them. Set them to zero."
         )
     kept = [row for row in rows if not is_dropped(row, parameters)]
     tensors = {
@@ -80,28 +80,28 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
 
 
 def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
-    """The config given, or the one that the model has.
+    """Return the config that is passed, or the model's own.
 
     Raises:
-        ConfigError: there is none, or two that contradict each other.
+        ConfigError: There is none, or they contradict each other.
     """
     own = getattr(model, "config", None)
     own = own if isinstance(own, GPT2Config) else None
     config = own if given is None else as_config(given)
     if config is None:
         raise ConfigError(
-            f"{type(model).__name__} has no GPT2Config as its `config`; give `config`, for what "
-            "its tensors do not say: n_head, activation_function, layer_norm_epsilon, …"
+            f"{type(model).__name__} has no GPT2Config as its `config`. Pass `config`, for what "
+            "does not follow from its tensors (n_head, activation_function, layer_norm_epsilon, …)."
         )
     if own is not None and own != config:
         raise ConfigError(
-            f"`config` contradicts the config that {type(model).__name__} has; leave it out"
+            f"`config` contradicts the config of {type(model).__name__}. Leave it out."
         )
     return config
 
 
 def with_head_of(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> GPT2Config:
-    """The config, tied unless the tensors have a head of their own."""
+    """The config, tied if and only if the tensors lack a head."""
     return replace(config, tie_word_embeddings=HEAD not in tensors)
 
 
@@ -109,12 +109,12 @@ def _own_map(model: nn.Module) -> NameMap:
     dialect = dialect_of(model)
     if dialect is None:
         raise NameMapError(
-            f"{type(model).__name__} is not one of compat's models; give its name_map"
+            f"{type(model).__name__} is not one of compat's models. Pass its name_map."
         )
     return dialect.name_map
 
 
 def _zeros(op: Callable[[list[Tensor]], Tensor], sources: list[Tensor]) -> Tensor:
-    """A bias that the model lacks, as long as the last axis of its weight."""
+    """A bias that the model lacks, with the length of the last axis of its weight."""
     weight = op(sources)
     return weight.new_zeros(weight.shape[-1])

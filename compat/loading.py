@@ -1,43 +1,24 @@
-"""Weights by name: from a checkpoint into a model, and back."""
+"""Loading weights by name from a checkpoint into a model."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
 from compat.config import as_dtype
 from compat.dialects import Block, Model, get_dialect
-from compat.errors import (
-    CheckpointError,
-    ConfigError,
-    NameMapError,
-    collapse_layers,
-    described,
-    lines,
-    listed,
-    short_repr,
-)
+from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
 from compat.name_map import NameMap, Row, as_name_map
-from compat.validation import (
-    check_buffers,
-    check_dropped,
-    check_module,
-    check_names,
-    check_shapes,
-    is_dropped,
-)
-
-Source = str | Path | Checkpoint
+from compat.validation import check_fit, check_module, expand_rows, is_dropped
 
 
 def load_pretrained(
@@ -46,33 +27,32 @@ def load_pretrained(
     *,
     revision: str | None = None,
     verify: bool = False,
-    mmap: bool = False,
     n_head: int | None = None,
+    mmap: bool = False,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
 ) -> Model:
-    """A GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
+    """Return a GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
 
     Args:
-        source: "demo", a hub id such as `gpt2`, a folder, or a weights file beside its config.json.
+        source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         dialect: "linear" or "conv1d".
-        revision: branch, tag or commit on the hub.
-        verify: compare what came from the hub with its checksums.
-        mmap: share the file's pages where nothing is rearranged; see `open_checkpoint`.
-        n_head: the number of heads, for a minGPT or makemore file that has no config beside it.
+        revision, verify, n_head, mmap: see `open_checkpoint`. Tensors whose operation rearranges
+            them are copied even with `mmap`.
         dtype: of the parameters, such as torch.float16 or "float16"; None keeps the checkpoint's.
         device: where the parameters go.
 
     Raises:
-        CompatError: the checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
-        ConfigError: an unknown dialect or data type, or a device that cannot be used.
+        CompatError: The checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
+        ConfigError: The dialect, data type or device is unknown or cannot be used.
     """
     dtype, kind = as_dtype(dtype), get_dialect(dialect)
     _check_device(device)
-    checkpoint = _opened(source, revision, verify=verify, mmap=mmap, n_head=n_head)
-    with torch.device("meta"), _Unfilled():
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head, mmap=mmap)
+    with torch.device("meta"), _SkipInit():
         model = kind.model_class(checkpoint.config)
-    _assign(model, _rows(kind.name_map, checkpoint), checkpoint, dtype or checkpoint.dtype, device)
+    rows = expand_rows(kind.name_map, checkpoint)
+    _check_and_fill(model, rows, checkpoint, dtype or checkpoint.dtype, device)
     return model.to(device).eval()
 
 
@@ -82,75 +62,88 @@ def load_block(
     dialect: str = "linear",
     *,
     revision: str | None = None,
+    verify: bool = False,
+    n_head: int | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
 ) -> Block:
-    """One TransformerBlock of a dialect, in eval mode, with the weights of layer `layer`, from 0.
+    """Return one TransformerBlock of a dialect, in eval mode, with the weights of a layer.
 
-    Takes the arguments of `load_pretrained` and raises the same errors, and a ConfigError where the
-    checkpoint has no such layer.
+    Args:
+        layer: number of the layer, from 0.
+        source, dialect, revision, verify, n_head, dtype, device: as in `load_pretrained`.
+
+    Raises:
+        CompatError: As in `load_pretrained`.
+        ConfigError: The checkpoint does not have this layer.
     """
     dtype, kind = as_dtype(dtype), get_dialect(dialect)
     _check_device(device)
-    checkpoint = _opened(source, revision)
-    n_layer = checkpoint.config.n_layer
-    layer = _layer_number(layer, n_layer)
-    if not 0 <= layer < n_layer:
-        raise ConfigError(
-            f"layer {layer} is not in the checkpoint, which has layers 0 to {n_layer - 1}"
-        )
-    with torch.device("meta"), _Unfilled():
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    layer = _as_layer(layer, checkpoint.config.n_layer)
+    with torch.device("meta"), _SkipInit():
         block = kind.block_class(checkpoint.config, layer)
-    here = kind.block_path.format(i=layer) + "."
+    prefix = kind.block_path.format(i=layer) + "."
     rows = [
-        Row(row.hf, tuple(name.removeprefix(here) for name in row.ours), row.op)
+        Row(row.hf, tuple(name.removeprefix(prefix) for name in row.ours), row.op)
         for row in (row.at(layer) for row in kind.name_map.rows if "{i}" in row.hf)
     ]
-    _assign(block, rows, checkpoint, dtype or checkpoint.dtype, device)
+    _check_and_fill(block, rows, checkpoint, dtype or checkpoint.dtype, device)
     return block.to(device).eval()
 
 
 def load_into(
-    model: nn.Module, name_map: NameMap, source: Source, *, revision: str | None = None
+    model: nn.Module,
+    name_map: NameMap,
+    source: Source,
+    *,
+    revision: str | None = None,
+    verify: bool = False,
+    n_head: int | None = None,
 ) -> None:
-    """Put a checkpoint's weights into any module, by a name map; its mode is left as it is.
+    """Load a checkpoint's weights into any module by a name map. The module's mode is kept.
 
-    Every tensor of the checkpoint must find its place and every parameter its tensor; only a bias
-    that the model does not have, and that is all zero, may be dropped. Nothing changes unless
-    everything fits. Parameters keep their device and data type.
+    Every tensor must have a row and every parameter a tensor. Only a bias that the model lacks may
+    be dropped, provided that it is zero. If anything does not fit, the model is left unchanged.
+    Parameters keep their device and data type.
+
+    Args:
+        model: the module; a parameter on the meta device is replaced, any other written in place.
+        name_map: its name map, such as `Adaptation.name_map`.
+        source, revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
-        ConfigError: the model is not a module.
-        NameMapError: names or shapes that do not fit, all of them listed; buffers without values.
-        CheckpointError: biases that the model has no place for; see also `open_checkpoint`.
+        ConfigError: The model is not a module.
+        NameMapError: Names or shapes do not fit, of which all are listed, or buffers lack values.
+        CheckpointError: The model lacks biases that are not zero; see also `open_checkpoint`.
     """
     check_module(model)
     name_map = as_name_map(name_map)
-    checkpoint = _opened(source, revision)
-    rows = _rows(name_map, checkpoint)
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    rows = expand_rows(name_map, checkpoint)
     zeros = name_map.expand_zeros(checkpoint.config.n_layer)
-    _assign(model, rows, checkpoint, None, None, zeros)
+    _check_and_fill(model, rows, checkpoint, None, None, zeros)
 
 
 def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[str, Tensor]:
-    """The model's weights under Hugging Face's names and in its `[in, out]` layout.
+    """Return the model's weights under Hugging Face's names and in its `[in, out]` layout.
 
-    Names are those of a file that `transformers` saves: with `transformer.`, without a head that
-    equals the embedding. Biases that the model lacks are written as zeros. Tensors that need no
-    rearranging share the model's memory, as those of `state_dict()` do.
+    Names are those that `transformers` saves, with `transformer.` and without a head that equals
+    the embedding. Biases that the model lacks are zeros. Tensors that need no rearranging share
+    the model's memory, like those of `state_dict()`.
 
     Args:
         model: a dialect's model, or any module with a name map.
-        name_map: needed for a module that is not a dialect's.
+        name_map: required for a module that is not a dialect's.
 
     Raises:
-        NameMapError: no map, or parameters that the map does not name.
+        NameMapError: There is no map, or it lacks parameters.
     """
     return {saved_name(name): tensor.make() for name, tensor in hf_tensors(model, name_map).items()}
 
 
-class _Unfilled(TorchFunctionMode):
-    """No initial values: weights follow, and for random ones on meta torch imports its compiler."""
+class _SkipInit(TorchFunctionMode):
+    """Skips `torch.nn.init`, which on the meta device would import torch's compiler."""
 
     def __torch_function__(
         self,
@@ -165,22 +158,21 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _layer_number(layer: object, n_layer: int) -> int:
-    """A whole number of Python, NumPy or PyTorch as an int; True is not one."""
+def _as_layer(layer: object, n_layer: int) -> int:
+    """An integer of Python, NumPy or PyTorch as an int, in range; a bool is refused."""
     try:
-        return operator.index(None if isinstance(layer, bool) else layer)  # type: ignore[arg-type]
+        number = operator.index(None if isinstance(layer, bool) else layer)  # type: ignore[arg-type]
     except TypeError:
+        number = -1
+    if not 0 <= number < n_layer:
         raise ConfigError(
-            f"layer is {described(layer)}; expected a whole number, 0 to {n_layer - 1}"
-        ) from None
+            f"layer is {described(layer)}; expected a whole number from 0 to {n_layer - 1}, the "
+            "layers of the checkpoint."
+        )
+    return number
 
 
 def _check_device(device: str | torch.device) -> None:
-    """Before anything is read: torch knows the device and can use it.
-
-    Raises:
-        ConfigError: it does not, or cannot.
-    """
     try:
         torch.empty(0, device=device)
     except Exception as error:  # each kind of device fails in its own way
@@ -190,35 +182,7 @@ def _check_device(device: str | torch.device) -> None:
         ) from error
 
 
-def _opened(source: Source, revision: str | None, **how: Any) -> Checkpoint:
-    """The checkpoint, opened here unless it is open already, when it is too late to say how."""
-    if not isinstance(source, Checkpoint):
-        return open_checkpoint(source, revision, **how)
-    if late := [name for name, value in {"revision": revision, **how}.items() if value]:
-        raise CheckpointError(
-            f"{source.source} is open already; give {listed(late)} to open_checkpoint"
-        )
-    return source
-
-
-def _rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
-    """The map written out, naming exactly the checkpoint's tensors; a tied head may be left out."""
-    rows = name_map.expand(checkpoint.config.n_layer)
-    mapped, stored = {row.hf for row in rows}, set(checkpoint.infos)
-    if checkpoint.config.tie_word_embeddings:
-        stored.discard(HEAD)
-        mapped.discard(HEAD)
-    faults = []
-    if unmatched := [name for name in checkpoint.infos if name in stored - mapped]:
-        faults.append(f"{len(unmatched)} tensors have no row: {listed(collapse_layers(unmatched))}")
-    if unknown := sorted(mapped - stored):
-        faults.append(f"{len(unknown)} rows name no tensor: {listed(collapse_layers(unknown))}")
-    if faults:
-        raise NameMapError(lines(f"the name map does not fit {checkpoint.weights}:", faults))
-    return rows
-
-
-def _assign(
+def _check_and_fill(
     model: nn.Module,
     rows: list[Row],
     checkpoint: Checkpoint,
@@ -226,15 +190,7 @@ def _assign(
     device: str | torch.device | None,
     zeros: Sequence[str] = (),
 ) -> None:
-    """Check that everything fits, then give every parameter its tensor.
-
-    `dtype` and `device` None mean those that each parameter has now.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    check_names(model, rows, parameters, zeros)
-    check_shapes(model, rows, parameters, checkpoint)
-    check_dropped(model, rows, parameters, checkpoint)
-    check_buffers(model)
+    check_fit(model, rows, checkpoint, zeros)
     fill(model, rows, checkpoint, dtype, device, zeros)
 
 
@@ -246,11 +202,18 @@ def fill(
     device: str | torch.device | None = None,
     zeros: Sequence[str] = (),
 ) -> None:
-    """Give the parameters that the rows name their tensors, unchecked; all others stay as they are.
+    """Load the parameters that the rows name, without checking names and shapes.
+
+    Args:
+        model: the module; parameters that the rows do not name are left unchanged.
+        rows: the name map, written out for every layer.
+        checkpoint: where tensors are read.
+        dtype, device: of the parameters; None keeps those that each parameter has.
+        zeros: names of parameters that become zero.
 
     Raises:
-        CheckpointError: weights that are not finite, or different tensors for parameters that the
-            model ties.
+        CheckpointError: A tensor is not finite, or the model ties parameters for which the
+            checkpoint has different tensors.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
 
@@ -259,51 +222,45 @@ def fill(
         if fault:
             return [], fault
         pairs = zip(row.op.load(tensor), row.ours, strict=True)
-        return [_converted(row.hf, m, parameters[name], dtype, device) for m, name in pairs], None
+        return [_convert(row.hf, t, parameters[name], dtype, device) for t, name in pairs], None
 
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:
         rows = _without_tied_head(rows, parameters)
-    # Memory comes page by page, which takes longer than to copy into it; two threads halve it.
+    # First-touch page faults dominate the copy; two threads halve the time.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        read = list((map if checkpoint.mmap else pool.map)(make, rows))
-    if faults := [fault for _, fault in read if fault]:
+        results = list((map if checkpoint.mmap else pool.map)(make, rows))
+    if faults := [fault for _, fault in results if fault]:
         raise checkpoint.not_finite(faults)
-    made: dict[int, tuple[str, nn.Parameter]] = {}
-    for row, (tensors, _) in zip(rows, read, strict=True):
+    loaded: dict[int, tuple[str, nn.Parameter]] = {}  # by the parameter's id, so that ties remain
+    for row, (tensors, _) in zip(rows, results, strict=True):
         for name, tensor in zip(row.ours, tensors, strict=True):
             old = parameters[name]
             new = nn.Parameter(tensor, old.requires_grad)
-            # Parameters that the model ties stay one, and must get one and the same value.
-            first, tied = made.setdefault(id(old), (name, new))
+            first, tied = loaded.setdefault(id(old), (name, new))
             if tied is not new and not torch.equal(tied, new):
                 raise CheckpointError(
                     f"the model ties {name} to {first}, but {checkpoint.weights} has different "
-                    "tensors for them; untie them in the model"
+                    "tensors for them. Untie them in the model."
                 )
     for name in zeros:
         old = parameters[name]
-        zero = _converted(name, torch.zeros(old.shape), old, dtype, device)
-        made[id(old)] = name, nn.Parameter(zero, old.requires_grad)
-    _put(model, {place: new for place, (_, new) in made.items()})
-
-
-def _put(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """A parameter on the meta device is replaced; any other is written into, and so stays the one
-    that an optimizer holds. `made` goes by the `id` of the old one, so that tied ones stay tied."""
+        zero = _convert(name, torch.zeros(old.shape), old, dtype, device)
+        loaded[id(old)] = name, nn.Parameter(zero, old.requires_grad)
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
-            if id(old) not in made:
+            if id(old) not in loaded:
                 continue
+            _, new = loaded[id(old)]
             if old.is_meta:
-                setattr(module, name, made[id(old)])
-            else:
+                setattr(module, name, new)
+            else:  # in place, since an optimizer may hold the parameter
                 with torch.no_grad():
-                    old.copy_(made[id(old)])
+                    old.copy_(new)
 
 
 def _without_tied_head(rows: list[Row], parameters: Mapping[str, Tensor]) -> list[Row]:
-    """A model that ties its head as the checkpoint does gets the embedding, read once."""
+    """Leave out the head if the model ties it to the embedding, so that it is read once."""
     by_hf = {row.hf: row for row in rows}
     head, embedding = by_hf.get(HEAD), by_hf.get(EMBEDDING)
     if head is None or embedding is None or head.op != embedding.op:
@@ -313,18 +270,18 @@ def _without_tied_head(rows: list[Row], parameters: Mapping[str, Tensor]) -> lis
     return [row for row in rows if row is not head] if tied else rows
 
 
-def _converted(
+def _convert(
     name: str,
     value: Tensor,
     old: Tensor,
     dtype: torch.dtype | None,
     device: str | torch.device | None,
 ) -> Tensor:
-    """The value in the data type and on the device wanted, or those of the old parameter."""
+    """The value in this data type and on this device, or in those of the parameter."""
     new = value.to(device or ("cpu" if old.is_meta else old.device), dtype or old.dtype)
     if new.dtype != value.dtype and not torch.isfinite(new).all():
         raise CheckpointError(
-            f"{name} has values up to {value.abs().max().item():.6g}, beyond {new.dtype}; "
-            "load it in a wider data type"
+            f"{name} has values up to {value.abs().max().item():.6g}, beyond {new.dtype}. Load it "
+            "in a wider data type."
         )
     return new

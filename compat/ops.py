@@ -1,4 +1,8 @@
-"""Ops of a name map for parameters of any shape: axes named, split, reordered, merged, and back."""
+"""Operations of a name map: how a Hugging Face tensor becomes parameters of a model, and back.
+
+`Same`, `Transpose` and `Split` cover models whose parameters have the usual shapes. `Rearrange`,
+`Fused` and `Rows` name axes as einops does, and cover parameters of any arrangement.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,91 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from compat.errors import NameMapError
-from compat.name_map import Op
+
+
+class Op(Protocol):
+    """How one Hugging Face tensor becomes parameters; `save` inverts `load` bit by bit."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Hugging Face's tensor → parameters, contiguous."""
+        ...
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Parameters → Hugging Face's tensor, as a view if possible."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The tensor as it is."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.contiguous(),)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def __str__(self) -> str:
+        return "same"
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """`[in, out]` of Conv1D ↔ `[out, in]` of nn.Linear."""
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        # Contiguous: as a view, the weight of nn.Linear is slow, and wrong on some backends.
+        return (tensor.t().contiguous(),)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].t()
+
+    def __str__(self) -> str:
+        return "transpose"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Equal parts along one axis, optionally transposed.
+
+    Along the last axis these are fused q, k and v; along the first, an output projection by heads.
+    """
+
+    parts: int
+    transpose: bool = False
+    dim: int = -1
+
+    def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        if tensor.shape[self.dim] % self.parts:
+            raise NameMapError(
+                f"shape {list(tensor.shape)} cannot be split into {self.parts} equal parts"
+            )
+        parts = tensor.chunk(self.parts, dim=self.dim)
+        return tuple((part.t() if self.transpose else part).contiguous() for part in parts)
+
+    def save(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.t() if self.transpose else t for t in tensors], dim=self.dim)
+
+    def __str__(self) -> str:
+        by_rows = " by rows" if self.dim == 0 else ""
+        return f"split in {self.parts}{by_rows}" + (", transpose" if self.transpose else "")
 
 
 @dataclass(frozen=True)
 class Rearrange:
-    """One tensor with its axes in another order, split or merged: `"(h d) c -> h d c"`, h = 12.
+    """One tensor with axes split, merged or reordered: `"(h d) c -> h d c"` with 12 for h.
 
-    Letters are axes, brackets hold axes that are merged, 1 is an axis of that length. The sizes of
-    axes that are merged on the left must be given, all but one of each bracket.
+    Letters are axes, parentheses hold merged axes, and 1 is an axis of length 1.
+
+    Args:
+        pattern: axes of Hugging Face's tensor -> axes of the parameter.
+        sizes: (axis, length), for all merged axes of the left side but one in each group.
     """
 
     pattern: str
@@ -26,11 +102,11 @@ class Rearrange:
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         left, right = self.pattern.split("->")
-        return (_arranged(tensor, left, right, dict(self.sizes)),)
+        return (_rearrange(tensor, left, right, dict(self.sizes)),)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
         left, right = self.pattern.split("->")
-        return _arranged(tensors[0], right, left, dict(self.sizes))
+        return _rearrange(tensors[0], right, left, dict(self.sizes))
 
     def __str__(self) -> str:
         return self.pattern
@@ -38,12 +114,12 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class Part:
-    """What one parameter holds of the fused query, key and value.
+    """The part of the fused q, k and v that one parameter holds.
 
     Args:
-        qkv: which of the three, in which order, such as "q" or "vkq".
-        axes: of the parameter; c channels in, q which of the three, h heads, d head size.
-        heads: which heads; None for all.
+        qkv: which of the three, in this order, such as "q" or "vkq".
+        axes: of the parameter: c input channels, q which of the three, h heads, d head size.
+        heads: indices of the heads; None means all.
     """
 
     qkv: str
@@ -53,10 +129,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Fused:
-    """The fused q, k, v of Hugging Face, `"c (q h d)"`, in parameters of any arrangement.
+    """Hugging Face's fused q, k and v, `"c (q h d)"`, distributed over parameters.
 
-    Parts that no parameter holds, such as the key's missing bias, are lost on loading, and zero
-    when written back.
+    Parts that no parameter holds, such as the bias of k, are ignored by `load`, and zero in `save`.
     """
 
     n_head: int
@@ -65,41 +140,42 @@ class Fused:
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.shape[-1] % (3 * self.n_head):
             raise NameMapError(
-                f"cannot split shape {list(tensor.shape)} into q, k, v of {self.n_head} heads"
+                f"shape {list(tensor.shape)} cannot be split into q, k and v of {self.n_head} heads"
             )
-        return tuple(self._load(part, tensor) for part in self.parts)
+        C = tensor.shape[0] if tensor.ndim == 2 else 1
+        fused = tensor.reshape(C, 3, self.n_head, -1)
+        loaded = []
+        for part in self.parts:
+            which, heads = self._selected(part)
+            left = "c q h d" if "c" in part.axes else "1 q h d"
+            loaded.append(_rearrange(fused[:, which][:, :, heads], left, part.axes, {}))
+        return tuple(loaded)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
-        channels = "c" in self.parts[0].axes
+        is_matrix = "c" in self.parts[0].axes
         sizes = self._sizes(self.parts[0], tensors[0])
-        C = sizes.get("c", 1)
-        fused = tensors[0].new_zeros(C, 3, self.n_head, sizes["d"])
+        C, D = sizes.get("c", 1), sizes["d"]
+        fused = tensors[0].new_zeros(C, 3, self.n_head, D)
         for part, tensor in zip(self.parts, tensors, strict=True):
-            left = "c q h d" if channels else "q h d"
-            value = _arranged(tensor, part.axes, left, self._sizes(part, tensor))
+            right = "c q h d" if is_matrix else "q h d"
+            value = _rearrange(tensor, part.axes, right, self._sizes(part, tensor))
             which, heads = self._selected(part)
-            value = value.reshape(C, len(which), len(heads), sizes["d"])
-            for place, one in enumerate(which):
-                fused[:, one, heads] = value[:, place]
-        return fused.reshape(C, -1) if channels else fused.reshape(-1)
-
-    def _load(self, part: Part, tensor: Tensor) -> Tensor:
-        C = tensor.shape[0] if tensor.ndim == 2 else 1
-        which, heads = self._selected(part)
-        chosen = tensor.reshape(C, 3, self.n_head, -1)[:, which][:, :, heads]
-        left = "c q h d" if "c" in part.axes else "1 q h d"
-        return _arranged(chosen, left, part.axes, {})
+            value = value.reshape(C, len(which), len(heads), D)
+            for position, index in enumerate(which):
+                fused[:, index, heads] = value[:, position]
+        return fused.reshape(C, -1) if is_matrix else fused.reshape(-1)
 
     def _selected(self, part: Part) -> tuple[list[int], list[int]]:
+        """Indices on the axes q and h."""
         heads = range(self.n_head) if part.heads is None else part.heads
         return ["qkv".index(letter) for letter in part.qkv], list(heads)
 
     def _sizes(self, part: Part, tensor: Tensor) -> dict[str, int]:
-        """The sizes of the axes of a parameter; the two unknown ones from its shape."""
+        """The lengths of a parameter's axes; those of c and d follow from its shape."""
         which, heads = self._selected(part)
         known = {"q": len(which), "h": len(heads)}
         for group, size in zip(_groups(part.axes), tensor.shape, strict=True):
-            unknown = [letter for letter in group if letter not in known]
+            unknown = [axis for axis in group if axis not in known]
             if len(unknown) == 1:
                 known[unknown[0]] = size // prod(known[x] for x in group if x != unknown[0])
         known.setdefault("d", 1)
@@ -114,15 +190,15 @@ class Fused:
 
 @dataclass(frozen=True)
 class Rows:
-    """The first rows of a longer tensor, or a longer parameter filled up with rows of zeros.
+    """The first rows of a longer tensor, or a longer parameter that is padded with rows of zeros.
 
-    Written back as the rows that the checkpoint and the parameter share.
+    `save` returns the rows that both have.
 
     Args:
         found: rows of the checkpoint's tensor.
         wanted: rows of the parameter.
-        pattern: of the parameter's axes, as in `Rearrange`.
-        start: rows of zeros before the first, as for positions that are counted from 2.
+        pattern: a `Rearrange` pattern that is applied to the rows.
+        start: number of zero rows before them, as for positions that are counted from 2.
     """
 
     found: int
@@ -195,7 +271,7 @@ class WeightNorm:
 
 @dataclass(frozen=True)
 class Reparametrized:
-    """An op whose results the model computes from parameters of another form.
+    """An operation whose results the model computes from parameters of another form.
 
     Args:
         op: from Hugging Face's tensor to the weights that the model computes with.
@@ -223,28 +299,28 @@ class Reparametrized:
 
 def _groups(axes: str) -> list[list[str]]:
     """ "(h d) c 1" → [[h, d], [c], []]."""
-    tokens = re.findall(r"\(([^)]*)\)|(\w)", axes)
-    return [
-        merged.split() if merged else [] if single == "1" else [single] for merged, single in tokens
-    ]
+    found = re.findall(r"\(([^)]*)\)|(\w)", axes)
+    return [merged.split() if merged else [] if axis == "1" else [axis] for merged, axis in found]
 
 
-def _arranged(tensor: Tensor, left: str, right: str, sizes: Mapping[str, int]) -> Tensor:
-    """The tensor, whose axes are described on the left, as described on the right; contiguous."""
-    before, after, sizes = _groups(left), _groups(right), dict(sizes)
+def _rearrange(tensor: Tensor, left: str, right: str, known: Mapping[str, int]) -> Tensor:
+    """The tensor with the axes of `left` arranged as in `right`; contiguous.
+
+    An axis that is on one side only has length 1.
+    """
+    before, after, sizes = _groups(left), _groups(right), dict(known)
     if len(before) != tensor.ndim:
         raise NameMapError(f"found shape {list(tensor.shape)}, expected axes {left.strip()!r}")
     for group, size in zip(before, tensor.shape, strict=True):
-        unknown = [letter for letter in group if letter not in sizes]
-        known = prod(sizes[letter] for letter in group if letter in sizes)
-        if len(unknown) > 1 or known == 0 or size % known or (not unknown and size != known):
+        unknown = [axis for axis in group if axis not in sizes]
+        product = prod(sizes[axis] for axis in group if axis in sizes)
+        if len(unknown) > 1 or not product or size % product or (not unknown and size != product):
             raise NameMapError(
-                f"cannot read shape {list(tensor.shape)} as {left.strip()!r} with {sizes}"
+                f"shape {list(tensor.shape)} does not fit {left.strip()!r} with lengths {sizes}"
             )
-        sizes.update(dict.fromkeys(unknown, size // known))
-    wanted = [letter for group in after for letter in group]
-    letters = [letter for group in before for letter in group if letter in wanted]
-    order = [letters.index(letter) for letter in wanted if letter in letters]
-    split = tensor.reshape([sizes[letter] for letter in letters]).permute(order)
-    # A letter on one side only is an axis of length 1.
+        sizes.update(dict.fromkeys(unknown, size // product))
+    wanted = [axis for group in after for axis in group]
+    axes = [axis for group in before for axis in group if axis in wanted]
+    order = [axes.index(axis) for axis in wanted if axis in axes]
+    split = tensor.reshape([sizes[axis] for axis in axes]).permute(order)
     return split.reshape([prod(sizes.get(x, 1) for x in group) for group in after]).contiguous()

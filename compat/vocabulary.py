@@ -1,4 +1,4 @@
-"""A byte-level BPE's tables, checked: what GPT-2's vocabulary files say, and whether it holds."""
+"""The tables of a byte-level BPE: GPT-2's vocabulary and merges, checked for consistency."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compat.errors import TokenizerError, short_repr
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Checking a merge takes the square of the length of its token; GPT-2's take 2.4 million in all.
-_MOST_WORK = 30_000_000
+# Checking a merge is quadratic in the length of its token; GPT-2's merges take 2.4 million steps.
+_MAX_WORK = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class Vocabulary:
     """The tokens of a byte-level BPE.
 
     Args:
-        ranks: the bytes of a token → its place in the order of merging; the 256 bytes come first.
-        ids: the id of every rank; ids may be numbered in another order than tokens are merged.
-        texts: the bytes of every id.
-        special: text and id of the tokens that stand for themselves, such as end-of-text.
+        ranks: bytes of a token → its rank. The 256 single bytes come first, then the results of
+            the merges in order.
+        ids: rank → id. Ids need not ascend with ranks.
+        texts: id → bytes.
+        special: text → id of special tokens, such as end-of-text.
     """
 
     ranks: dict[bytes, int]
@@ -36,23 +37,23 @@ class Vocabulary:
 def build_vocabulary(
     vocab: dict[str, Any], merges: Sequence[Any], added: dict[str, int]
 ) -> Vocabulary:
-    """Check GPT-2's tables and put them in order.
+    """Build a vocabulary from GPT-2's tables and check it.
 
     Args:
-        vocab: token, its bytes written as GPT-2's printable characters → id.
+        vocab: token → id. The bytes of a token are written as `printable_bytes`.
         merges: "left right" or [left, right], in order of priority.
-        added: further tokens that stand for themselves → id.
+        added: further special token → id.
 
     Raises:
-        TokenizerError: a byte or a merge's result has no id, an id belongs to two tokens, or a
-            merge could never be the one that makes its token.
+        TokenizerError: A byte or the result of a merge has no id, two tokens have the same id, or
+            merging in order does not use a merge to make its token.
     """
     to_byte = printable_bytes()
     _check_ids(vocab, added)
     if missing := [char for char in to_byte if char not in vocab]:
         raise TokenizerError(
-            f"the vocabulary lacks {len(missing)} of the 256 bytes, the first as {missing[0]!r}; "
-            "expected GPT-2's byte-level BPE"
+            f"the vocabulary lacks {len(missing)} of the 256 bytes, the first as {missing[0]!r}. "
+            "Use the vocabulary of a byte-level BPE."
         )
     special = {END_OF_TEXT: vocab[END_OF_TEXT], **added} if END_OF_TEXT in vocab else added
     tokens = [*to_byte, *_merged_tokens(vocab, merges, set(to_byte))]
@@ -73,7 +74,7 @@ def build_vocabulary(
 def vocabulary_tables(
     vocabulary: Vocabulary,
 ) -> tuple[dict[str, int], list[str], dict[str, int]]:
-    """`vocab`, `merges` and `added` of which `build_vocabulary` makes this vocabulary."""
+    """Return the `vocab`, `merges` and `added` of a vocabulary; inverts `build_vocabulary`."""
     to_char = {byte: char for char, byte in printable_bytes().items()}
 
     def written(text: bytes) -> str:
@@ -83,7 +84,7 @@ def vocabulary_tables(
     vocab = dict(zip(tokens, vocabulary.ids, strict=True))
     added = {text: i for text, i in vocabulary.special.items() if text != END_OF_TEXT}
     known = {*vocab.values(), *added.values()}
-    for token_id, text in vocabulary.texts.items():  # end-of-text, and tokens that no merge makes
+    for token_id, text in vocabulary.texts.items():  # end-of-text, and tokens without a merge
         if token_id not in known:
             token = written(text)
             vocab[text.decode() if token in vocab or token in added else token] = token_id
@@ -92,31 +93,34 @@ def vocabulary_tables(
 
 
 def printable_bytes() -> dict[str, int]:
-    """GPT-2's way to write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """GPT-2's characters for bytes: printable Latin-1 for itself, the rest from U+0100.
+
+    Source: `bytes_to_unicode` in OpenAI's `gpt-2/src/encoder.py`.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
-    """Every token has a whole number from 0 on, and no two share one."""
+    """Every id is an integer from 0, and no two tokens have the same."""
     owners: dict[int, str] = {}
     for token, token_id in {**vocab, **added}.items():
         if type(token_id) is not int or token_id < 0:
             raise TokenizerError(
                 f"token {short_repr(token)} has id {short_repr(token_id)}; expected a whole "
-                f"number ≥ 0"
+                "number ≥ 0."
             )
         if token_id in owners:
             raise TokenizerError(
-                f"id {short_repr(token_id)} is given to {short_repr(owners[token_id])} and to "
-                f"{short_repr(token)}"
+                f"id {short_repr(token_id)} belongs to {short_repr(owners[token_id])} and to "
+                f"{short_repr(token)}; expected one token."
             )
         owners[token_id] = token
 
 
 def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]) -> list[str]:
-    """The tokens that the merges make, in their order; every merge makes its own one."""
+    """The tokens that the merges make, in order."""
     made: list[str] = []
     pairs: list[list[str]] = []
     for number, merge in enumerate(merges, start=1):
@@ -124,39 +128,36 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         proper = isinstance(parts, list) and len(parts) == 2
         if not proper or not all(isinstance(part, str) and part in known for part in parts):
             raise TokenizerError(
-                f"merge {number} is {short_repr(merge)}; expected two tokens made before it"
+                f"merge {number} is {short_repr(merge)}; expected two tokens made before it."
             )
         token = "".join(parts)
         if token not in vocab:
             raise TokenizerError(
-                f"merge {number} makes {short_repr(token)}, which has no id in the vocabulary"
+                f"merge {number} makes {short_repr(token)}, which has no id in the vocabulary."
             )
         if token in known:
-            raise TokenizerError(
-                f"merge {number} makes {short_repr(token)}, which is there already"
-            )
+            raise TokenizerError(f"merge {number} makes {short_repr(token)}, which exists already.")
         known.add(token)
         made.append(token)
         pairs.append(parts)
-    if sum(len(token) ** 2 for token in made) > _MOST_WORK:
+    if sum(len(token) ** 2 for token in made) > _MAX_WORK:
         raise TokenizerError(
             f"the merges make tokens of up to {max(map(len, made)):,} bytes; "
-            "expected words and parts of them, which take no time to check"
+            "expected words and parts of words."
         )
     ranks = {token: rank for rank, token in enumerate(made)}
     for number, (token, pair) in enumerate(zip(made, pairs, strict=True), start=1):
         if (last := _last_two(token, ranks)) != pair:
-            # tiktoken goes by the rank of what a pair makes, not of the pair: it would join these.
+            # tiktoken merges by the rank of the result, not of the pair: it would join these.
             raise TokenizerError(
                 f"merge {number} makes {short_repr(token)} of {short_repr(pair)}, but merging in "
-                f"order leads "
-                f"to {short_repr(last)}; tiktoken cannot follow such a vocabulary"
+                f"order makes it of {short_repr(last)}. tiktoken cannot follow that."
             )
     return made
 
 
 def _last_two(token: str, ranks: dict[str, int]) -> list[str]:
-    """What merging by rank leaves of a token's characters before the merge that makes it whole."""
+    """The two parts of a token that remain before the last merge, when merging by rank."""
     parts = list(token)
     while len(parts) > 2:
         joined = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]

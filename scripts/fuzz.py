@@ -1,4 +1,4 @@
-"""Load many broken checkpoints: each loads as its files say, or is refused in words."""
+"""Load many mutated checkpoints: each loads as its files say, or is refused with an error."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints in shards, and what one that is opened has to hold."""
+"""Sharded checkpoints, and the expected contents of an open one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import State
 
 
 def holds(checkpoint: Checkpoint, state: State) -> None:
-    """The checkpoint has exactly these tensors, to the bit; the tied head is the embedding."""
+    """The checkpoint has exactly these tensors, bit by bit; the tied head is the embedding."""
     wanted = {"lm_head.weight": state["wte.weight"], **state}
     assert checkpoint.infos.keys() == wanted.keys()
     for name, tensor in wanted.items():

@@ -1,4 +1,4 @@
-"""Configurations as they are found in the wild."""
+"""Configurations of published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's written as nanoGPT and minGPT write theirs."""
+"""Hugging Face models, saved as nanoGPT and minGPT save theirs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NANO_GPT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_
 
 
 def linear(state: State, prefix: str = "transformer.") -> State:
-    """The state as a model of `nn.Linear`s has it; the head keeps only what wraps the model."""
+    """The state in the layout of `nn.Linear`; the head has only the wrappers' prefixes."""
     outer = prefix.removesuffix("transformer.")
-    turned = {k: v.t().contiguous() if k.endswith(PROJECTIONS) else v for k, v in state.items()}
-    return {(outer if k == "lm_head.weight" else prefix) + k: v for k, v in turned.items()}
+    transposed = {k: v.t().contiguous() if k.endswith(PROJECTIONS) else v for k, v in state.items()}
+    return {(outer if k == "lm_head.weight" else prefix) + k: v for k, v in transposed.items()}
 
 
 def plain_state(model: transformers.GPT2LMHeadModel) -> State:

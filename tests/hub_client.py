@@ -31,13 +31,13 @@ NOWHERE = "http://127.0.0.1:9"  # nobody listens there
 
 @dataclass
 class Fetching:
-    """A process at work, and the folder where it writes what comes of it."""
+    """A running process, and the folder of its outcomes."""
 
     process: Any
     out: Path
 
     def outcomes(self) -> list[Outcome]:
-        """What came of each; the process may print on stderr alone."""
+        """The outcomes; the process may print to stderr only."""
         self.process.join(120)
         try:
             printed, told = ((self.out / name).read_text() for name in ("stdout", "stderr"))
@@ -64,7 +64,7 @@ def start(
     largest: int = 0,
     **env: str,
 ) -> Fetching:
-    """Fetch all at once in a process of its own, with `home` as HF_HOME.
+    """Fetch concurrently in a separate process, with `home` as HF_HOME.
 
     Args:
         load: load the weights as well, and tell their hash.
@@ -90,12 +90,12 @@ def start(
 
 
 def fetch_all(home: Path, asks: Sequence[Ask], **settings: Any) -> list[Outcome]:
-    """As `start`, to the end."""
+    """Run `start` and return the outcomes."""
     return start(home, asks, **settings).outcomes()
 
 
 def files_of(folder: Path, *names: str) -> dict[str, str]:
-    """The hashes of a folder's files, or of those named, as an outcome has them."""
+    """The hashes of a folder's files, or of those named, as in an outcome."""
     paths = [folder / name for name in names] or [p for p in folder.iterdir() if p.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -136,7 +136,7 @@ def _run(
 
 
 def _import_all() -> None:
-    """What is imported only when it is used, from where the other user may not be let in."""
+    """Import lazy modules now, since the other user may not read them."""
     import huggingface_hub.file_download  # noqa: F401
 
     from compat import load_pretrained

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on the loopback interface, with faults to switch on."""
+"""A small Hugging Face hub on the loopback interface, with optional faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class File:
 
     @property
     def sha1(self) -> str:
-        """As git names it; of a large file the real hub gives that of a pointer file."""
+        """git's blob hash; for a large file the real hub states that of the pointer file."""
         data = b"pointer to " + self.sha256.encode() if self.large else self.data
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -82,7 +82,7 @@ class Repo:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked, and how it was answered; `file` is "" for questions about a repository."""
+    """A request and the status of the response; `file` is "" for requests about a repository."""
 
     method: str
     path: str
@@ -129,7 +129,7 @@ class HubServer:
         return self.repos.setdefault(repo_id, Repo()).push(folder, ref)
 
     def fault(self, repo_id: str, file: str) -> str | None:
-        """The fault that is on; one that comes once is then off."""
+        """The current fault of a file."""
         with self.lock:
             fault = self.faults.get((repo_id, file))
             assert fault is None or fault in (FILE_FAULTS if file else REPO_FAULTS), fault
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up, or is killed, is part of the tests."""
+        """Ignored, since tests end and kill clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet; the hub keeps a log of its own."""
+        """Print nothing, since the hub has its own log."""
 
     def do_HEAD(self) -> None:
         self._serve()
@@ -240,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(repo_id, name, _flipped(file.data) if fault == "flip" else file.data, headers)
 
     def _send(self, repo_id: str, name: str, data: bytes, headers: dict[str, str]) -> None:
-        """The bytes that the range asks for, as far as the fault lets them through."""
+        """Send the requested range, as far as the fault allows."""
         start, status = 0, 200
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start, status = int(wanted[1]), 206

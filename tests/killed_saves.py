@@ -1,4 +1,4 @@
-"""Saves that are cut off by a signal, each in a process of its own: what is in the folder then?
+"""Kills saves at random moments, each in a separate process, and reads the folder.
 
     python -m tests.killed_saves NUMBER SIGNAL FOLDER
 
@@ -29,7 +29,7 @@ Whole = tuple[GPT2Config, dict[str, torch.Tensor]]
 
 
 def models() -> list[Model]:
-    """Two that differ in every tensor and in their config, of 3.8 MB each."""
+    """Two models of 3.8 MB that differ in every tensor and in the config."""
     old, new = load_pretrained("demo"), load_pretrained("demo")
     new.config = replace(new.config, eos_token_id=7)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def whole(model: Model) -> Whole:
 
 
 def found(folder: Path) -> Whole:
-    """All that a reader gets of the folder."""
+    """The config and the tensors that a reader finds in the folder."""
     checkpoint = open_checkpoint(folder)
     assert checkpoint.notes == []
     assert (folder / "notes.txt").read_text() == "mine"
@@ -60,7 +60,7 @@ def same(one: Whole, other: Whole) -> bool:
 
 
 def saving(model: Model, folder: Path) -> int:
-    """Begin to save in a process of its own, in many shards, and wait there for the signal."""
+    """Save in a separate process, in many shards, and wait there for the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python's own part of a fork
     process = os.fork()
     if process:
@@ -76,7 +76,7 @@ def saving(model: Model, folder: Path) -> int:
 
 
 def duration(model: Model, folder: Path) -> float:
-    """Seconds of a save that nobody disturbs."""
+    """Seconds of a save that is not killed."""
     start = time.perf_counter()
     process = saving(model, folder)
     while not (folder.parent / "done").exists():

@@ -1,4 +1,4 @@
-"""What the tests of loading share: reference checkpoints, inputs, equality to the bit."""
+"""Helpers of the loading tests: reference checkpoints, inputs, bitwise equality."""
 
 from __future__ import annotations
 

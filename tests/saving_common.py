@@ -1,4 +1,4 @@
-"""What the tests of saving share: an export opened in transformers, which may not say a word."""
+"""Helpers of the saving tests: opening an export in transformers without any warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(folder: Path) -> State:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """transformers logs nothing from a warning up; other warnings are errors in all tests."""
+    """transformers must log no warnings; other warnings are errors in all tests."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def silence() -> Iterator[None]:
 
 
 def in_transformers(folder: Path) -> transformers.GPT2LMHeadModel:
-    """The folder as transformers opens it with its defaults, silently."""
+    """The folder, opened by transformers with its defaults and without warnings."""
     with silence():
         model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
     return model.eval()

@@ -1,4 +1,4 @@
-"""A folder replaced whole: what stays, what goes, and what a failure leaves."""
+"""Replacing a folder: which files stay, which are removed, and the effect of failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Path]:
-    """A place in a folder in which nothing else may be left."""
+    """A path in a folder in which nothing else may remain."""
     place = tmp_path / "parent" / "model"
     place.parent.mkdir()
     yield place
@@ -55,7 +55,7 @@ def target(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(params=["exchange", "renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The system's swap of two folders, and what is done where it has none."""
+    """The system's swap of two folders, and the replacement for it."""
     if request.param == "renames":
         monkeypatch.setattr(compat.saving.atomic, "_exchange", lambda one, other: False)
     return str(request.param)
@@ -67,7 +67,7 @@ def test_a_new_folder_appears_with_its_parents(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_superseded_files_go_and_all_others_stay(target: Path) -> None:
+def test_superseded_files_are_removed_and_all_others_stay(target: Path) -> None:
     fill(target, w1="old", w2="old", config="old", README="mine")
     (target / "w_folder").mkdir()
     fill(target / "runs", w3="log")
@@ -89,8 +89,8 @@ def test_superseded_files_go_and_all_others_stay(target: Path) -> None:
     assert (target / "w_folder").is_dir()
 
 
-def test_what_stays_is_the_same_file_where_hard_links_work(target: Path) -> None:
-    """A program that has it open goes on writing into it."""
+def test_files_that_stay_are_hard_links(target: Path) -> None:
+    """A program that has it open continues to write into it."""
     fill(target, log="1")
     with (target / "log").open("a") as log:
         replace(target, w1="new")
@@ -98,7 +98,7 @@ def test_what_stays_is_the_same_file_where_hard_links_work(target: Path) -> None
     assert (target / "log").read_text() == "12"
 
 
-def test_what_stays_is_copied_where_hard_links_do_not_work(
+def test_files_that_stay_are_copied_without_hard_links(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -113,7 +113,7 @@ def test_what_stays_is_copied_where_hard_links_do_not_work(
 
 
 def test_two_folders_are_swapped_in_one_step(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Linux and macOS, on their usual file systems; else by renaming, one after the other."""
+    """This holds on Linux and macOS on their usual file systems."""
 
     def refuse(self: Path, other: Path) -> None:
         raise AssertionError("renamed")
@@ -161,10 +161,10 @@ def test_a_failure_at_any_step_leaves_the_old_folder_or_none(
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_between_the_renames_leaves_one_whole_folder(
+def test_an_interrupt_between_the_renames_leaves_one_complete_folder(
     target: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Where folders cannot be swapped the old one is moved away first; Ctrl-C brings it back."""
+    """Without a swap the old folder is moved away first; Ctrl-C restores it."""
     monkeypatch.setattr(compat.saving.atomic, "_exchange", lambda one, other: False)
     rename, calls = Path.rename, iter(range(1, 9))
 
@@ -181,15 +181,17 @@ def test_an_interrupt_between_the_renames_leaves_one_whole_folder(
     assert contents(target) == {"w1": b"old" if at == 1 else b"new"}
 
 
-def test_an_old_folder_that_a_kill_left_aside_comes_back(target: Path) -> None:
-    """The one moment in which, without a swap, neither folder is in its place."""
+def test_an_old_folder_that_a_killed_process_moved_away_is_restored(target: Path) -> None:
+    """Without a swap, this is the moment in which neither folder is in its place."""
     fill(target.with_name(".model.compat-old-1"), w1="old", log="1")
     fill(target.with_name(".model.compat-tmp-1-a"), w1="half")
     replace(target, w2="new")
     assert contents(target) == {"w2": b"new", "log": b"1"}
 
 
-def test_an_old_folder_aside_goes_where_the_new_one_is_in_place(target: Path) -> None:
+def test_an_old_folder_that_was_moved_away_is_removed_if_the_new_one_is_in_place(
+    target: Path,
+) -> None:
     fill(target.with_name(".model.compat-old-1"), w1="old")
     fill(target, log="new")
     replace(target, w2="new")

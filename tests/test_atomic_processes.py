@@ -1,4 +1,4 @@
-"""A folder replaced, and processes: dead and living ones, where they stand, what they may."""
+"""Replacing a folder: killed and concurrent processes, current folders, permissions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from compat.saving.atomic import replacing_folder
 from tests.test_atomic import contents, fill, mode, replace
 
 
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_temporary_folders_of_killed_processes_are_removed_and_those_in_use_stay(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "model"
     dead = fill(tmp_path / f".model.compat-tmp-{os.getpid()}-dead", w1="half")
     (dead / "inner").mkdir(mode=0o555)
@@ -39,18 +41,18 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", [".", "..", "", "/"])
-def test_the_current_folder_is_not_replaced_under_ones_feet(
+def test_the_current_folder_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     fill(tmp_path / "here", w1="old")
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CheckpointError, match="is the current folder or holds it"):
+    with pytest.raises(CheckpointError, match="is the current folder or contains it"):
         replace(Path(name), w1="new")
     assert contents(tmp_path / "here") == {"w1": b"old"}
 
 
-def test_saves_at_the_same_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    """One is there whole, and every file that each carried over from the one before."""
+def test_concurrent_saves_lose_no_files(tmp_path: Path) -> None:
+    """The result is one complete save, with the other files of all the saves."""
     target = tmp_path / "model"
 
     def save(number: int) -> None:
@@ -80,7 +82,7 @@ except CheckpointError as error:
 
 
 def as_nobody(target: Path) -> str:
-    """Replace the folder in a process without root's rights; what it says of an error."""
+    """Replace the folder in a process without root's rights and return its error message."""
     for folder in target.parents[1:]:
         if "pytest-of-" in str(folder):  # pytest's own folders are private
             folder.chmod(0o755)
@@ -90,7 +92,7 @@ def as_nobody(target: Path) -> str:
     return done.stdout
 
 
-def test_read_only_folders_in_the_old_one_go_with_it(tmp_path: Path) -> None:
+def test_read_only_subfolders_are_replaced(tmp_path: Path) -> None:
     target = fill(fill(tmp_path / "parent") / "model", w1="old")
     inner = fill(fill(target / "runs") / "deep", log="1")
     for folder in (inner, inner.parent, target, target.parent):
@@ -130,7 +132,7 @@ with replacing_folder(Path(sys.argv[1])) as folder:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_leaves_the_old_folder(tmp_path: Path, number: signal.Signals) -> None:
-    """What a kill leaves behind goes with the next save."""
+    """The next save removes what a killed process leaves."""
     target = fill(tmp_path / "model", w1="old")
     command = [sys.executable, "-c", SLOW, str(target)]
     with subprocess.Popen(

@@ -93,7 +93,7 @@ def test_a_tensor_stored_as_a_view_is_read_contiguous(write: Write, state: State
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_old_mask_buffers_are_passed_over_and_noted(write: Write, state: State, name: str) -> None:
+def test_old_mask_buffers_are_ignored_and_noted(write: Write, state: State, name: str) -> None:
     masks: State = {}
     for i in range(LAYERS):
         masks[f"h.{i}.attn.bias"] = torch.ones(N, N, dtype=torch.uint8).tril()[None, None]
@@ -186,7 +186,7 @@ def test_mixed_data_types_are_noted_and_the_widest_holds_all(
      "a/b/c", "out/ckpt.pt", "model.safetensors", "gpt2/model.safetensors", "pytorch_model.bin",
      "a\\b", "no--folder", "..", "folder.git", "größe", "with space", "", "-x", "x" * 300, "a\0b"],
 )  # fmt: skip
-def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(
+def test_a_path_that_does_not_exist_is_not_requested_from_the_hub(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project").mkdir()
@@ -205,7 +205,7 @@ def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(
 
 
 @pytest.mark.parametrize("source", ["gpt2", "openai-community/gpt2", "a.b/c_d-e.f", "org/2", "x"])
-def test_a_hub_id_is(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_fetched(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fetched").mkdir()
     monkeypatch.setattr("compat.checkpoint.find.fetch", lambda *args: tmp_path / "fetched")
@@ -218,7 +218,7 @@ def test_a_tilde_is_the_home_folder(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     assert open_checkpoint(f"~/{tiny.name}").folder == tiny
 
 
-def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 

@@ -1,4 +1,4 @@
-"""GPT2Config: what it reads under which names, what it derives, and what it writes."""
+"""GPT2Config: the names that it reads, derived values, and what it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_defaults_are_those_of_transformers() -> None:
             assert getattr(GPT2Config(), field.name) == getattr(reference, field.name), field.name
 
 
-def test_our_own_fields_default_to_what_a_checkpoint_has() -> None:
+def test_our_own_fields_default_to_those_of_a_checkpoint() -> None:
     assert GPT2Config().qkv_bias is True
     assert GPT2Config().layer_norm_bias is True
 
@@ -135,7 +135,7 @@ def test_d_inner_is_n_inner_or_four_times_the_width(n_inner: int | None, d_inner
     assert GPT2Config(n_embd=24, n_head=2, n_inner=n_inner).d_inner == d_inner
 
 
-def test_d_head_is_one_heads_share_of_the_width() -> None:
+def test_d_head_is_the_width_of_one_head() -> None:
     assert GPT2Config().d_head == 64
 
 
@@ -171,7 +171,7 @@ def test_stop_ids(eos: int | list[int] | None, expected: tuple[int, ...]) -> Non
         GPT2Config(tie_word_embeddings=False, attn_pdrop=0.0, embd_pdrop=0.2, resid_pdrop=0.3),
     ],
 )
-def test_a_config_survives_config_json(config: GPT2Config) -> None:
+def test_a_config_is_restored_from_config_json(config: GPT2Config) -> None:
     assert GPT2Config.from_dict(json.loads(json.dumps(config.to_hf_dict()))) == config
 
 

@@ -1,4 +1,4 @@
-"""Frameworks set attributes on a config; what the model was built from stays as it was."""
+"""Frameworks may set attributes on a config, but not change its fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_attributes_of_frameworks_are_kept(tiny: Path) -> None:
     assert not hasattr(config, "use_cache")
 
 
-def test_attributes_of_frameworks_change_nothing_of_ours() -> None:
+def test_attributes_of_frameworks_do_not_affect_our_fields() -> None:
     plain, changed = GPT2Config(), with_foreign(GPT2Config())
     assert plain == changed and hash(plain) == hash(changed)
     assert asdict(plain) == asdict(changed) and repr(plain) == repr(changed)
@@ -103,8 +103,8 @@ def test_several_ids_may_end_a_text() -> None:
 @pytest.mark.parametrize(
     "name", ["hidden_size", "emb_dim", "n_heads", "drop_rate", "d_head", "d_inner", "stop_ids"]
 )
-def test_other_names_of_our_fields_are_read_only(name: str) -> None:
-    """Stored beside the field, the value would change nothing, and nobody would know."""
+def test_aliases_of_our_fields_are_read_only(name: str) -> None:
+    """Stored beside the field, the value would silently have no effect."""
     config = GPT2Config()
     with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
         setattr(config, name, 3)
@@ -124,7 +124,7 @@ def test_a_field_may_be_set_to_the_value_that_it_has() -> None:
     "copied",
     [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))],
 )
-def test_copies_are_equal_and_as_strict(copied: Any) -> None:
+def test_copies_are_equal_and_read_only(copied: Any) -> None:
     config = with_foreign(GPT2Config(n_layer=3))
     twin = copied(config)
     assert twin == config and twin is not config and vars(twin) == vars(config)

@@ -1,4 +1,4 @@
-"""GPT2Config: what it refuses, by name."""
+"""GPT2Config: invalid fields are refused and named."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_value_out_of_range_is_refused(field: str, value: float) -> None:
 
 @pytest.mark.parametrize("digits", [400, 4000, 5000])
 @pytest.mark.parametrize("field", ["layer_norm_epsilon", "attn_pdrop", "n_embd", "eos_token_id"])
-def test_an_endless_number_is_refused_in_few_words(field: str, digits: int) -> None:
+def test_a_very_long_number_is_refused_with_a_short_message(field: str, digits: int) -> None:
     with pytest.raises(ConfigError, match=f"'{field}' is ") as caught:
         GPT2Config(**{field: 10**digits})
     assert len(str(caught.value)) < 500

@@ -11,7 +11,7 @@ import pytest
 from compat import Fused, NameMap, Part, Rearrange, Row, Rows, Same, Split, Transpose
 from compat.adaptation.emit import to_python
 from compat.dialects import DIALECTS
-from compat.name_map import Op
+from compat.ops import Op
 
 LONG = "a_module_with_a_long_name.{i}.and_a_submodule_with_a_long_name.weight"
 OPS: dict[str, Op] = {

@@ -1,4 +1,4 @@
-"""Checkpoints of nanoGPT, what is not taken for a foreign file, and which file a folder means."""
+"""Checkpoints of nanoGPT, files that are not foreign, and the choice of a file in a folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def nano(tmp_path: Path, state: State) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("wrapped", ["", "_orig_mod.", "module.", "module._orig_mod."])
-def test_nanogpts_checkpoint_is_read(nano: Make, state: State, wrapped: str) -> None:
+def test_a_checkpoint_of_nanogpt_is_read(nano: Make, state: State, wrapped: str) -> None:
     folder = nano(prefix=f"{wrapped}transformer.")
     for source in (folder, folder / "ckpt.pt"):
         checkpoint = open_checkpoint(source)
@@ -70,7 +70,7 @@ def test_nanogpts_checkpoint_is_read(nano: Make, state: State, wrapped: str) -> 
 
 @both_dialects
 @pytest.mark.parametrize(("beside", "same"), [(None, True), (TANH, False), (NANO_GPT, True)])
-def test_nanogpts_gelu_is_the_exact_one_unless_a_config_says_otherwise(
+def test_the_gelu_of_nanogpt_is_exact_unless_a_config_overrides_it(
     nano: Make, dialect: str, beside: dict[str, str] | None, same: bool
 ) -> None:
     reference = noisy_reference(seed=3, **NANO_GPT)
@@ -83,14 +83,14 @@ def test_nanogpts_gelu_is_the_exact_one_unless_a_config_says_otherwise(
 
 
 @pytest.mark.parametrize("left_out", PROJECTIONS)
-def test_a_projection_that_is_not_turned_is_found(
+def test_a_projection_that_is_not_transposed_is_found(
     nano: Make, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:
-    """What the tests above rest on; the square one has the right shape either way."""
+    """The tests above depend on this. The square projection has the right shape either way."""
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    turned = tuple(name for name in PROJECTIONS if name != left_out)
-    monkeypatch.setattr(foreign, "PROJECTIONS", turned)
+    transposed = tuple(name for name in PROJECTIONS if name != left_out)
+    monkeypatch.setattr(foreign, "PROJECTIONS", transposed)
     if left_out != "attn.c_proj.weight":
         with pytest.raises(CheckpointError, match="looks transposed"):
             open_checkpoint(folder)
@@ -117,24 +117,24 @@ def test_biases_that_nanogpt_leaves_out_are_zero(nano: Make, dialect: str) -> No
     assert check_parity(dialect, folder).passed
 
 
-def test_biases_that_should_not_be_there_are_refused(nano: Make) -> None:
+def test_unexpected_biases_are_refused(nano: Make) -> None:
     with pytest.raises(CheckpointError, match=r"biases although bias is False.*h\.\{0…2\}\.ln_1"):
         open_checkpoint(nano(bias=False))
 
 
-def test_biases_that_should_be_there_are_missed(nano: Make, state: State) -> None:
+def test_missing_biases_are_reported(nano: Make, state: State) -> None:
     with pytest.raises(CheckpointError, match=r"19 missing: h\.\{0…2\}\.ln_1\.bias"):
         open_checkpoint(nano(without_biases(state)))
 
 
-def test_a_vocabulary_padded_as_nanogpts(nano: Make, state: State) -> None:
+def test_a_vocabulary_padded_by_nanogpt(nano: Make, state: State) -> None:
     state["wte.weight"] = torch.randn(50304, 24)
     checkpoint = open_checkpoint(nano(state, vocab_size=50304))
     holds(checkpoint, state)
     assert (checkpoint.config.vocab_size, checkpoint.config.eos_token_id) == (50304, 50256)
 
 
-def test_nanogpts_head_may_differ(nano: Make, state: State) -> None:
+def test_the_head_of_nanogpt_may_be_untied(nano: Make, state: State) -> None:
     folder = nano({**state, "lm_head.weight": state["wte.weight"] + 1})
     assert not open_checkpoint(folder).config.tie_word_embeddings
 
@@ -152,7 +152,7 @@ def test_nanogpts_head_may_differ(nano: Make, state: State) -> None:
         ({"n_head": torch.ones(2)}, ["model_args", "numbers"]),
     ],
 )
-def test_arguments_that_cannot_be(nano: Make, changes: dict[str, Any], named: list[str]) -> None:
+def test_impossible_arguments(nano: Make, changes: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(nano(**changes))
     assert [words for words in named if words not in str(caught.value)] == []
@@ -174,7 +174,7 @@ def test_a_config_that_contradicts_the_arguments(
         open_checkpoint(folder)
 
 
-def test_a_whole_config_of_hugging_faces_beside_nanogpts(
+def test_a_complete_hugging_face_config_beside_a_nanogpt_file(
     nano: Make, tiny: Path, state: State
 ) -> None:
     folder = nano()
@@ -184,7 +184,7 @@ def test_a_whole_config_of_hugging_faces_beside_nanogpts(
     assert checkpoint.config.activation_function == "gelu_new"
 
 
-def test_nanogpts_checkpoint_in_hugging_faces_layout_is_refused(
+def test_a_nanogpt_checkpoint_in_hugging_faces_layout_is_refused(
     tmp_path: Path, state: State
 ) -> None:
     torch.save({"model": state, "model_args": ARGS}, tmp_path / "ckpt.pt")
@@ -214,14 +214,14 @@ def test_hugging_faces_layout_needs_its_config(write: Write, state: State) -> No
 
 def test_n_head_must_agree_with_hugging_faces_config(tiny: Path, state: State) -> None:
     holds(open_checkpoint(tiny, n_head=4), state)
-    with pytest.raises(ConfigError, match=r"n_head is given as 6, but .*config\.json has 4"):
+    with pytest.raises(ConfigError, match=r"n_head is passed as 6, but .*config\.json has 4"):
         load_pretrained(tiny, n_head=6)
 
 
 # What is found in a folder.
 
 
-def test_hugging_faces_files_come_first(nano: Make, tiny: Path, state: State) -> None:
+def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State) -> None:
     folder = nano({name: tensor + 1 for name, tensor in state.items()})
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((tiny / name).read_bytes())
@@ -246,14 +246,12 @@ def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
     assert str(caught.value).endswith(
-        "give the path of the file itself if it is a.safetensors, b.pt"
+        "If the weights are in a.safetensors, b.pt, use the path of that file."
     )
     assert "ckpt.pt or model.pt" in str(caught.value)
 
 
 @pytest.mark.parametrize("how", [{"revision": "main"}, {"verify": True}])
-def test_what_is_said_of_the_hub_does_not_hold_for_a_folder(
-    tiny: Path, how: dict[str, Any]
-) -> None:
-    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* says nothing"):
+def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, how: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* has no meaning"):
         open_checkpoint(tiny, **how)

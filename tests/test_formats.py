@@ -1,4 +1,4 @@
-"""Files of other formats: each is called what it is, with what to do about it."""
+"""Files of other formats: the error names the format and the next step."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ FORMATS = {
     "HDF5 (Keras, TensorFlow)": (b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5", "from_tf=True"),
     "NumPy .npy array": (written(lambda f: np.save(f, np.ones(3))), "NumPy", "named tensors"),
     "NumPy .npz archive": (written(lambda f: np.savez(f, a=np.ones(3))), "NumPy", "safetensors"),
-    "gzip file": (gzip.compress(b"x"), "gzip", "unpack"),
-    "zip archive": (zip_of("gpt2/config.json"), "zip", "unpack"),
-    "tar archive": (tar_of("gpt2/config.json"), "tar", "unpack"),
+    "gzip file": (gzip.compress(b"x"), "gzip", "Unpack it first."),
+    "zip archive": (zip_of("gpt2/config.json"), "zip", "Unpack it first."),
+    "tar archive": (tar_of("gpt2/config.json"), "tar", "Unpack it first."),
     "llm.c checkpoint": ((20240326).to_bytes(4, "little") + bytes(1020), "llm.c", "export_hf"),
     "empty file": (b"", "empty", None),
 }
@@ -62,9 +62,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("ending", [".safetensors", ".bin", ".pt"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_of_another_format_are_called_what_they_are(
-    tmp_path: Path, name: str, ending: str
-) -> None:
+def test_weights_of_another_format_are_named(tmp_path: Path, name: str, ending: str) -> None:
     content, word, advice = FORMATS[name]
     path = tmp_path / f"model{ending}"
     path.write_bytes(content)
@@ -77,7 +75,7 @@ def test_weights_of_another_format_are_called_what_they_are(
     assert found.error == str(caught.value)
 
 
-def test_proper_files_are_not_suspected(tmp_path: Path) -> None:
+def test_valid_files_are_accepted(tmp_path: Path) -> None:
     for name in ("model.bin", "model.pt", "old.bin"):
         torch.save(TENSORS, tmp_path / name, _use_new_zipfile_serialization=name != "old.bin")
         assert looks_like(tmp_path / name) is None
@@ -94,8 +92,8 @@ def test_proper_files_are_not_suspected(tmp_path: Path) -> None:
     ("name", "write", "message"),
     [
         ("model.bin", lambda p: p.write_bytes(save(TENSORS)), "a safetensors file.*ending .safete"),
-        ("model.safetensors", lambda p: torch.save(TENSORS, p), "a pickle of PyTorch's"),
-        ("model.ckpt", lambda p: torch.save(TENSORS, p), r"a pickle of PyTorch's.*\.pt"),
+        ("model.safetensors", lambda p: torch.save(TENSORS, p), "a pickle of PyTorch"),
+        ("model.ckpt", lambda p: torch.save(TENSORS, p), r"a pickle of PyTorch.*\.pt"),
         ("model.onnx", lambda p: p.write_bytes(b"\x08\x07\x12\x07pytorch"), "an ONNX graph"),
         ("flax_model.msgpack", lambda p: p.write_bytes(b"\x81\xa1a"), "Flax.*from_flax"),
         ("model.gguf", lambda p: p.write_bytes(b"GGUF\3\0\0\0"), "a GGUF file"),
@@ -103,10 +101,10 @@ def test_proper_files_are_not_suspected(tmp_path: Path) -> None:
         ("model.ckpt.index", lambda p: p.write_bytes(b"\0\0\2"), "a part of a TensorFlow checkp"),
         ("model.ckpt-5.meta", lambda p: p.write_bytes(b"\n\x8a"), "convert_gpt2_original_tf_check"),
         ("config.json", lambda p: p.write_text('{"n_layer": 2}'), "JSON"),
-        ("notes.txt", lambda p: p.write_text("my notes"), "no tensor file"),
+        ("notes.txt", lambda p: p.write_text("my notes"), "is not a tensor file"),
     ],
 )
-def test_a_file_that_is_named_directly(
+def test_the_path_of_a_file_of_another_format(
     tmp_path: Path, name: str, write: Callable[[Path], object], message: str
 ) -> None:
     path = tmp_path / name
@@ -147,7 +145,7 @@ def test_the_stem_of_a_tensorflow_checkpoint(
 
 
 @pytest.mark.parametrize("source", ["./nofolder", "../nofolder", "/nofolder", "~/nofolder"])
-def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source: str) -> None:
+def test_a_missing_path_is_not_requested_from_the_hub(source: str) -> None:
     with pytest.raises(CheckpointError, match=r"nofolder does not exist") as caught:
         load_pretrained(source)
     assert type(caught.value) is CheckpointError

@@ -1,4 +1,4 @@
-"""Hub ids, fetched over HTTP from a small hub of our own on the loopback interface."""
+"""Fetching hub ids over HTTP from a local test server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights_of(seed: int) -> str:
 
 
 def make_folders(root: Path) -> None:
-    """One folder for each name; some have files beside their weights that nobody needs."""
+    """Make one folder for each name; some have additional files that are not needed."""
     for seed, name in enumerate(NAMES):
         shards = {"max_shard_size": "20KB"} if name == "org/sharded" else {}
         noisy_reference(seed).save_pretrained(root / name, **shards)
@@ -83,7 +83,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield Session(home, root, hub, pinned, dict(zip(asks, found, strict=True)))
 
 
-def test_safetensors_are_loaded_and_only_what_is_needed_is_asked_for(session: Session) -> None:
+def test_safetensors_are_loaded_and_only_needed_files_are_requested(session: Session) -> None:
     outcome = session.outcomes["gpt2", None]
     needed = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     needed += ("tokenizer_config.json", "vocab.json", "merges.txt")
@@ -108,7 +108,7 @@ def test_a_single_file_is_fetched_rather_than_the_shards_beside_it(session: Sess
     assert weights == {"model.safetensors"}
 
 
-def test_a_tag_is_loaded_and_every_file_asked_for_by_its_commit(session: Session) -> None:
+def test_a_tag_is_loaded_and_every_file_requested_by_its_commit(session: Session) -> None:
     outcome = session.outcomes["org/pinned", "v1"]
     assert outcome["weights"] == weights_of(4)
     assert Path(outcome["folder"]).name == session.pinned
@@ -125,7 +125,7 @@ def test_a_push_while_files_are_fetched_does_not_mix_two_commits(session: Sessio
     assert outcome["weights"] == weights_of(4)  # loaded after the push: the new commit, whole
 
 
-def test_the_token_of_the_environment_goes_with_every_request(session: Session) -> None:
+def test_the_token_of_the_environment_is_sent_with_every_request(session: Session) -> None:
     assert session.outcomes["org/secret", None]["weights"] == weights_of(6)
     asked = [request for request in session.hub.log if "org/secret" in request.path]
     assert asked and all(request.token == "Bearer hf_letmein" for request in asked)
@@ -138,13 +138,15 @@ def test_the_token_of_the_environment_goes_with_every_request(session: Session) 
         (("org/both", "no-such-branch"), ("'org/both'", "'no-such-branch'", "404, no such rev")),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(
+def test_an_unknown_repository_or_revision_is_named(
     session: Session, ask: Ask, fragments: tuple[str, ...]
 ) -> None:
     is_error(session.outcomes[ask], *fragments, session.hub.url)
 
 
-def test_a_second_fetch_asks_once_and_downloads_nothing(session: Session, tmp_path: Path) -> None:
+def test_a_second_fetch_makes_one_request_and_downloads_nothing(
+    session: Session, tmp_path: Path
+) -> None:
     shutil.copytree(session.home, tmp_path / "home", symlinks=True)
     before = len(session.hub.log)
     (outcome,) = fetch_all(tmp_path / "home", [("org/sharded", None)], url=session.hub.url)
@@ -153,7 +155,7 @@ def test_a_second_fetch_asks_once_and_downloads_nothing(session: Session, tmp_pa
     assert request.path == "/api/models/org/sharded/revision/main"
 
 
-def test_offline_and_out_of_reach_use_the_cache_at_that_revision(session: Session) -> None:
+def test_offline_and_unreachable_use_the_cache_at_that_revision(session: Session) -> None:
     asks: list[Ask] = [("gpt2", None), ("org/pinned", "v1"), ("org/pinned", session.pinned)]
     asks += [("org/only-bin", None), ("org/sharded", None)]
     offline = start(session.home, asks, url=session.hub.url, load=True, HF_HUB_OFFLINE="1")
@@ -176,7 +178,9 @@ def test_offline_a_revision_that_the_cache_does_not_know_is_an_error(session: Se
         is_error(outcome, "refused", "lacks config.json, weights", "Check the name and the conn")
 
 
-def test_progress_goes_to_stderr_and_can_be_switched_off(session: Session, tmp_path: Path) -> None:
+def test_progress_is_printed_to_stderr_and_can_be_disabled(
+    session: Session, tmp_path: Path
+) -> None:
     ask: list[Ask] = [("org/both", None)]
     # The client shows no progress where stderr is no terminal, but for this.
     settings = {"url": session.hub.url, "TQDM_POSITION": "-1"}
@@ -187,7 +191,7 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(session: Session, tmp_p
     assert told[1] == ""
 
 
-def test_the_cache_can_be_put_elsewhere(session: Session, tmp_path: Path) -> None:
+def test_the_cache_can_be_moved(session: Session, tmp_path: Path) -> None:
     cache = tmp_path / "elsewhere"
     settings = {"url": session.hub.url, "HF_HUB_CACHE": str(cache)}
     (outcome,) = fetch_all(tmp_path / "home", [("org/both", None)], **settings)
@@ -201,7 +205,9 @@ def test_an_error_without_a_message_is_a_hub_error_too(monkeypatch: pytest.Monke
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    with pytest.raises(HubError, match=r"'org/name' at .* could not be fetched .*: TimeoutError\n"):
+    with pytest.raises(
+        HubError, match=r"'org/name' at .* could not be fetched .*: TimeoutError\.\n"
+    ):
         load_pretrained("org/name")
 
 

@@ -1,4 +1,4 @@
-"""The hub's cache: shared, killed half-way, read-only, linked, half-filled, full, damaged."""
+"""The hub's cache: concurrent use, kills, read-only, links, incomplete, full disk, damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hub(tiny: Path) -> Iterator[HubServer]:
 
 @pytest.fixture
 def open_home() -> Iterator[Path]:
-    """A place for HF_HOME that every user may reach, as pytest's own folders may not be."""
+    """A path for HF_HOME that every user may read, unlike pytest's own folders."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder) / "home"
@@ -66,7 +66,7 @@ def test_two_processes_may_fetch_at_once(hub: HubServer, tiny: Path, tmp_path: P
     assert found[0]["weights"] == found[1]["weights"]
 
 
-def test_a_kill_half_way_leaves_the_old_commit_whole_and_the_new_one_to_be_fetched(
+def test_after_a_kill_the_previous_commit_is_complete_and_the_new_one_can_be_fetched(
     hub: HubServer, tiny: Path, tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:
     assert fetch_one(tmp_path, hub)["files"] == files_of(tiny)
@@ -82,16 +82,14 @@ def test_a_kill_half_way_leaves_the_old_commit_whole_and_the_new_one_to_be_fetch
     assert offline(tmp_path, hub, verify=True)["files"] == files_of(newer)
 
 
-def test_a_filled_cache_that_may_only_be_read_serves(
-    hub: HubServer, tiny: Path, open_home: Path
-) -> None:
+def test_a_complete_read_only_cache_is_used(hub: HubServer, tiny: Path, open_home: Path) -> None:
     fetch_one(open_home, hub)
     outcome = as_nobody(open_home, hub, tiny)
     assert outcome.get("files") == files_of(tiny), outcome
     assert outcome["weights"]
 
 
-def test_an_empty_cache_that_may_only_be_read_is_an_error_that_says_where(
+def test_an_empty_read_only_cache_is_an_error_with_its_path(
     hub: HubServer, tiny: Path, open_home: Path
 ) -> None:
     open_home.mkdir()
@@ -99,7 +97,7 @@ def test_an_empty_cache_that_may_only_be_read_is_an_error_that_says_where(
     is_error(outcome, f"the cache at {open_home}/hub cannot be written", "Permission", "HF_HOME")
 
 
-def test_a_cache_behind_a_link_serves(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
+def test_a_cache_behind_a_link_is_used(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert fetch_one(tmp_path / "link", hub)["files"] == files_of(tiny)
@@ -107,7 +105,7 @@ def test_a_cache_behind_a_link_serves(hub: HubServer, tiny: Path, tmp_path: Path
     assert offline(tmp_path / "link", hub, verify=True)["files"] == files_of(tiny)
 
 
-def test_a_cache_without_links_serves_but_has_no_hashes(
+def test_a_cache_without_links_is_used_but_has_no_hashes(
     hub: HubServer, tiny: Path, tmp_path: Path
 ) -> None:
     outcome = fetch_one(tmp_path, hub, verify=True, HF_HUB_DISABLE_SYMLINKS="1")
@@ -116,7 +114,7 @@ def test_a_cache_without_links_serves_but_has_no_hashes(
     is_error(offline(tmp_path, hub, verify=True), "cannot be verified", WEIGHTS, "without verify")
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
+def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
     hub: HubServer, tiny: Path, tmp_path: Path
 ) -> None:
     (outcome,) = fetch_all(tmp_path, [(REPO, None)], url=hub.url, largest=50_000)
@@ -127,7 +125,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
 
 
 @pytest.mark.parametrize("fault", ["500", "web page", "gated"])
-def test_a_full_cache_serves_when_the_hub_is_in_trouble_but_not_when_it_refuses(
+def test_a_complete_cache_is_used_when_the_hub_fails_but_not_when_it_refuses(
     hub: HubServer, tiny: Path, tmp_path: Path, fault: str
 ) -> None:
     fetch_one(tmp_path, hub)
@@ -140,7 +138,7 @@ def test_a_full_cache_serves_when_the_hub_is_in_trouble_but_not_when_it_refuses(
         assert "using commit" in outcome["stderr"]
 
 
-def test_a_file_that_was_cut_short_in_the_cache_is_fetched_again(
+def test_a_truncated_file_in_the_cache_is_fetched_again(
     hub: HubServer, tiny: Path, tmp_path: Path
 ) -> None:
     folder = Path(fetch_one(tmp_path, hub)["folder"])
@@ -150,7 +148,7 @@ def test_a_file_that_was_cut_short_in_the_cache_is_fetched_again(
 
 
 @pytest.mark.parametrize("lost", ["link", "blob"])
-def test_offline_a_half_filled_cache_is_an_error_that_lists_what_is_missing(
+def test_offline_an_incomplete_cache_is_an_error_that_lists_missing_files(
     hub: HubServer, tmp_path: Path, lost: str
 ) -> None:
     noisy_reference(2).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
@@ -175,7 +173,7 @@ def test_offline_a_half_filled_cache_is_an_error_that_lists_what_is_missing(
         assert outcome["files"] == files_of(tmp_path / "sharded")
 
 
-def test_a_cache_that_another_program_filled_serves(
+def test_a_cache_that_another_program_filled_is_used(
     hub: HubServer, tiny: Path, tmp_path: Path
 ) -> None:
     snapshot_download(
@@ -189,7 +187,7 @@ def test_a_cache_that_another_program_filled_serves(
     assert asked == {"main", "generation_config.json"}
 
 
-def test_what_is_not_ours_in_the_cache_stays(hub: HubServer, tmp_path: Path) -> None:
+def test_files_of_others_in_the_cache_stay(hub: HubServer, tmp_path: Path) -> None:
     folder = Path(fetch_one(tmp_path, hub)["folder"])
     (folder / "notes.txt").write_text("mine")
     shutil.rmtree(folder.parents[1] / "refs")

@@ -1,4 +1,4 @@
-"""A hub that fails: one HubError for each fault, in bounded time, and nothing half-written kept."""
+"""Faults of the hub: each is one HubError in bounded time and leaves no partial files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def repo_of(file: str, fault: str) -> str:
 
 @dataclass
 class Session:
-    """What came of every fault, and of the same fetches, verified, after the faults were gone."""
+    """The outcomes with every fault, and of the same fetches with verify after the faults ended."""
 
     folder: Path
     url: str
@@ -74,7 +74,7 @@ def session(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.mark.parametrize(("file", "fault", "fragments"), FAULTS, ids=IDS)
-def test_a_fault_is_one_error_that_names_all_in_bounded_time(
+def test_a_fault_is_one_complete_error_in_bounded_time(
     session: Session, file: str, fault: str, fragments: tuple[str, ...]
 ) -> None:
     repo = repo_of(file, fault)
@@ -86,7 +86,7 @@ def test_a_fault_is_one_error_that_names_all_in_bounded_time(
 
 
 @pytest.mark.parametrize("fault", SURVIVED)
-def test_a_download_that_falters_is_whole_in_the_end(session: Session, fault: str) -> None:
+def test_an_interrupted_download_is_completed(session: Session, fault: str) -> None:
     assert session.faulty[repo_of(WEIGHTS, fault)]["files"] == files_of(session.folder)
 
 
@@ -111,7 +111,7 @@ GAPS = {
 
 @pytest.fixture(scope="module")
 def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What came of repositories that lack files, or whose index names what is elsewhere."""
+    """The outcomes of repositories that lack files or have a wrong index."""
     root = tmp_path_factory.mktemp("gaps")
     with HubServer() as hub:
         for name in (*GAPS, "outside", "no-map", "no-json"):
@@ -131,8 +131,8 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", GAPS)
-def test_what_a_repository_lacks_is_listed(gaps: dict[str, Outcome], name: str) -> None:
-    next_step = "Give another repository or revision."
+def test_missing_files_of_a_repository_are_listed(gaps: dict[str, Outcome], name: str) -> None:
+    next_step = "Use another repository or revision."
     is_error(gaps[f"org/{name}"], f"'org/{name}' at revision 'main'", GAPS[name][1], next_step)
 
 
@@ -144,6 +144,6 @@ def test_what_a_repository_lacks_is_listed(gaps: dict[str, Outcome], name: str) 
         ("no-json", "cannot be read as JSON"),
     ],
 )
-def test_an_index_that_lies_is_an_error(gaps: dict[str, Outcome], name: str, fragment: str) -> None:
+def test_a_wrong_index_is_an_error(gaps: dict[str, Outcome], name: str, fragment: str) -> None:
     assert gaps[f"org/{name}"]["error"] in ("HubError", "CheckpointError")
     assert fragment in gaps[f"org/{name}"]["message"]

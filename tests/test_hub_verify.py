@@ -1,4 +1,4 @@
-"""Bytes in the cache against the hashes that the hub states."""
+"""Comparing cached files with the hashes that the hub states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from compat import HubError
-from compat.checkpoint.verify import check_hashes
+from compat.checkpoint.hub import check_hashes
 from tests.conftest import noisy_reference
 from tests.hub_client import Ask, Outcome, fetch_all, files_of, is_error
 from tests.hub_server import HubServer
@@ -30,7 +30,7 @@ def test_hashes_are_those_of_git_and_sha256(tmp_path: Path, stated: str) -> None
         check_hashes("it", {tmp_path / "empty": stated})
 
 
-def test_all_files_that_differ_are_listed(tmp_path: Path) -> None:
+def test_all_differing_files_are_listed(tmp_path: Path) -> None:
     stated: dict[Path, str | None] = {}
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text(name)
@@ -40,15 +40,15 @@ def test_all_files_that_differ_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stated", [None, "", '"W/weak"'])
-def test_nothing_to_compare_with_is_an_error(tmp_path: Path, stated: str | None) -> None:
+def test_a_missing_hash_is_an_error(tmp_path: Path, stated: str | None) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(HubError, match=r"it cannot be verified: .* a hash of file; expected SHA"):
+    with pytest.raises(HubError, match=r"it cannot be verified\. .* a hash of file; expected SHA"):
         check_hashes("it", {tmp_path / "file": stated})
 
 
 @dataclass
 class Session:
-    """Repositories with a bit flipped on the way, fetched in four ways; then fetched again."""
+    """Repositories in which the server flips a bit, fetched in four ways and then again."""
 
     folder: Path
     plain: dict[str, Outcome]
@@ -87,7 +87,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("repo", FLIPPED)
-def test_a_flipped_bit_is_found_online_and_offline_and_can_be_mended(
+def test_a_flipped_bit_is_found_online_and_offline_and_can_be_repaired(
     session: Session, repo: str
 ) -> None:
     assert "files" in session.plain[repo]  # nobody looked
@@ -103,6 +103,6 @@ def test_right_bytes_are_accepted_online_and_offline(session: Session) -> None:
         assert found["org/right"]["files"] == files_of(session.folder / "whole")
 
 
-def test_where_the_hub_states_no_hash_the_name_in_the_cache_does(session: Session) -> None:
+def test_without_a_hash_of_the_hub_the_name_in_the_cache_is_the_hash(session: Session) -> None:
     for found in (session.online, session.offline):
         assert found["org/unstated"]["files"] == files_of(session.folder / "whole")

@@ -1,4 +1,4 @@
-"""inspect_checkpoint: what a source is, and the very error that loading it gives."""
+"""inspect_checkpoint: what a source is, and the same error that loading it raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compat import CompatError, HubError, inspect_checkpoint, load_pretrained, load_tokenizer
-from compat.checkpoint.files import Stored
+from compat.checkpoint.contents import Stored
 from tests.checkpoint_files import sharded
 from tests.command_line import Cli
 from tests.conftest import State, Write
@@ -21,7 +21,7 @@ from tests.test_cli_errors import failing_with
 PARAMETERS = 97 * 24 + 32 * 24 + 3 * (12 * 24 * 24 + 13 * 24) + 2 * 24  # of conftest.TINY
 
 
-def test_what_transformers_saves(tiny: Path) -> None:
+def test_a_checkpoint_of_transformers(tiny: Path) -> None:
     found = inspect_checkpoint(tiny)
     path = tiny / "model.safetensors"
     assert found.loads and found.error is None
@@ -80,13 +80,11 @@ def test_pickles_with_masks_and_a_head(write: Write, state: State, zipped: bool)
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     found = inspect_checkpoint(folder)
     assert found.loads and found.parameters == PARAMETERS
-    assert found.format == (
-        "Hugging Face pickle" if zipped else "Hugging Face pickle of the old form, no zip file"
-    )
+    assert found.format == ("Hugging Face pickle" if zipped else "Hugging Face legacy pickle")
     assert (found.prefixes, len(found.notes)) == ([""], 2)
 
 
-def test_nanogpts(tmp_path: Path, state: State) -> None:
+def test_a_checkpoint_of_nanogpt(tmp_path: Path, state: State) -> None:
     model = linear(state, "_orig_mod.transformer.")
     torch.save({"model": model, "model_args": ARGS, "optimizer": {}}, tmp_path / "ckpt.pt")
     found = inspect_checkpoint(tmp_path)
@@ -96,7 +94,7 @@ def test_nanogpts(tmp_path: Path, state: State) -> None:
     assert found.config["activation_function"] == "gelu"
 
 
-def test_mingpts_needs_the_number_of_heads(tmp_path: Path, state: State) -> None:
+def test_a_checkpoint_of_mingpt_needs_the_number_of_heads(tmp_path: Path, state: State) -> None:
     head = {"lm_head.weight": state["wte.weight"] + 1}
     torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
     found = inspect_checkpoint(tmp_path)
@@ -124,7 +122,7 @@ def the_error_of_loading(source: Path) -> str:
     return str(caught.value)
 
 
-def test_a_bad_config_leaves_the_tensors_to_tell(write: Write, state: State) -> None:
+def test_with_a_bad_config_the_tensors_are_reported(write: Write, state: State) -> None:
     folder = write(state, n_head=0)
     found = inspect_checkpoint(folder)
     assert not found.loads
@@ -136,7 +134,7 @@ def test_a_bad_config_leaves_the_tensors_to_tell(write: Write, state: State) -> 
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_a_config_that_is_no_json(write: Write, state: State, text: str) -> None:
+def test_a_config_that_is_not_json(write: Write, state: State, text: str) -> None:
     folder = write(state)
     (folder / "config.json").write_text(text)
     found = inspect_checkpoint(folder)
@@ -144,7 +142,7 @@ def test_a_config_that_is_no_json(write: Write, state: State, text: str) -> None
     assert (found.config, found.tensors) == ({}, 40)
 
 
-def test_the_first_of_two_faults_is_told(write: Write, state: State) -> None:
+def test_the_first_of_two_faults_is_reported(write: Write, state: State) -> None:
     folder = write(state)
     (folder / "config.json").write_text("{")
     (folder / "model.safetensors").write_bytes(b"")
@@ -155,7 +153,7 @@ def test_the_first_of_two_faults_is_told(write: Write, state: State) -> None:
     "value", ["[" * 900 + "]" * 900, "NaN", '"\\ud800"', '"\\u001b[31m"', '{"a": {}}', "1e400"]
 )
 @pytest.mark.parametrize("name", ["n_layer", "activation_function"])
-def test_a_config_of_anything_can_be_printed(
+def test_any_config_can_be_printed(
     cli: Cli, tiny: Path, tmp_path: Path, value: str, name: str
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "odd")
@@ -167,7 +165,7 @@ def test_a_config_of_anything_can_be_printed(
         done.out.encode()
 
 
-def test_a_bad_file_leaves_the_config_to_tell(tiny: Path, tmp_path: Path) -> None:
+def test_with_a_bad_file_the_config_is_reported(tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "cut")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -180,7 +178,9 @@ def test_a_bad_file_leaves_the_config_to_tell(tiny: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "changes", [{"n_layer": 2}, {"n_layer": 4}, {"vocab_size": 98}, {"n_layer": 10**9}]
 )
-def test_tensors_that_are_others(write: Write, state: State, changes: dict[str, int]) -> None:
+def test_tensors_that_contradict_the_config(
+    write: Write, state: State, changes: dict[str, int]
+) -> None:
     folder = write(state, **changes)
     found = inspect_checkpoint(folder)
     assert found.error == the_error_of_loading(folder)
@@ -196,13 +196,13 @@ def test_a_transposed_tensor_shows_in_the_layout(write: Write, state: State) -> 
     assert found.error == the_error_of_loading(folder)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_folder(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path)
     assert found.error == the_error_of_loading(tmp_path)
     assert (found.weights, found.format, found.files, found.tensors) == (None, None, {}, None)
 
 
-def test_a_hub_out_of_reach_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_and_not_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
     with pytest.raises(HubError, match="no route"):
         inspect_checkpoint("some/model")
@@ -218,10 +218,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, tiny: Path)
         shutil.copy(demo / name, folder)
     found = inspect_checkpoint(folder)
     assert found.loads  # ids can be given instead of text
-    assert "id 1023, config.json a vocab_size of 97" in found.tokenizer["error"]
+    assert "id 1023, but config.json a vocab_size of 97" in found.tokenizer["error"]
 
 
-def test_ids_without_text_are_counted_out(tmp_path: Path, write: Write, state: State) -> None:
+def test_ids_without_text_are_not_counted(tmp_path: Path, write: Write, state: State) -> None:
     demo = Path(str(inspect_checkpoint("demo").weights)).parent
     folder = write({**state, "wte.weight": torch.randn(1050, 24)}, vocab_size=1050)
     for name in ("vocab.json", "merges.txt"):
@@ -229,7 +229,7 @@ def test_ids_without_text_are_counted_out(tmp_path: Path, write: Write, state: S
     assert inspect_checkpoint(folder).tokenizer["tokens"] == 1024
 
 
-def test_gpt2s_own_tokenizer_is_not_fetched(
+def test_the_tokenizer_of_gpt2_is_not_fetched(
     write: Write, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compat.inspection.load_tokenizer", failing_with(RuntimeError("fetched")))

@@ -1,4 +1,4 @@
-"""load_into: a module of one's own, and nothing loaded unless everything fits."""
+"""load_into: a user's module is loaded completely or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def untouched(
     *fragments: str,
     error: type[CompatError] = CompatError,
 ) -> None:
-    """load_into fails, says all of this, and leaves every parameter the object and value it was."""
+    """load_into fails with these words, and leaves every parameter unchanged."""
     before = dict(model.named_parameters(remove_duplicate=False))
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     with pytest.raises(error) as caught:
@@ -55,7 +55,7 @@ def untouched(
 @pytest.mark.parametrize(
     ("head", "row"), [("tied", True), ("tied", False), ("untied", True), (None, False)]
 )
-def test_load_into_a_module_of_ones_own(
+def test_load_into_a_users_module(
     make_checkpoint: MakeCheckpoint, tied: bool, head: str | None, row: bool
 ) -> None:
     folder = make_checkpoint(tie_word_embeddings=tied)
@@ -132,7 +132,7 @@ QKV_PARTS, WIDE = ("stack.{i}.query_key.weight", "stack.{i}.value.weight"), "sta
         ),
         pytest.param(
             my_map(Row(FC, ("stack.0.wide.weight",), Transpose())),
-            ("names stack.0.wide.weight in two rows",),
+            ("has stack.0.wide.weight in two rows",),
             id="layer forgotten",
         ),
         pytest.param(
@@ -209,7 +209,7 @@ def test_load_into_changes_nothing_when_the_last_tensor_is_not_finite(tmp_path: 
     untouched(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
 
 
-def test_load_into_refuses_buffers_that_nothing_would_fill(tiny: Path) -> None:
+def test_load_into_refuses_buffers_without_values(tiny: Path) -> None:
     with torch.device("meta"):
         model = MyGPT2("tied")
         model.register_buffer("mask", torch.ones(32, 32), persistent=False)
@@ -261,7 +261,7 @@ def test_zero_biases_that_the_model_lacks_are_dropped_and_written_back(
 # Writing back.
 
 
-def test_a_module_of_ones_own_needs_its_map_to_be_written() -> None:
+def test_a_users_module_needs_a_map_to_be_saved() -> None:
     with pytest.raises(NameMapError, match="MyGPT2 is not one of compat's models"):
         to_hf_state_dict(MyGPT2())
 

@@ -1,4 +1,4 @@
-"""Loading by name into the dialects: HF → ours → HF to the bit."""
+"""Loading by name into the dialects: HF → ours → HF is bit-identical."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = {"linear": ("out_head", "tok_emb"), "conv1d": ("lm_head", "wte")}
 
 
 @both_dialects
-def test_a_tied_checkpoint_comes_back_to_the_bit(tiny: Path, dialect: str) -> None:
+def test_a_tied_checkpoint_is_restored_bit_by_bit(tiny: Path, dialect: str) -> None:
     expected = noisy_reference().state_dict()
     del expected["lm_head.weight"]
     identical(to_hf_state_dict(load_pretrained(tiny, dialect)), expected)
@@ -36,7 +36,7 @@ def test_a_tied_checkpoint_comes_back_to_the_bit(tiny: Path, dialect: str) -> No
         {"tie_word_embeddings": False, "n_inner": 40, "n_layer": 1},
     ],
 )
-def test_an_untied_checkpoint_comes_back_to_the_bit(
+def test_an_untied_checkpoint_is_restored_bit_by_bit(
     make_checkpoint: MakeCheckpoint, dialect: str, fields: dict[str, int]
 ) -> None:
     model = load_pretrained(make_checkpoint(seed=3, **fields), dialect)
@@ -54,7 +54,7 @@ def test_an_untied_head_that_equals_the_embedding_is_kept(tmp_path: Path, dialec
 
 @both_dialects
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_written_back_gives_transformers_the_same_logits(
+def test_transformers_computes_the_same_logits_from_the_saved_weights(
     make_checkpoint: MakeCheckpoint, dialect: str, tied: bool
 ) -> None:
     model = load_pretrained(make_checkpoint(tie_word_embeddings=tied), dialect)
@@ -71,7 +71,7 @@ def test_what_is_written_back_gives_transformers_the_same_logits(
 
 @both_dialects
 def test_twelve_layers_are_not_mixed_up(make_checkpoint: MakeCheckpoint, dialect: str) -> None:
-    """A map that parses names takes layer 1 for 10 and 11."""
+    """A map that parses names confuses layer 1 with 10 and 11."""
     size = {"n_layer": 12, "n_embd": 8, "n_head": 2}
     model = load_pretrained(make_checkpoint(**size), dialect)
     reference = noisy_reference(**size)
@@ -92,7 +92,7 @@ def test_twelve_layers_are_not_mixed_up(make_checkpoint: MakeCheckpoint, dialect
 
 @both_dialects
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_one_parameter_an_untied_one_is_two(
+def test_a_tied_head_shares_the_embeddings_parameter(
     make_checkpoint: MakeCheckpoint, dialect: str, tied: bool
 ) -> None:
     model = load_pretrained(make_checkpoint(tie_word_embeddings=tied), dialect)
@@ -116,7 +116,7 @@ def test_a_stored_head_that_differs_is_loaded_untied(
 
 
 @both_dialects
-def test_a_loaded_model_is_whole_and_ready(tiny: Path, dialect: str) -> None:
+def test_a_loaded_model_is_complete_and_in_eval_mode(tiny: Path, dialect: str) -> None:
     model = load_pretrained(tiny, dialect)
     assert not any(module.training for module in model.modules())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -151,7 +151,7 @@ def test_dtype_is_that_of_every_parameter(tiny: Path, dialect: str, dtype: torch
 
 @both_dialects
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_without_dtype_the_checkpoints_is_kept(
+def test_without_dtype_that_of_the_checkpoint_is_kept(
     tmp_path: Path, dialect: str, dtype: torch.dtype
 ) -> None:
     reference = noisy_reference().to(dtype)
@@ -163,7 +163,7 @@ def test_without_dtype_the_checkpoints_is_kept(
 
 
 def test_weights_beyond_the_data_type_are_refused(tmp_path: Path, tiny: Path) -> None:
-    """A cast to float16 would turn them into infinity without a word."""
+    """A cast to float16 would silently turn them into infinity."""
     state = load_file(tiny / "model.safetensors")
     state["transformer.h.1.mlp.c_fc.weight"][3, 4] = -70000.0
     save_file(state, tmp_path / "model.safetensors")
@@ -173,7 +173,7 @@ def test_weights_beyond_the_data_type_are_refused(tmp_path: Path, tiny: Path) ->
         load_pretrained(tmp_path, dtype=torch.float16)
 
 
-def test_weights_of_whole_numbers_are_not_to_be_had(tiny: Path) -> None:
+def test_integer_weights_are_refused(tiny: Path) -> None:
     with pytest.raises(CompatError, match=r"dtype is torch\.int64"):
         load_pretrained(tiny, dtype=torch.int64)
 
@@ -221,6 +221,8 @@ def test_load_block_takes_a_dtype(tiny: Path, dialect: str) -> None:
 
 @both_dialects
 @pytest.mark.parametrize("layer", [-1, 3])
-def test_load_block_refuses_a_layer_that_is_not_there(tiny: Path, dialect: str, layer: int) -> None:
-    with pytest.raises(ConfigError, match=f"layer {layer} is not .* layers 0 to 2"):
+def test_load_block_refuses_a_missing_layer(tiny: Path, dialect: str, layer: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"layer is {layer} .*whole number from 0 to 2, the layers of"
+    ):
         load_block(tiny, layer, dialect)

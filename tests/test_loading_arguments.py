@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind: one error of compat's, which says what was found and expected."""
+"""Arguments of the wrong type: a CompatError states the value found and the one expected."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_dtype_stays_none() -> None:
         *(["float32"], {}, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn),
     ],
 )
-def test_any_other_dtype_is_refused_with_those_that_there_are(tiny: Path, dtype: Any) -> None:
+def test_any_other_dtype_is_refused_and_the_supported_ones_listed(tiny: Path, dtype: Any) -> None:
     names = "float32, float16, bfloat16 or float64"
     calls: list[Callable[[], object]] = [
         lambda: as_dtype(dtype),
@@ -89,7 +89,7 @@ def test_any_other_dtype_is_refused_with_those_that_there_are(tiny: Path, dtype:
         (7, "int"),
     ],
 )
-def test_what_is_not_a_name_map_is_named(
+def test_an_argument_that_is_not_a_name_map_is_described(
     tiny: Path, tmp_path: Path, name_map: Any, found: str
 ) -> None:
     calls: list[Callable[[], object]] = [
@@ -124,12 +124,12 @@ def test_load_into_needs_a_name_map(tiny: Path) -> None:
         (7, r"rows is 7; expected a tuple of Rows"),
     ],
 )
-def test_rows_that_are_none_are_named(rows: Any, message: str) -> None:
+def test_objects_that_are_not_rows_are_described(rows: Any, message: str) -> None:
     with pytest.raises(NameMapError, match=message):
         NameMap(rows)
 
 
-def test_a_list_of_rows_is_as_good_as_a_tuple() -> None:
+def test_rows_may_be_a_list() -> None:
     assert NameMap([LAYER]) == NameMap((LAYER,))  # type: ignore[arg-type]
     assert Row("a", ["b"], Same()) == Row("a", ("b",), Same())  # type: ignore[arg-type]
     assert hash(NameMap([LAYER])) == hash(NameMap((LAYER,)))  # type: ignore[arg-type]
@@ -151,26 +151,26 @@ def test_a_list_of_rows_is_as_good_as_a_tuple() -> None:
         (("a", ("b",), ...), r"op is Ellipsis"),
     ],
 )
-def test_a_row_of_the_wrong_things_is_refused(fields: Any, message: str) -> None:
+def test_a_row_with_fields_of_the_wrong_type_is_refused(fields: Any, message: str) -> None:
     with pytest.raises(NameMapError, match=message):
         Row(*fields)
 
 
 @pytest.mark.parametrize("zeros", ["head.bias", (1,), None, (...,)])
-def test_zeros_that_are_no_names_are_refused(zeros: Any) -> None:
+def test_zeros_that_are_not_names_are_refused(zeros: Any) -> None:
     with pytest.raises(NameMapError, match=r"zeros is .*expected a tuple of names"):
         NameMap((LAYER,), zeros=zeros)
 
 
 @pytest.mark.parametrize("name", ["h.{i}.{j}", "h.{i}.{}", "h.{i}.{", "h.{i}.{0}"])
-def test_names_with_other_braces_are_taken_as_they_are(name: str) -> None:
+def test_other_braces_in_names_are_literal(name: str) -> None:
     expanded = NameMap((Row(name, (name,), Same()),), zeros=(f"{name}.zero",))
     assert expanded.expand(1)[0].ours == (name.replace("{i}", "0"),)
     assert expanded.expand_zeros(1) == [f"{name}.zero".replace("{i}", "0")]
 
 
-def test_a_row_per_layer_of_one_parameter_ends() -> None:
-    """Counting the layers of such a map went on for ever."""
+def test_counting_layers_of_rows_without_a_layer_ends() -> None:
+    """Regression: counting the layers of such a map did not terminate."""
     model = nn.ModuleDict({"norm": nn.LayerNorm(4)})
     name_map = NameMap(
         tuple(Row(f"h.{{i}}.ln_1.{n}", (f"norm.{n}",), Same()) for n in ("weight", "bias"))
@@ -180,7 +180,7 @@ def test_a_row_per_layer_of_one_parameter_ends() -> None:
 
 
 class Failing:
-    """An op of the user's own, with a fault in it."""
+    """A user's op with a bug."""
 
     def load(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise ZeroDivisionError("by zero")
@@ -201,7 +201,7 @@ NOT_SOURCES = [None, 7, 1.5, b"demo", ["demo"], {"a": 1}, ..., torch.zeros(2), n
 
 
 @pytest.mark.parametrize("source", NOT_SOURCES, ids=repr)
-def test_what_is_not_a_source_is_named(source: Any) -> None:
+def test_an_argument_that_is_not_a_source_is_described(source: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: load_pretrained(source),
         lambda: load_block(source, 0),
@@ -215,7 +215,7 @@ def test_what_is_not_a_source_is_named(source: Any) -> None:
     assert "expected" in (inspect_checkpoint(source).error or "")
 
 
-def test_a_module_as_the_source_leads_to_load_into() -> None:
+def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
     model = MyGPT2()
     calls: list[Callable[[], object]] = [
         lambda: load_pretrained(model),  # type: ignore[arg-type]
@@ -241,13 +241,13 @@ def test_a_module_as_the_source_leads_to_load_into() -> None:
         lambda tiny: (None, my_map(), tiny),
     ],
 )
-def test_arguments_of_load_into_that_changed_places(tiny: Path, arguments: Any) -> None:
+def test_exchanged_arguments_of_load_into(tiny: Path, arguments: Any) -> None:
     with pytest.raises(CompatError, match=r"(model|name_map) is .*; expected"):
         load_into(*arguments(tiny))
 
 
 @pytest.mark.parametrize("model", [None, "demo", 7, {}, MyGPT2, lambda x: x, linear.GPTModel, ...])
-def test_what_is_not_a_module_is_named(tmp_path: Path, model: Any) -> None:
+def test_an_argument_that_is_not_a_module_is_described(tmp_path: Path, model: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: load_into(model, my_map(), "demo"),
         lambda: to_hf_state_dict(model),

@@ -1,4 +1,4 @@
-"""Parameters that GPT-2 does not have: a map may name them, then they are zero, both ways."""
+"""Parameters that GPT-2 does not have: those that a map lists as zeros are zero."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ZEROS = ("head_bias", "stack.{i}.gate_bias")
 
 
 class WithBiases(MyGPT2):
-    """MyGPT2 with a bias on its head, and one in every block, that GPT-2 has no tensor for."""
+    """MyGPT2 with biases on its head and in every block for which GPT-2 has no tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def with_zeros(*zeros: str) -> NameMap:
 def refused(
     model: nn.Module, *words: str, error: type[CompatError] = NameMapError
 ) -> Iterator[None]:
-    """An error that says all of this; the model is left as it was."""
+    """Expect an error with these words that leaves the model unchanged."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(error) as caught:
         yield
@@ -53,7 +53,7 @@ def test_names_are_written_out_for_every_layer() -> None:
     assert my_map().zeros == ()
 
 
-def test_loading_makes_them_zero_and_keeps_the_parameters_themselves(tiny: Path) -> None:
+def test_loading_sets_them_to_zero_in_place(tiny: Path) -> None:
     model = WithBiases()
     model.head_bias.requires_grad_(False)
     before = dict(model.named_parameters())
@@ -76,19 +76,19 @@ def test_loading_fills_them_on_the_meta_device_too(tiny: Path) -> None:
     assert not model.head_bias.any()
 
 
-def test_writing_leaves_them_out(tiny: Path) -> None:
+def test_saving_leaves_them_out(tiny: Path) -> None:
     model = WithBiases()
     load_into(model, with_zeros(*ZEROS), tiny)
     identical(to_hf_state_dict(model, with_zeros(*ZEROS)), load_file(tiny / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["head_bias", "stack.1.gate_bias"])
-def test_writing_refuses_them_when_they_are_not_zero(tiny: Path, name: str) -> None:
+def test_saving_refuses_them_if_they_are_not_zero(tiny: Path, name: str) -> None:
     model = WithBiases()
     load_into(model, with_zeros(*ZEROS), tiny)
     with torch.no_grad():
         model.get_parameter(name)[5] = 1e-20
-    with refused(model, f"GPT-2 has no place for {name}", "must be zero"):
+    with refused(model, f"{name} must be zero, since GPT-2 does not have"):
         to_hf_state_dict(model, with_zeros(*ZEROS))
 
 

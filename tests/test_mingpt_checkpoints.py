@@ -1,4 +1,4 @@
-"""Files of minGPT and makemore: projections of `nn.Linear`, heads that no tensor shows."""
+"""Files of minGPT and makemore: projections of `nn.Linear`, unknown number of heads."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def mini(tmp_path: Path, state: State) -> Callable[..., Path]:
 
 
 def digits(first: Tensor, second: Tensor) -> Tensor:
-    """Two numbers below 100 as minGPT's adder is asked: (B, 4)."""
+    """The digits of two numbers below 100 as minGPT's adder reads them: (B, 4)."""
     return torch.stack([first // 10, first % 10, second // 10, second % 10], dim=1)
 
 
 def sums_right(model: Model) -> int:
-    """How many of the 10,000 sums of two-digit numbers are told right, last digit first."""
+    """The number of correct sums among the 10,000 of two numbers below 100, last digit first."""
     first, second = torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100)
     question = torch.stack([first // 10, first % 10, second // 10, second % 10], dim=1)
     seen = generate(model, question, max_new_tokens=2, temperature=0.0)
@@ -66,7 +66,7 @@ def test_the_adder_adds(shared: Path, dialect: str, source: str) -> None:
 def test_the_adder_fails_with_another_number_of_heads(
     shared: Path, tmp_path: Path, n_head: int
 ) -> None:
-    """What the test above rests on; it is by few sums, as the heads fit every shape."""
+    """The test above depends on this. Few sums are wrong, and the heads fit every shape."""
     (tmp_path / "model.pt").write_bytes((shared / "data/checkpoints/adder/model.pt").read_bytes())
     assert sums_right(load_pretrained(tmp_path, n_head=n_head)) < 10_000
 
@@ -97,7 +97,7 @@ def nested(**model: Any) -> dict[str, Any]:
         ({"n_head": 4, "block_size": 32, "vocab_size": 97, "n_embd": 24, "n_embd2": 64}, None),
     ],
 )
-def test_mingpts_state_dict_is_read(
+def test_a_state_dict_of_mingpt_is_read(
     mini: Make, state: State, config: object, n_head: int | None
 ) -> None:
     checkpoint = open_checkpoint(mini(config), n_head=n_head)
@@ -111,7 +111,7 @@ def test_mingpts_state_dict_is_read(
 
 
 @both_dialects
-def test_mingpts_file_computes_what_the_reference_computes(tmp_path: Path, dialect: str) -> None:
+def test_a_mingpt_file_computes_what_the_reference_computes(tmp_path: Path, dialect: str) -> None:
     reference = noisy_reference(seed=5, tie_word_embeddings=False)
     torch.save(linear({**plain_state(reference), **masks()}), tmp_path / "model.pt")
     model = load_pretrained(tmp_path, dialect, n_head=4)
@@ -129,7 +129,7 @@ def test_mingpts_file_computes_what_the_reference_computes(tmp_path: Path, diale
         ("gpt2-xl", 1_557_611_200),
     ],
 )
-def test_the_sizes_that_mingpt_has_names_for(name: str, count: int) -> None:
+def test_the_presets_of_mingpt(name: str, count: int) -> None:
     n_layer, n_head, n_embd = foreign.PRESETS[name]
     assert n_embd == 64 * n_head
     shapes = expected_shapes(GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
@@ -152,7 +152,7 @@ def test_linear_layout_in_safetensors(tmp_path: Path, state: State) -> None:
 
 
 @pytest.mark.parametrize("config", [None, nested(), {"activation_function": "gelu_new"}])
-def test_an_unknown_number_of_heads_is_asked_for(mini: Make, config: object) -> None:
+def test_an_unknown_number_of_heads_is_an_error(mini: Make, config: object) -> None:
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(mini(config))
     for words in ("model.pt", "number of heads", "--n-head", "config.json", "1, 2, 3, 4, 6, 8, 12"):
@@ -172,16 +172,14 @@ def test_an_unknown_number_of_heads_is_asked_for(mini: Make, config: object) -> 
         (nested(model_type=["gpt2"]), None, "number of heads"),
     ],
 )
-def test_statements_that_cannot_be(
-    mini: Make, config: object, n_head: int | None, named: str
-) -> None:
+def test_contradictory_facts(mini: Make, config: object, n_head: int | None, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(mini(config), n_head=n_head)
 
 
-def test_without_masks_the_activation_is_asked_for(mini: Make) -> None:
-    """nanoGPT's bare state dict looks the same, and computes another GELU."""
-    with pytest.raises(ConfigError, match="does not tell its activation"):
+def test_without_masks_an_unknown_activation_is_an_error(mini: Make) -> None:
+    """nanoGPT's bare state dict looks the same, but was trained with another GELU."""
+    with pytest.raises(ConfigError, match="does not state its activation"):
         open_checkpoint(mini(masked=False), n_head=4)
     checkpoint = open_checkpoint(mini({**NANO_GPT, "n_head": 4}, masked=False))
     assert checkpoint.config.activation_function == "gelu"

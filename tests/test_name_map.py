@@ -1,4 +1,4 @@
-"""The name map: ops that undo each other to the bit, and names written out for every layer."""
+"""The name map: ops invert each other bit by bit, and names are written out for every layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from compat import NameMap, NameMapError, Row, Same, Split, Transpose
 from compat.dialects import DIALECTS
+from compat.errors import listed
 from compat.export_view import HFTensor
-from compat.name_map import Op, listed
+from compat.ops import Op
 
 sizes = st.integers(min_value=1, max_value=7)
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The values to the last bit, −0.0 and NaN payloads included."""
+    """The bits of the values, which distinguish −0.0 and NaN payloads."""
     flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
     return bytes(flat.view(torch.uint8).tolist())
 
@@ -35,14 +36,14 @@ def round_trip(op: Op, tensor: Tensor) -> Tensor:
 
 
 @given(st.lists(sizes, min_size=1, max_size=3), dtypes)
-def test_same_is_undone_to_the_bit(shape: list[int], dtype: torch.dtype) -> None:
+def test_same_is_inverted_bit_by_bit(shape: list[int], dtype: torch.dtype) -> None:
     tensor = noise(*shape, dtype=dtype)
     back = round_trip(Same(), tensor)
     assert (back.shape, back.dtype, bits(back)) == (tensor.shape, tensor.dtype, bits(tensor))
 
 
 @given(sizes, sizes, dtypes)
-def test_transpose_is_undone_to_the_bit(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_transpose_is_inverted_bit_by_bit(rows: int, columns: int, dtype: torch.dtype) -> None:
     tensor = noise(rows, columns, dtype=dtype)
     (loaded,) = Transpose().load(tensor)
     assert loaded.shape == (columns, rows)
@@ -54,7 +55,7 @@ def test_transpose_is_undone_to_the_bit(rows: int, columns: int, dtype: torch.dt
 
 
 @given(sizes, sizes, sizes, st.booleans(), dtypes)
-def test_split_of_a_matrix_is_undone_to_the_bit(
+def test_split_of_a_matrix_is_inverted_bit_by_bit(
     rows: int, width: int, parts: int, transpose: bool, dtype: torch.dtype
 ) -> None:
     tensor = noise(rows, width * parts, dtype=dtype)
@@ -70,7 +71,9 @@ def test_split_of_a_matrix_is_undone_to_the_bit(
 
 
 @given(sizes, sizes, dtypes)
-def test_split_of_a_vector_is_undone_to_the_bit(width: int, parts: int, dtype: torch.dtype) -> None:
+def test_split_of_a_vector_is_inverted_bit_by_bit(
+    width: int, parts: int, dtype: torch.dtype
+) -> None:
     tensor = noise(width * parts, dtype=dtype)
     loaded = Split(parts).load(tensor)
     assert [bits(piece) for piece in loaded] == [
@@ -84,7 +87,7 @@ OPS = [Same(), Transpose(), Split(3), Split(3, transpose=True)]
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 @pytest.mark.parametrize("tensor", [noise(4, 6), noise(6, 4).t()], ids=["contiguous", "view"])
-def test_what_an_op_makes_is_contiguous(op: Op, tensor: Tensor) -> None:
+def test_results_of_ops_are_contiguous(op: Op, tensor: Tensor) -> None:
     loaded = op.load(tensor)
     assert all(piece.is_contiguous() for piece in loaded)
     views = [noise(*piece.shape[::-1]).t() for piece in loaded]
@@ -93,7 +96,7 @@ def test_what_an_op_makes_is_contiguous(op: Op, tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("op", [Same(), Transpose()], ids=str)
-def test_what_is_only_turned_can_be_viewed_in_place(op: Op) -> None:
+def test_a_transposed_tensor_can_be_a_view(op: Op) -> None:
     tensor = noise(4, 6)
     view = HFTensor([tensor], op.save).view()
     assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -102,11 +105,11 @@ def test_what_is_only_turned_can_be_viewed_in_place(op: Op) -> None:
 @pytest.mark.parametrize("op", [Split(3), Split(3, transpose=True)], ids=str)
 @pytest.mark.parametrize("width", [1, 2, 4, 100])
 def test_split_refuses_unequal_parts(op: Op, width: int) -> None:
-    with pytest.raises(NameMapError, match=rf"\[5, {width}\] into 3 equal parts"):
+    with pytest.raises(NameMapError, match=rf"\[5, {width}\] cannot be split into 3 equal parts"):
         op.load(torch.zeros(5, width))
 
 
-def test_ops_say_in_words_what_they_do() -> None:
+def test_the_text_of_ops() -> None:
     assert [str(op) for op in OPS] == [
         "same",
         "transpose",
@@ -152,7 +155,7 @@ def test_a_dialects_map_names_each_tensor_of_a_gpt2_once(dialect: str) -> None:
 )
 def test_a_name_in_two_rows_is_refused(rows: list[tuple[str, tuple[str]]], twice: str) -> None:
     name_map = NameMap(tuple(Row(hf, ours, Same()) for hf, ours in rows))
-    with pytest.raises(NameMapError, match=f"names {twice} in two rows"):
+    with pytest.raises(NameMapError, match=f"has {twice} in two rows"):
         name_map.expand(2)
 
 
@@ -162,7 +165,7 @@ def test_count_layers_finds_all_layers(n_layer: int) -> None:
     assert SMALL.count_layers(names) == n_layer
 
 
-def test_count_layers_counts_a_layer_that_is_there_in_part() -> None:
+def test_count_layers_counts_an_incomplete_layer() -> None:
     assert SMALL.count_layers({"blocks.0.b", "blocks.1.q"}) == 2
 
 
@@ -170,6 +173,6 @@ def test_count_layers_stops_at_the_first_gap() -> None:
     assert SMALL.count_layers({"blocks.0.b", "blocks.2.b", "blocks.10.b"}) == 1
 
 
-def test_long_lists_of_names_are_cut_short() -> None:
+def test_long_lists_of_names_are_shortened() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed([f"n{i}" for i in range(13)], most=2) == "n0, n1 and 11 more"

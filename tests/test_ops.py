@@ -1,4 +1,4 @@
-"""Ops for parameters of any shape: loading and saving undo each other to the bit."""
+"""Ops for parameters of any shape: loading and saving invert each other bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = st.integers(1, 4)
 
 
 def numbered(*shape: int) -> Tensor:
-    """Every element another number."""
+    """A tensor whose elements are all different."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
@@ -47,7 +47,7 @@ def there_and_back(op: Rearrange | Fused | Rows, tensor: Tensor) -> tuple[Tensor
         ("(h d) c -> c (h d)", {"h": 2}, lambda t: t.mT),
     ],
 )
-def test_a_pattern_says_where_the_axes_go(
+def test_patterns(
     pattern: str, sizes: dict[str, int], expected: Callable[[Tensor], Tensor]
 ) -> None:
     [made] = there_and_back(Rearrange(pattern, tuple(sizes.items())), numbered(6, 4))
@@ -55,7 +55,7 @@ def test_a_pattern_says_where_the_axes_go(
 
 
 @given(data=st.data(), sizes=st.tuples(SIZE, SIZE, SIZE))
-def test_any_order_and_merging_of_axes_is_undone(
+def test_any_order_and_merging_of_axes_is_inverted(
     data: st.DataObject, sizes: tuple[int, int, int]
 ) -> None:
     order = data.draw(st.permutations("hdc"))
@@ -79,10 +79,14 @@ def test_its_text_is_its_pattern() -> None:
     ("op", "shape", "words"),
     [
         (Rearrange("i o -> o i"), (2, 3, 4), "found shape [2, 3, 4], expected axes 'i o'"),
-        (Rearrange("(h d) c -> h d c"), (6, 4), "cannot read shape [6, 4] as '(h d) c'"),
-        (Rearrange("(h d) c -> h d c", (("h", 4),)), (6, 4), "cannot read shape [6, 4]"),
-        (Rearrange("i o -> o i", (("i", 3),)), (2, 3), "cannot read shape [2, 3] as 'i o'"),
-        (Rearrange("i i -> i"), (2, 3), "cannot read shape [2, 3] as 'i i'"),
+        (Rearrange("(h d) c -> h d c"), (6, 4), "shape [6, 4] does not fit '(h d) c'"),
+        (
+            Rearrange("(h d) c -> h d c", (("h", 4),)),
+            (6, 4),
+            "shape [6, 4] does not fit '(h d) c' with lengths {'h': 4}",
+        ),
+        (Rearrange("i o -> o i", (("i", 3),)), (2, 3), "shape [2, 3] does not fit 'i o'"),
+        (Rearrange("i i -> i"), (2, 3), "shape [2, 3] does not fit 'i i'"),
     ],
 )
 def test_a_shape_that_does_not_fit_the_pattern(
@@ -145,7 +149,7 @@ def test_biases_have_no_channels(n_head: int, d: int) -> None:
     assert torch.equal(made, tensor.reshape(3, n_head, d).flip(0).permute(1, 2, 0))
 
 
-def test_parts_that_no_parameter_holds_are_zero_when_written_back() -> None:
+def test_parts_that_no_parameter_holds_are_zero_when_saved() -> None:
     op, tensor = Fused(2, (Part("q", "(h d)"), Part("v", "(h d)"))), numbered(12) + 1
     made = op.load(tensor)
     assert [part.tolist() for part in made] == [[1, 2, 3, 4], [9, 10, 11, 12]]
@@ -153,7 +157,7 @@ def test_parts_that_no_parameter_holds_are_zero_when_written_back() -> None:
 
 
 def test_a_fused_tensor_that_cannot_be_split() -> None:
-    words = "cannot split shape [4, 10] into q, k, v of 2 heads"
+    words = "shape [4, 10] cannot be split into q, k and v of 2 heads"
     with pytest.raises(NameMapError, match=re.escape(words)):
         Fused(2, (Part("qkv", "(q h d) c"),)).load(torch.zeros(4, 10))
 
@@ -167,7 +171,7 @@ def test_the_text_of_a_fused_op_names_its_parts() -> None:
 
 
 @given(found=SIZE, wanted=SIZE, columns=SIZE, turned=st.booleans())
-def test_rows_are_cut_or_filled_up_with_zeros(
+def test_rows_are_truncated_or_padded_with_zeros(
     found: int, wanted: int, columns: int, turned: bool
 ) -> None:
     op = Rows(found, wanted, "r c -> c r" if turned else "r c -> r c")

@@ -74,7 +74,7 @@ def test_there_is_parity(save: Make, cls: Any, dialect: str) -> None:
 
 
 @each_head
-def test_an_untied_language_head_that_is_absent_is_missed(save: Make, cls: Any) -> None:
+def test_a_missing_untied_head_is_reported(save: Make, cls: Any) -> None:
     """With embedding and head untied there is nothing to take for the head."""
     folder = save(cls, tie_word_embeddings=False)
     if cls is transformers.GPT2DoubleHeadsModel:  # it has a language head beside the other
@@ -84,9 +84,9 @@ def test_an_untied_language_head_that_is_absent_is_missed(save: Make, cls: Any) 
         open_checkpoint(folder)
 
 
-def test_a_head_that_is_not_known_is_left_over(save: Make, tmp_path: Path) -> None:
+def test_an_unknown_head_is_unexpected(save: Make, tmp_path: Path) -> None:
     folder = save(transformers.GPT2LMHeadModel)
     model = transformers.GPT2LMHeadModel.from_pretrained(folder)
     torch.save({**model.state_dict(), "value_head.weight": torch.ones(1, 24)}, tmp_path / "a.bin")
-    with pytest.raises(CheckpointError, match=r"1 left over: value_head\.weight"):
+    with pytest.raises(CheckpointError, match=r"1 unexpected: value_head\.weight"):
         open_checkpoint(tmp_path / "a.bin")

@@ -1,4 +1,4 @@
-"""Checkpoints written back: the same bits, and what transformers makes of them."""
+"""Saved checkpoints: the same bits, and the same model in transformers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def special_ids(model: transformers.GPT2LMHeadModel) -> dict[str, Any]:
 @both_dialects
 @pytest.mark.parametrize("limit", ["5GB", "20KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_checkpoint_comes_back_to_the_bit(
+def test_a_checkpoint_is_restored_bit_by_bit(
     tmp_path: Path, dialect: str, limit: str, dtype: torch.dtype
 ) -> None:
-    """The tensors; and the config, generation config and logits that transformers makes of them."""
+    """The tensors, config, generation config and logits (in transformers) are equal."""
     source = saved(tmp_path / "source", noisy_reference().to(dtype))
     folder = tmp_path / "export"
     files = save_pretrained(load_pretrained(source, dialect), folder, max_shard_size=limit)
@@ -77,7 +77,7 @@ def test_a_checkpoint_comes_back_to_the_bit(
     ids=lambda config: ",".join(config),
 )
 @both_dialects
-def test_every_kind_of_gpt2_comes_back(
+def test_every_kind_of_gpt2_is_restored(
     tmp_path: Path, make_checkpoint: MakeCheckpoint, dialect: str, config: dict[str, Any]
 ) -> None:
     source, folder = make_checkpoint(**config), tmp_path / "export"
@@ -91,24 +91,24 @@ def test_every_kind_of_gpt2_comes_back(
 
 
 def test_the_config_names_n_ctx_and_the_data_type(tmp_path: Path, tiny: Path) -> None:
-    """Older readers want n_ctx; transformers 5 loads in the data type named."""
+    """Older programs require n_ctx; transformers 5 loads in the data type of the config."""
     save_pretrained(load_pretrained(tiny, dtype=torch.bfloat16), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["n_ctx"] == config["n_positions"] == TINY["n_positions"]
     assert (config["dtype"], config["model_type"]) == ("bfloat16", "gpt2")
 
 
-def test_the_generation_config_has_the_ids_there_are(
+def test_the_generation_config_has_the_configs_ids(
     tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:
-    """And says that it was made from config.json, as transformers does."""
+    """As in transformers, it says that it was made from config.json."""
     source = make_checkpoint(bos_token_id=None, eos_token_id=[3, 4], pad_token_id=7)
     save_pretrained(load_pretrained(source), tmp_path)
     found = json.loads((tmp_path / "generation_config.json").read_text())
     assert found == {"_from_model_config": True, "eos_token_id": [3, 4], "pad_token_id": 7}
 
 
-def test_several_data_types_are_written_as_they_are_and_named_by_the_widest(
+def test_several_data_types_are_kept_and_the_config_names_the_widest(
     tmp_path: Path, tiny: Path
 ) -> None:
     model = load_pretrained(tiny, "conv1d", dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def test_several_data_types_are_written_as_they_are_and_named_by_the_widest(
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_files_say_that_they_are_of_pytorch(tmp_path: Path, tiny: Path) -> None:
+def test_files_have_the_metadata_of_pytorch(tmp_path: Path, tiny: Path) -> None:
     for limit in ("5GB", "20KB"):
         save_pretrained(load_pretrained(tiny), tmp_path, max_shard_size=limit)
         for path in tmp_path.glob("*.safetensors"):
@@ -141,7 +141,7 @@ def test_biases_that_the_model_lacks_are_zeros(tmp_path: Path, tiny: Path, diale
 
 
 def train(model: torch.nn.Module, batches: torch.Tensor) -> None:
-    """A few steps that move every parameter, and leave the model in training mode."""
+    """A few steps that change every parameter, and leave the model in training mode."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     for batch in batches:
         logits = model(batch[:, :-1])
@@ -176,7 +176,7 @@ def test_a_trained_model_generates_the_same_text_in_transformers(
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_a_hand_written_model_is_written_by_its_name_map(
+def test_a_hand_written_model_is_saved_by_its_name_map(
     tmp_path: Path, tiny: Path, make_checkpoint: MakeCheckpoint, head: str
 ) -> None:
     source = make_checkpoint(tie_word_embeddings=False) if head == "untied" else tiny
@@ -194,7 +194,7 @@ def test_a_hand_written_model_is_written_by_its_name_map(
     )
 
 
-def test_an_adapted_and_trained_model_is_written_by_the_map_that_was_found(
+def test_an_adapted_and_trained_model_is_saved_by_the_map_of_adapt(
     tmp_path: Path, tiny: Path
 ) -> None:
     model = MyGPT2()
@@ -207,7 +207,7 @@ def test_an_adapted_and_trained_model_is_written_by_the_map_that_was_found(
     torch.testing.assert_close(their_logits(in_transformers(tmp_path), ids()), ours)
 
 
-def test_a_dialects_names_can_be_given_for_another_class(tmp_path: Path, tiny: Path) -> None:
+def test_the_name_of_a_dialect_can_be_passed_for_another_class(tmp_path: Path, tiny: Path) -> None:
     model = torch.nn.Module()
     for name, child in load_pretrained(tiny, "conv1d").named_children():
         model.add_module(name, child)
@@ -220,7 +220,7 @@ def test_a_dialects_names_can_be_given_for_another_class(tmp_path: Path, tiny: P
 def test_parameters_that_share_their_memory_are_written(
     tmp_path: Path, tiny: Path, dialect: str
 ) -> None:
-    """Views of one flat buffer, as some optimizers keep them; and an untied head that is tied."""
+    """Views of one flat buffer, as in some optimizers, and an untied head that shares memory."""
     model = load_pretrained(tiny, dialect)
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     views = flat.split([parameter.numel() for parameter in model.parameters()])
@@ -235,7 +235,7 @@ def test_parameters_that_share_their_memory_are_written(
     identical(stored(tmp_path), stored(tiny) | head)
 
 
-def test_the_tensors_to_be_made_are_those_of_the_state_dict(tiny: Path) -> None:
+def test_the_view_has_the_tensors_of_the_state_dict(tiny: Path) -> None:
     own = MyGPT2()
     load_into(own, my_map(), tiny)
     models = [(load_pretrained(tiny), None), (load_pretrained(tiny, "conv1d"), None)]
@@ -249,10 +249,10 @@ def test_the_tensors_to_be_made_are_those_of_the_state_dict(tiny: Path) -> None:
             assert (tensor.like.shape, tensor.like.dtype) == (made[name].shape, made[name].dtype)
 
 
-def test_a_model_too_large_to_copy_is_made_one_shard_at_a_time(
+def test_only_one_shard_at_a_time_is_in_memory(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor that was rearranged for one shard is alive when the next is written."""
+    """No tensor that was rearranged for one shard is alive when the next one is written."""
     alive: list[weakref.ref[torch.Tensor]] = []
     save_file, counts = compat.saving.shards.save_file, []
 

@@ -1,4 +1,4 @@
-"""Saves that fail or are cut off: the old folder whole or the new one, and nothing beside it."""
+"""Failing and killed saves leave the complete old folder or the complete new one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.test_atomic import contents
 def test_a_signal_at_any_moment_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, kind: str
 ) -> None:
-    """Every tensor and the config of the one or of the other, never a mixture."""
+    """Every tensor and the config are of the same model, never a mixture."""
     command = [sys.executable, "-m", "tests.killed_saves", "25", kind, str(tmp_path / "model")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -47,7 +47,7 @@ except CompatError as error:
 
 
 def save_apart(folder: Path, dialect: str, limit: int, shard: str) -> str:
-    """Save the embedded checkpoint in a process of its own; what it says of an error."""
+    """Save the demo checkpoint in a subprocess and return its error message."""
     command = [sys.executable, "-c", SAVE, str(folder), dialect, str(limit), shard]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -63,7 +63,7 @@ def save_apart(folder: Path, dialect: str, limit: int, shard: str) -> str:
         (12_000, "1KB", "model-00001-of-", "conv1d"),
     ],
 )
-def test_a_file_that_may_not_grow_leaves_the_old_folder(
+def test_a_file_size_limit_leaves_the_old_folder(
     tmp_path: Path, tiny: Path, limit: int, shard: str, file: str, dialect: str
 ) -> None:
     folder = tmp_path / "model"
@@ -79,7 +79,7 @@ def test_a_file_that_may_not_grow_leaves_the_old_folder(
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[bool]:
-    """A file system in memory; False where this process may not mount one."""
+    """Mount a file system in memory; yields False if this process may not."""
     place.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     allowed = os.geteuid() == 0 and shutil.which("mount") is not None
@@ -100,7 +100,7 @@ if may_mount():  # elsewhere the limit on the size of files, above, has to do
 
     @pytest.mark.parametrize("shard", ["5GB", "1MB"])
     def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, shard: str) -> None:
-        """Room for one checkpoint and a half; then for both."""
+        """First the disk has room for one and a half checkpoints, then for two."""
         with small_disk(tmp_path / "disk", "6m"):
             folder = tmp_path / "disk" / "model"
             save_pretrained(load_pretrained("demo"), folder)

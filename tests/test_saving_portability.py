@@ -1,4 +1,4 @@
-"""Saving on systems that lack what Linux has: locks, a swap of two folders, syncs of a folder."""
+"""Saving on systems without locks, without a swap of folders, or without syncs of folders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def no_library(name: str | None, **kwargs: Any) -> object:
 
 
 @pytest.mark.parametrize("load", [no_symbol, no_library])
-def test_without_a_swap_of_folders_they_are_renamed(
+def test_without_a_swap_folders_are_renamed(
     target: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", load)
@@ -97,7 +97,7 @@ def test_without_a_swap_of_folders_they_are_renamed(
     assert contents(target) == {"w2": b"new", "log": b"1"}
 
 
-def test_without_ctypes_they_are_renamed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ctypes_folders_are_renamed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +111,10 @@ def test_without_ctypes_they_are_renamed(target: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
-def test_a_swap_that_the_system_refuses_is_done_by_renaming(
+def test_folders_are_renamed_if_the_system_refuses_to_swap_them(
     target: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Containers answer EPERM to system calls that they do not know."""
+    """Containers return EPERM for system calls that they do not know."""
 
     class Libc:
         def renameat2(self, *args: object) -> int:
@@ -130,7 +130,7 @@ def test_a_swap_that_the_system_refuses_is_done_by_renaming(
 def test_a_folder_that_may_not_be_renamed_stays_as_it_is(
     target: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """As on Windows, when another program has a file in it open."""
+    """As on Windows, if another program has a file in it open."""
     monkeypatch.setattr(ctypes, "CDLL", no_symbol)
     rename, calls = Path.rename, iter(range(1, 9))
 

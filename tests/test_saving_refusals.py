@@ -1,4 +1,4 @@
-"""What is refused before anything is written, and what of an old folder goes or stays."""
+"""What is refused before anything is written, and which existing files are removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.saving_common import stored
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A folder that a refusal leaves as it is."""
+    """A folder that a refusal leaves unchanged."""
     folder = tmp_path / "old"
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")
@@ -37,7 +37,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def refused(old: Path, kind: type[CompatError], match: str, model: nn.Module, **how: Any) -> None:
-    """The error, once over an old folder and once over none, and no trace of the attempt."""
+    """Expect the error with and without an existing folder, and no files of the attempt."""
     for folder in (old, old.with_name("new")):
         with pytest.raises(kind, match=match):
             save_pretrained(model, folder, **how)
@@ -79,7 +79,7 @@ def as_complex(model: Model) -> None:
     ],
 )
 @both_dialects
-def test_weights_that_no_checkpoint_can_have_are_refused(
+def test_invalid_weights_are_refused(
     old: Path, tiny: Path, dialect: str, change: Callable[[Model], None], match: str
 ) -> None:
     model = load_pretrained(tiny, dialect)
@@ -93,9 +93,9 @@ def test_a_model_without_values_is_refused(old: Path, tiny: Path) -> None:
     refused(old, CheckpointError, "on the meta device, without values", model)
 
 
-def test_a_model_of_ones_own_needs_a_map_and_a_config(old: Path, tiny: Path) -> None:
+def test_a_users_model_needs_a_map_and_a_config(old: Path, tiny: Path) -> None:
     config = open_checkpoint(tiny).config
-    refused(old, NameMapError, "give its name_map", MyGPT2(), config=config)
+    refused(old, NameMapError, "Pass its name_map", MyGPT2(), config=config)
     refused(old, ConfigError, "no GPT2Config.*n_head", MyGPT2(), dialect_or_name_map=my_map())
     refused(
         old,
@@ -119,7 +119,7 @@ def test_a_model_of_ones_own_needs_a_map_and_a_config(old: Path, tiny: Path) -> 
     ("change", "match"),
     [
         ({"n_layer": 4}, r"h.3.ln_1.weight: the model has none"),
-        ({"n_layer": 2}, r"h.2.ln_1.weight: the config has no room for it"),
+        ({"n_layer": 2}, r"h.2.ln_1.weight: the config has no place for it"),
         ({"n_positions": 16}, r"wpe.weight: found \[32, 24\], expected \[16, 24\]"),
         ({"vocab_size": 100}, r"wte.weight: found \[97, 24\], expected \[100, 24\]"),
         ({"n_inner": 8}, r"h.\{0…2\}.mlp.c_fc.weight: found \[24, 96\], expected \[24, 8\]"),
@@ -136,14 +136,14 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(
     refused(old, ConfigError, match, MyGPT2(), **how)
 
 
-def test_a_second_config_that_contradicts_the_models_is_refused(old: Path, tiny: Path) -> None:
+def test_a_config_that_contradicts_the_models_own_is_refused(old: Path, tiny: Path) -> None:
     model = load_pretrained(tiny)
     refused(old, ConfigError, "contradicts", model, config=replace(model.config, n_head=2))
     save_pretrained(model, old, config=model.config)
     identical(stored(old), stored(tiny))
 
 
-def test_a_size_that_is_none_is_refused(old: Path, tiny: Path) -> None:
+def test_an_invalid_size_is_refused(old: Path, tiny: Path) -> None:
     refused(old, ConfigError, "max_shard_size", load_pretrained(tiny), max_shard_size="5 big")
 
 
@@ -189,7 +189,9 @@ KEPT = [
 ]
 
 
-def test_other_weights_of_the_folder_go_and_all_else_stays(old: Path, tiny: Path) -> None:
+def test_other_weights_of_the_folder_are_removed_and_other_files_stay(
+    old: Path, tiny: Path
+) -> None:
     for name in [*STALE, *KEPT]:
         (old / name).mkdir() if name == "runs" else (old / name).write_text(name)
     (old / "runs" / "model.safetensors").write_text("a checkpoint of its own")

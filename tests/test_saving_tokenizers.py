@@ -1,4 +1,4 @@
-"""Tokenizer files beside written weights: copied as they are, or made from a vocabulary."""
+"""Tokenizer files beside saved weights: copied, or written from a vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_files_of_a_source_are_copied_byte_for_byte(
 def test_the_embedded_checkpoints_files_are_copied_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As everywhere, "demo" is the embedded one even where a folder has that name."""
+    """As everywhere, "demo" is the embedded checkpoint even if a folder has that name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     tmp_path = tmp_path / "out"
@@ -62,8 +62,8 @@ def test_the_embedded_checkpoints_files_are_copied_too(
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes()
 
 
-def test_files_come_whole_where_the_source_is_the_target(tmp_path: Path) -> None:
-    """The source's links, as in the hub's cache, become files of their own."""
+def test_files_are_complete_if_the_source_is_the_target(tmp_path: Path) -> None:
+    """Links in the source, as in the hub's cache, become files."""
     for name in ("vocab.json", "merges.txt", "config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO / name)
     save_pretrained(load_pretrained(tmp_path), tmp_path, tokenizer=tmp_path)
@@ -71,7 +71,7 @@ def test_files_come_whole_where_the_source_is_the_target(tmp_path: Path) -> None
     assert (tmp_path / "merges.txt").read_bytes() == (DEMO / "merges.txt").read_bytes()
 
 
-def test_a_new_tokenizer_takes_the_place_of_all_files_of_the_old(tmp_path: Path) -> None:
+def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).write_text("old")
     model = load_pretrained("demo")
@@ -81,7 +81,7 @@ def test_a_new_tokenizer_takes_the_place_of_all_files_of_the_old(tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} & set(FILES) == {"vocab.json", "merges.txt"}
 
 
-def test_a_tokenizer_is_written_so_that_transformers_reads_the_same(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     ours = load_tokenizer("demo")
     save_pretrained(load_pretrained("demo"), tmp_path, tokenizer=ours)
     assert json.loads((tmp_path / "vocab.json").read_text()) == json.loads(
@@ -95,14 +95,14 @@ def test_a_tokenizer_is_written_so_that_transformers_reads_the_same(tmp_path: Pa
     assert again.vocabulary == ours.vocabulary
 
 
-def test_gpt2s_own_vocabulary_is_written_as_it_was(tmp_path: Path, shared: Path) -> None:
+def test_the_vocabulary_of_gpt2_is_restored(tmp_path: Path, shared: Path) -> None:
     """Read from its files, and from tiktoken's ranks alone."""
     folder = shared / "data" / "gpt2-tokenizer"
     vocab = json.loads((folder / "vocab.json").read_text())
     merges = (folder / "merges.txt").read_text().splitlines()[1:]
     vocabulary = build_vocabulary(vocab, merges, {})
     assert vocabulary_tables(vocabulary) == (vocab, merges, {})
-    assert vocabulary_tables(compat.tokenizer._tiktokens_gpt2()) == (vocab, merges, {})
+    assert vocabulary_tables(compat.tokenizer._gpt2_of_tiktoken()) == (vocab, merges, {})
 
 
 @pytest.mark.parametrize("files", [[], ["vocab.json"], ["merges.txt", "tokenizer_config.json"]])
@@ -146,7 +146,7 @@ def test_a_padded_vocabulary_keeps_its_rows(
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[str], dict[str, int]]:
-    """Merges that can be followed, tokens that no merge makes, added ones, ids in any order."""
+    """Consistent merges, tokens without merges, added tokens, and ids in any order."""
     tokens, merges = list(BYTES), []
     few = st.sampled_from([*BYTES[60:70], "Ġ"])
     for _ in range(draw(st.integers(0, 12))):
@@ -172,7 +172,7 @@ def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[str], dict[str, int]]:
 
 
 @given(tables())
-def test_the_tables_of_a_vocabulary_make_the_same_vocabulary(
+def test_vocabulary_tables_inverts_build_vocabulary(
     given_tables: tuple[dict[str, int], list[str], dict[str, int]],
 ) -> None:
     vocabulary = build_vocabulary(*given_tables)

@@ -1,4 +1,4 @@
-"""How tensors are dealt out to files: as huggingface_hub does it."""
+"""The distribution of tensors over files is that of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.saving_common import stored
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
 def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> None:
-    """Tensors of their own memory and any size; some alone are larger than a shard may be."""
+    """Tensors of any size with separate memory; some are larger than the limit."""
     tensors = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     expected = split_torch_state_dict_into_shards(tensors, max_shard_size=limit)
     found = split({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
@@ -34,7 +34,7 @@ def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> No
 def test_files_and_index_are_those_that_transformers_writes(
     tmp_path: Path, tiny: Path, limit: int | str
 ) -> None:
-    """In the order of our tensors, which is not theirs."""
+    """The order of tensors is ours, which differs from that of transformers."""
     ours = load_pretrained(tiny)
     save_pretrained(ours, tmp_path / "ours", max_shard_size=limit)
     state = {f"transformer.{name}": t.make() for name, t in hf_tensors(ours).items()}
@@ -66,6 +66,6 @@ def test_a_number_is_bytes() -> None:
     "size",
     [0, -1, True, 2.5, None, "", "GB", "5GiB", "5 G", "-5GB", "0KB", "nanGB", "٣GB", "1e3KB"],
 )
-def test_other_sizes_are_refused(size: Any) -> None:
+def test_invalid_sizes_are_refused(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"max_shard_size is .*'5GB', '200MB' or '20KB'"):
         parse_size(size)

@@ -89,7 +89,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 def check(pair: Pair, text: str) -> None:
-    """Plain and special encodings equal transformers', and decoding gives the text back."""
+    """Plain and special encodings equal those of transformers, and decoding restores the text."""
     ids = pair.ours.encode(text)
     assert ids == pair.theirs(text, split_special_tokens=True)["input_ids"]
     assert pair.ours.encode(text, allow_special=True) == pair.theirs(text)["input_ids"]
@@ -98,7 +98,7 @@ def check(pair: Pair, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_nasty_texts_encode_as_in_transformers(pair: Pair, text: str) -> None:
+def test_difficult_texts_encode_as_in_transformers(pair: Pair, text: str) -> None:
     check(pair, text)
 
 
@@ -137,8 +137,8 @@ def seams() -> Pair:
     return both({token: i for i, token in enumerate([*BYTES, *made, END])}, merges)
 
 
-def test_every_kind_of_character_is_cut_as_in_transformers() -> None:
-    """Letters, digits and spaces of two Unicode versions: densely at first, then a sample."""
+def test_every_kind_of_character_is_split_as_in_transformers() -> None:
+    """Letters, digits and spaces of two Unicode versions: all low code points, then a sample."""
     pair = seams()
     points = [*range(0x3400), *range(0x3400, 0xD800, 53), *range(0xE000, 0x110000, 53)]
     texts = [f"a{chr(c)}a1{chr(c)}1.{chr(c)}. {chr(c)}  {chr(c)}" for c in points]
@@ -160,7 +160,7 @@ def test_special_text_is_plain_unless_allowed(pair: Pair) -> None:
 
 
 def test_any_ids_decode_as_in_transformers(pair: Pair) -> None:
-    """Random ids are mostly no UTF-8: bytes cut in the middle, and streamed in the middle."""
+    """Random ids are mostly not valid UTF-8, since they split characters."""
 
     @EXAMPLES
     @given(st.lists(st.sampled_from(sorted(pair.theirs.get_vocab().values())), max_size=12))
@@ -171,7 +171,7 @@ def test_any_ids_decode_as_in_transformers(pair: Pair) -> None:
     run()
 
 
-def test_stream_waits_for_a_whole_character(pair: Pair) -> None:
+def test_stream_waits_for_a_complete_character(pair: Pair) -> None:
     ids = pair.ours.encode("\U00020bb7")
     assert len(ids) > 1
     assert list(pair.ours.stream(ids)) == [""] * (len(ids) - 1) + ["\U00020bb7", ""]
@@ -186,11 +186,11 @@ def test_stream_ends_an_incomplete_character_with_a_replacement(pair: Pair) -> N
 
 def test_a_lone_surrogate_is_refused(pair: Pair) -> None:
     for special in (False, True):
-        with pytest.raises(TokenizerError, match="no valid Unicode"):
+        with pytest.raises(TokenizerError, match="not valid Unicode"):
             pair.ours.encode("a\udcff", allow_special=special)
 
 
-def test_of_several_added_tokens_the_longest_is_taken_as_in_transformers() -> None:
+def test_the_longest_of_several_added_tokens_is_selected_as_in_transformers() -> None:
     added = {"<s>": 258, "<s>x": 259, "<s>xy": 260}
     theirs = GPT2TokenizerFast(vocab=small_vocab(), merges=[("a", "b")])
     theirs.add_tokens(list(added), special_tokens=True)
@@ -199,7 +199,7 @@ def test_of_several_added_tokens_the_longest_is_taken_as_in_transformers() -> No
         assert ours.encode(text, allow_special=True) == theirs(text)["input_ids"]
 
 
-def test_a_token_that_no_merge_makes_decodes_as_in_transformers() -> None:
+def test_a_token_without_a_merge_decodes_as_in_transformers() -> None:
     vocab = small_vocab(Ġfoo=258)
     theirs = GPT2TokenizerFast(vocab=vocab, merges=[("a", "b")])
     assert build_tokenizer(vocab, ["a b"], {}).decode([256, 258]) == theirs.decode([256, 258])
@@ -213,7 +213,7 @@ def tiktoken_gpt2() -> tiktoken.Encoding:
         pytest.skip(f"tiktoken's gpt2 is neither in TIKTOKEN_CACHE_DIR nor to be fetched: {error}")
 
 
-def test_gpt2_from_its_files_is_tiktokens_gpt2(
+def test_gpt2_from_its_files_equals_that_of_tiktoken(
     tiktoken_gpt2: tiktoken.Encoding, shared: Path
 ) -> None:
     ours = build_tokenizer(*tables(shared / "data/gpt2-tokenizer"), {})
@@ -227,7 +227,7 @@ def test_gpt2_from_its_files_is_tiktokens_gpt2(
         )
 
 
-def test_a_checkpoint_of_gpt2s_vocabulary_without_files_gets_tiktokens(
+def test_a_checkpoint_with_the_vocabulary_of_gpt2_and_no_files_gets_that_of_tiktoken(
     tiktoken_gpt2: tiktoken.Encoding, make_checkpoint: MakeCheckpoint
 ) -> None:
     ours = load_tokenizer(make_checkpoint(vocab_size=50257, **SMALL))
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_gpt2s_vocabulary_without_files_gets_tiktokens(
     assert ours.encode(END, allow_special=True) == [ours.end_of_text] == [50256]
 
 
-def test_without_files_and_without_tiktokens_gpt2_the_remedy_is_named(
+def test_without_files_and_without_tiktoken_the_error_names_the_next_step(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(name: str) -> None:

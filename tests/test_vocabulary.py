@@ -1,4 +1,4 @@
-"""Vocabularies from a checkpoint's files: what is read, and what is refused by name."""
+"""Reading vocabularies from a checkpoint's files, and refusing inconsistent ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def small_json(model: dict[str, Any] | None = None, **changes: Any) -> dict[str,
 
 @pytest.fixture(scope="module")
 def of_300_ids(make_checkpoint: MakeCheckpoint) -> Path:
-    """A checkpoint without a tokenizer, not to be changed."""
+    """A checkpoint without a tokenizer, which tests must not change."""
     return make_checkpoint(vocab_size=300, **SMALL)
 
 
 @pytest.fixture
 def folder(of_300_ids: Path, tmp_path: Path) -> Path:
-    """The same, to be given a tokenizer."""
+    """A copy of it, to which tests may add a tokenizer."""
     return shutil.copytree(of_300_ids, tmp_path / "of_300_ids")
 
 
@@ -69,12 +69,12 @@ def test_merges_may_be_written_as_lists(load_json: LoadJson) -> None:
 
 
 def test_merges_that_tiktoken_cannot_follow_are_refused() -> None:
-    """In "abc", b and c merge first, and a + bc is no merge; tiktoken joins any two to "abc"."""
+    """In "abc", b and c merge first, and a + bc is not a merge; tiktoken would merge it anyway."""
     vocab = small_vocab(bc=258, abc=259)
     merges = ["b c", "a b", "ab c"]
     theirs = GPT2TokenizerFast(vocab=vocab, merges=[tuple(merge.split()) for merge in merges])
     assert theirs("abc")["input_ids"] == [vocab["a"], vocab["bc"]]
-    with pytest.raises(TokenizerError, match=r"merge 3 makes .abc. of .*leads to"):
+    with pytest.raises(TokenizerError, match=r"merge 3 makes .abc. of .*makes it of"):
         build_tokenizer(vocab, merges, {})
 
 
@@ -86,8 +86,8 @@ def without(char: str) -> dict[str, int]:
     ("vocab", "merges", "named"),
     [
         (without("Ġ"), ["a b"], r"lacks 1 of the 256 bytes, the first as 'Ġ'"),
-        (small_vocab(ab=3), ["a b"], r"id \d+ is given to"),
-        (small_vocab(**{END: 256}), ["a b"], r"id \d+ is given to"),
+        (small_vocab(ab=3), ["a b"], r"id \d+ belongs to"),
+        (small_vocab(**{END: 256}), ["a b"], r"id \d+ belongs to"),
         (small_vocab(), ["a b", "b c"], "merge 2 makes 'bc'"),
         (small_vocab(), ["x ab"], "merge 1 is 'x ab'"),
         (small_vocab(abab=258), ["ab ab", "a b"], "merge 1 is 'ab ab'"),
@@ -113,7 +113,7 @@ def test_a_broken_vocabulary_is_refused_by_name(
 def test_an_id_beyond_the_embedding_is_refused(load_json: LoadJson) -> None:
     highest = {"vocab": small_vocab(ab=299)}
     assert load_json(small_json(highest)).encode("ab") == [299]
-    with pytest.raises(TokenizerError, match=r"id 300, config\.json a vocab_size of 300"):
+    with pytest.raises(TokenizerError, match=r"id 300, but config\.json a vocab_size of 300"):
         load_json(small_json({"vocab": small_vocab(ab=300)}))
 
 
@@ -125,7 +125,7 @@ def test_an_id_beyond_the_embedding_is_refused(load_json: LoadJson) -> None:
         {"continuing_subword_prefix": None, "end_of_word_suffix": None},
     ],
 )
-def test_switches_that_are_off_are_accepted(load_json: LoadJson, harmless: dict[str, Any]) -> None:
+def test_disabled_options_are_accepted(load_json: LoadJson, harmless: dict[str, Any]) -> None:
     assert load_json(small_json(harmless)).encode("ab") == [256]
 
 
@@ -184,8 +184,8 @@ def test_an_id_without_text_is_refused(token_id: int) -> None:
         list(ours.stream([token_id]))
 
 
-def test_the_ids_without_text_are_all_those_that_no_token_has() -> None:
-    """Gaps between tokens and the room behind them; added tokens have text."""
+def test_ids_without_text_are_all_ids_that_are_not_tokens() -> None:
+    """Gaps between the ids of tokens, and ids beyond them; added tokens have text."""
     ours = build_tokenizer(small_vocab(ab=259), ["a b"], {"<s>": 261})
     assert ours.ids_without_text(265) == [256, 258, 260, 262, 263, 264]
     assert ours.ids_without_text(259) == [256, 258]

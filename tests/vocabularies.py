@@ -1,4 +1,4 @@
-"""Small byte-level vocabularies, and a checkpoint small enough to carry any."""
+"""Small byte-level vocabularies, and a checkpoint with a large enough embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
 
 
 def small_vocab(**more: Any) -> dict[str, Any]:
-    """All bytes, "ab" = 256 and end-of-text = 257, then what the test adds or changes."""
+    """All bytes, "ab" = 256, end-of-text = 257, and the additions of the test."""
     return {**{char: i for i, char in enumerate(BYTES)}, "ab": 256, END: 257, **more}
 
 

@@ -55,11 +55,11 @@ from compat.adaptation.tracing.rewrites import (
     lift_derived_weights,
     remove_output_softmax,
 )
-from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
 from compat.errors import AdaptError, CompatError
-from compat.loading import Source, fill, load_into
+from compat.loading import fill, load_into
 from compat.name_map import NameMap
 from compat.parity import ParityReport
 from compat.parity.check import HALF, Reference, in_float32, random_ids

@@ -1,5 +1,5 @@
-"""Where bytes live: finding, reading and checking Hugging Face GPT-2 checkpoints."""
+"""Finding, reading and checking GPT-2 checkpoints of Hugging Face, nanoGPT and minGPT."""
 
-from compat.checkpoint.source import Checkpoint, open_checkpoint
+from compat.checkpoint.source import Checkpoint, Source, open_checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "Source", "open_checkpoint"]

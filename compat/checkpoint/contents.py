@@ -1,92 +1,147 @@
-"""The tensors in a weights file or in its shards, by Hugging Face's names."""
+"""The tensors in a weights file, or in the shards of an index, under Hugging Face's names."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from compat.checkpoint.files import Stored, TensorFile, read_index
-from compat.checkpoint.formats import recognized
+from torch import Tensor
+
+from compat.checkpoint.files import TensorFile, TensorInfo, read_json
+from compat.checkpoint.formats import PICKLES, recognized
 from compat.checkpoint.layout import plain_name
 from compat.checkpoint.pickle_file import PickleFile
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.errors import CheckpointError, collapse_layers, lines, listed
 
-PICKLES = (".bin", ".pt", ".pth")
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is stored: the file, its name there, and whether it is transposed there."""
+
+    file: TensorFile
+    name: str
+    transposed: bool = False
+
+    @property
+    def info(self) -> TensorInfo:
+        """Shape and data type in Hugging Face's layout."""
+        info = self.file.infos[self.name]
+        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
+
+    def read(self, mapped: bool = False) -> Tensor:
+        """The tensor in Hugging Face's layout, contiguous."""
+        tensor = self.file.map(self.name) if mapped else self.file.read(self.name)
+        return tensor.t().contiguous() if self.transposed else tensor
 
 
-def open_files(weights: Path, most: int) -> dict[Path, TensorFile]:
-    """The file, or all the shards of an index.
+@dataclass
+class Contents:
+    """An open checkpoint before it is known to be a GPT-2.
+
+    Args:
+        weights: the weights file or index.
+        files: the opened files of tensors, by path.
+    """
+
+    weights: Path
+    files: dict[Path, TensorFile]
+
+    @property
+    def model_args(self) -> object:
+        """The arguments that nanoGPT saves beside its tensors, else None."""
+        args = [file.model_args for file in self.files.values() if isinstance(file, PickleFile)]
+        return args[0] if len(args) == 1 else None
+
+    def tensors(self) -> dict[str, Stored]:
+        """Every tensor, under its name without the prefixes of wrappers and of `transformers`.
+
+        Raises:
+            CheckpointError: Two tensors have the same name.
+        """
+        found: dict[str, Stored] = {}
+        for path, file in self.files.items():
+            for name in file.infos:
+                short = plain_name(name)
+                if short in found:
+                    raise CheckpointError(
+                        f"{path} holds {short} a second time, as {name}. Save the checkpoint with "
+                        "each tensor once."
+                    )
+                found[short] = Stored(file, name)
+        return found
+
+
+def open_contents(weights: Path, max_unpacked: int) -> Contents:
+    """Open a weights file, or all shards of an index.
 
     Args:
         weights: the file or index.
-        most: bytes that a pickle may unpack to, if that is more than it takes on disk.
+        max_unpacked: bytes that a pickle may unpack to, if that is more than its size on disk.
 
     Raises:
-        CheckpointError: a file that cannot be read, or an index that does not tell what its shards
-            hold.
+        CheckpointError: A file cannot be read, or the index contradicts its shards.
     """
     if not weights.name.endswith(".index.json"):
-        return {weights: open_file(weights, most)}
-    index = read_index(weights)
+        return Contents(weights, {weights: _open_file(weights, max_unpacked)})
+    index = _read_index(weights)
     paths = [weights.parent / name for name in sorted(set(index.values()))]
-    files = {path: open_file(path, most) for path in paths}
+    files = {path: _open_file(path, max_unpacked) for path in paths}
     _check_index(weights, index, {path.name: file for path, file in files.items()})
-    return files
+    return Contents(weights, files)
 
 
-def open_file(path: Path, most: int) -> TensorFile:
-    """Open one file of tensors by its ending.
-
-    Raises:
-        CheckpointError: it cannot be read, or is of another kind.
-    """
+def _open_file(path: Path, max_unpacked: int) -> TensorFile:
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in PICKLES:
-        return PickleFile(path, most)
-    what = f": {found.sentence}" if (found := recognized(path)) else ""
+        return PickleFile(path, max_unpacked)
+    found = recognized(path)
     raise CheckpointError(
-        f"{path} is no tensor file that compat knows{what}; "
-        f"expected .safetensors or {', '.join(PICKLES)}"
+        f"{path} is not a tensor file; expected .safetensors or {', '.join(PICKLES)}."
+        + (f" It is {found.phrase}. {found.advice}" if found else "")
     )
 
 
-def by_name(files: dict[Path, TensorFile]) -> dict[str, Stored]:
-    """Every tensor, without what a wrapper or `transformers` puts before its name.
-
-    Raises:
-        CheckpointError: a tensor that is there twice.
-    """
-    found: dict[str, Stored] = {}
-    for path, file in files.items():
-        for name in file.infos:
-            short = plain_name(name)
-            if short in found:
-                raise CheckpointError(
-                    f"{path} holds {short} a second time (as {name}); each belongs once"
-                )
-            found[short] = Stored(file, name)
-    return found
-
-
-def model_args_of(files: dict[Path, TensorFile]) -> object:
-    """What nanoGPT saves beside its tensors, or None."""
-    args = [file.model_args for file in files.values() if isinstance(file, PickleFile)]
-    return args[0] if len(args) == 1 else None
-
-
-def _check_index(index: Path, weight_map: dict[str, str], shards: dict[str, TensorFile]) -> None:
-    """What the index says of every tensor is what the shards hold."""
-    wrong = [name for name, shard in weight_map.items() if name not in shards[shard].infos]
-    held = [name for shard in shards.values() for name in shard.infos]
-    untold = [name for name in held if name not in weight_map]
-    faults = []
-    if wrong:
-        faults.append(f"{len(wrong)} not in the shard it names: {listed(collapse_layers(wrong))}")
-    if untold:
-        faults.append(
-            f"{len(untold)} in a shard but not in the index: {listed(collapse_layers(untold))}"
+def _read_index(index: Path) -> dict[str, str]:
+    """The weight map of an index: tensor → shard. All shards exist beside the index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(
+            f"{index} has no 'weight_map' from tensor names to file names. Download it again."
         )
+    names = sorted(set(weight_map.values()))
+    outside = [
+        name
+        for name in names
+        if name in ("", ".", "..") or set(name) & set("/\\:") or not name.isprintable()
+    ]
+    if outside:
+        raise CheckpointError(
+            f"{index} names {listed([repr(name) for name in outside])}, but shards must lie beside "
+            "the index. Do not trust where it comes from."
+        )
+    if missing := [name for name in names if not os.path.isfile(index.parent / name)]:
+        raise CheckpointError(
+            f"{index.parent} lacks {listed(missing)}, {len(missing)} of the {len(names)} shards "
+            "that the index names. Download them."
+        )
+    return weight_map
+
+
+def _check_index(index: Path, weight_map: dict[str, str], shards: Mapping[str, TensorFile]) -> None:
+    stored = [name for shard in shards.values() for name in shard.infos]
+    elsewhere = [name for name, shard in weight_map.items() if name not in shards[shard].infos]
+    unlisted = [name for name in stored if name not in weight_map]
+    faults = []
+    if elsewhere:
+        names = listed(collapse_layers(elsewhere))
+        faults.append(f"{len(elsewhere)} not in the shard it names: {names}")
+    if unlisted:
+        names = listed(collapse_layers(unlisted))
+        faults.append(f"{len(unlisted)} in a shard but not in the index: {names}")
     if faults:
-        headline = f"{index} does not say what its shards hold:"
-        raise CheckpointError(lines(headline, faults) + "\nFetch or export all of it again.")
+        headline = f"{index} contradicts what its shards hold:"
+        raise CheckpointError(lines(headline, faults) + "\nDownload or export all of it again.")

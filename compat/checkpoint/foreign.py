@@ -1,8 +1,8 @@
-"""nanoGPT's, minGPT's and makemore's files: their arguments as a config, their projections turned.
+"""Files of nanoGPT, minGPT and makemore, translated to Hugging Face's config and layout.
 
-All three name tensors as Hugging Face does, but their projections are `nn.Linear`, [out, in]. What
-the files leave out differs: nanoGPT saves its sizes beside the tensors, the others only have the
-tensors, which do not show the number of heads.
+All three use Hugging Face's tensor names, but their projections are `nn.Linear`, [out, in].
+nanoGPT saves its sizes beside the tensors. The others save tensors only, from whose shapes all
+sizes but the number of heads follow.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compat.checkpoint.files import Stored, TensorInfo, config_of
-from compat.checkpoint.layout import EMBEDDING, POSITIONS, expected_shapes
+from compat.checkpoint.checks import config_of
+from compat.checkpoint.contents import Contents, Stored
+from compat.checkpoint.files import TensorInfo
+from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, expected_shapes
 from compat.config import ALIASES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
 
@@ -27,7 +29,7 @@ PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "m
 # nanoGPT's model.py has had torch's exact GELU since 2023, minGPT and makemore the tanh form.
 ACTIVATION = {NANOGPT: "gelu", MINGPT: "gelu_new"}
 
-# The sizes that minGPT's model.py has names for: n_layer, n_head, n_embd.
+# n_layer, n_head and n_embd of the model types in minGPT's model.py.
 PRESETS = {
     "openai-gpt": (12, 12, 768),
     "gpt2": (12, 12, 768),
@@ -40,45 +42,32 @@ PRESETS = {
     "gpt-nano": (3, 3, 48),
 }
 
-# A config.json with no other fields may belong to either kind of file.
+# A config.json that has only these fields may belong to a file of any kind.
 COMMON = {
     *("n_layer", "n_head", "n_embd", "vocab_size", "bias", "dropout"),
     *("activation_function", "layer_norm_epsilon", "tie_word_embeddings"),
 }
 
 
-@dataclass
-class Zeros:
-    """Biases that a model does not have, as Hugging Face's set of tensors has them."""
-
-    infos: dict[str, TensorInfo]
-
-    def read(self, name: str) -> Tensor:
-        info = self.infos[name]
-        assert isinstance(info.dtype, torch.dtype)  # others are refused before anything is read
-        return torch.zeros(info.shape, dtype=info.dtype)
-
-    def map(self, name: str) -> Tensor:
-        return self.read(name)
-
-
-def is_hugging_face(beside: Mapping[str, Any]) -> bool:
+def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
     """Whether a config.json has fields that only Hugging Face's has."""
-    foreign = "block_size" in beside or isinstance(beside.get("model"), dict)
-    return not foreign and not {ALIASES.get(name, name) for name in beside} <= COMMON
+    foreign = "block_size" in raw_config or isinstance(raw_config.get("model"), dict)
+    return not foreign and not {ALIASES.get(name, name) for name in raw_config} <= COMMON
 
 
-def kind_of(model_args: object, beside: Mapping[str, Any] | None, stored: dict[str, Stored]) -> str:
-    """Whose file it is, by what lies in it, by its config.json, and else by its layout."""
+def kind_of(
+    model_args: object, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
+) -> str:
+    """The program that wrote a file, by its arguments, its config, or else its layout."""
     if model_args is not None:
         return NANOGPT
-    if beside is not None and is_hugging_face(beside):
+    if raw_config is not None and is_hugging_face(raw_config):
         return HUGGING_FACE
     return MINGPT if OUT_IN in layouts(stored) else HUGGING_FACE
 
 
 def layouts(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
-    """The projections that are stored [in, out], and those [out, in]; square ones do not tell."""
+    """The names of the projections in each layout. Square projections do not show theirs."""
     found: dict[str, list[str]] = {}
     embedding = stored[EMBEDDING].info.shape if EMBEDDING in stored else ()
     C = embedding[-1] if embedding else 0
@@ -92,47 +81,45 @@ def layouts(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
     return found
 
 
-def translated(
+def translate(
     kind: str,
-    weights: Path,
-    stored: dict[str, Stored],
-    model_args: object,
-    beside: Mapping[str, Any] | None,
+    contents: Contents,
+    raw_config: Mapping[str, Any] | None,
     n_head: int | None,
     notes: list[str],
 ) -> tuple[GPT2Config, dict[str, Stored]]:
-    """The config and the tensors of a nanoGPT or minGPT file, as Hugging Face has them.
+    """Return the config and the tensors of a nanoGPT or minGPT file in Hugging Face's layout.
 
     Args:
         kind: NANOGPT or MINGPT.
-        weights: the file.
-        stored: its tensors, by name.
-        model_args: what nanoGPT saves beside them.
-        beside: the config.json in the same folder, if there is one.
-        n_head: the number of heads, where the user gives it.
-        notes: what is to be told is added here.
+        contents: the open file.
+        raw_config: the config.json in the same folder, if there is one.
+        n_head: the number of heads, if the user passes it.
+        notes: assumptions are added here.
 
     Raises:
-        CheckpointError: projections in two layouts, or biases that the arguments deny.
-        ConfigError: two statements that disagree, or one that is needed and missing.
+        CheckpointError: The projections have two layouts, or there are biases although the
+            arguments say that there are none.
+        ConfigError: Two sources of a fact disagree, or a fact is missing.
     """
+    weights, stored = contents.weights, contents.tensors()
     _check_layout(kind, weights, stored)
-    notes.append(f"a file as {kind} saves it: projections are {OUT_IN} and are turned to {IN_OUT}")
-    fields = _merged(weights, _statements(weights, model_args, beside, n_head, stored))
-    has_biases, masked = fields.pop("bias", True), "h.0.attn.bias" in stored
+    notes.append(
+        f"a file as {kind} saves it; its projections are {OUT_IN} and are transposed to {IN_OUT}"
+    )
+    fields = _collect_fields(weights, contents.model_args, raw_config, n_head, stored)
+    has_biases, has_masks = fields.pop("bias", True), "h.0.attn.bias" in stored
     if "n_head" not in fields:
         raise _heads_unknown(weights, fields.get("n_embd"))
     if "activation_function" not in fields:
-        fields["activation_function"] = _activation(kind, weights, masked, notes)
+        fields["activation_function"] = _assume_activation(kind, weights, has_masks, notes)
     if "dropout" in fields:
-        dropout = fields.pop("dropout")  # none of which is at work in eval mode
-        fields = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout, **fields}
-    if fields.get("vocab_size", 0) <= 50256:  # not GPT-2's vocabulary, in which that ends a text
+        rate = fields.pop("dropout")
+        fields = {"embd_pdrop": rate, "attn_pdrop": rate, "resid_pdrop": rate, **fields}
+    if fields.get("vocab_size", 0) <= 50256:  # another vocabulary than GPT-2's
         fields = {"bos_token_id": None, "eos_token_id": None, **fields}
-    config = config_of(
-        {"tie_word_embeddings": kind == NANOGPT or not masked, **fields, "model_type": "gpt2"},
-        weights,
-    )
+    tied = kind == NANOGPT or not has_masks
+    config = config_of({"tie_word_embeddings": tied, **fields, "model_type": "gpt2"}, weights)
     tensors = {
         name: replace(tensor, transposed=name.endswith(PROJECTIONS))
         for name, tensor in stored.items()
@@ -144,77 +131,82 @@ def _check_layout(kind: str, weights: Path, stored: dict[str, Stored]) -> None:
     found = layouts(stored)
     if IN_OUT not in found:
         return
-    ours, theirs = (listed(collapse_layers(found.get(layout, []))) for layout in (IN_OUT, OUT_IN))
+    wrong, right = (listed(collapse_layers(found.get(layout, []))) for layout in (IN_OUT, OUT_IN))
     raise CheckpointError(
-        f"{weights} has projections that are {IN_OUT}: {ours}"
-        + (f"; and others that are {OUT_IN}: {theirs}" if theirs else "")
-        + f"; expected all of them {OUT_IN}, as {kind} has them; save it again, all in one layout"
+        f"{weights} has projections that are {IN_OUT}: {wrong}"
+        + (f", and others that are {OUT_IN}: {right}" if right else "")
+        + f". {kind} has all of them {OUT_IN}. Save them all in that layout."
     )
 
 
-# What is stated of a model, and by whom.
+# Facts, and where they come from.
 
 
-def _statements(
+def _collect_fields(
     weights: Path,
     model_args: object,
-    beside: Mapping[str, Any] | None,
+    raw_config: Mapping[str, Any] | None,
     n_head: int | None,
     stored: dict[str, Stored],
-) -> dict[str, dict[str, Any]]:
-    """Hugging Face's fields, by who states them."""
-    said: dict[str, dict[str, Any]] = {}
+) -> dict[str, Any]:
+    """Merge what all sources state, under Hugging Face's names; no two may disagree."""
+    stated: dict[str, Mapping[str, Any]] = {}
     if model_args is not None:
-        said["its model_args"] = _fields(weights, _plain(weights, model_args))
-    if beside is not None:
-        inner = beside.get("model")
-        own = inner if isinstance(inner, dict) else beside
-        said["config.json"] = _fields(weights, own)
-        name = own.get("model_type")
-        if isinstance(name, str) and name in PRESETS and not is_hugging_face(beside):
-            sizes = zip(("n_layer", "n_head", "n_embd"), PRESETS[name], strict=True)
-            said[f"minGPT's {name!r}"] = dict(sizes)
+        stated["its model_args"] = _renamed(weights, _checked_args(weights, model_args))
+    if raw_config is not None:
+        inner = raw_config.get("model")
+        own = inner if isinstance(inner, dict) else raw_config
+        stated[CONFIG] = _renamed(weights, own)
+        preset = own.get("model_type")
+        if isinstance(preset, str) and preset in PRESETS and not is_hugging_face(raw_config):
+            sizes = zip(("n_layer", "n_head", "n_embd"), PRESETS[preset], strict=True)
+            stated[f"minGPT's {preset!r}"] = dict(sizes)
     if n_head is not None:
-        said["the argument n_head"] = {"n_head": n_head}
-    said["its tensors"] = _sizes(stored)
-    return said
+        stated["the argument n_head"] = {"n_head": n_head}
+    stated["its tensors"] = _sizes(stored)
+    merged: dict[str, Any] = {}
+    stated_by: dict[str, str] = {}
+    for source, fields in stated.items():
+        for name, value in fields.items():
+            stated_by.setdefault(name, source)
+            if merged.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{weights}: {name} is {short_repr(merged[name])} by {stated_by[name]}, but "
+                    f"{short_repr(value)} by {source}. Check that they belong together."
+                )
+    return merged
 
 
-def _plain(weights: Path, model_args: object) -> dict[str, Any]:
-    """nanoGPT's arguments, which are numbers, truth values and words."""
-    proper = isinstance(model_args, dict) and all(
+def _checked_args(weights: Path, model_args: object) -> dict[str, Any]:
+    """nanoGPT's arguments, provided that they are plain values."""
+    if isinstance(model_args, dict) and all(
         isinstance(name, str) and isinstance(value, int | float | str | None)
         for name, value in model_args.items()
+    ):
+        return model_args
+    raise ConfigError(
+        f"{weights}: its model_args is not a dictionary of names and numbers, as nanoGPT saves it."
     )
-    if not isinstance(model_args, dict) or not proper:
-        raise ConfigError(
-            f"{weights}: its model_args is no dictionary of names and numbers, as nanoGPT saves it"
-        )
-    return model_args
 
 
-def _fields(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """nanoGPT's and minGPT's arguments under Hugging Face's names; None means not given.
-
-    Raises:
-        ConfigError: two names of one field that disagree.
-    """
-    passed_over = {"model_type", "n_embd2"}  # makemore's n_embd2 is for its other models
+def _renamed(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """nanoGPT's and minGPT's arguments under Hugging Face's names, without those that are None."""
+    ignored = {"model_type", "n_embd2"}  # makemore's n_embd2 is for its other models
     fields: dict[str, Any] = {}
     for given, value in raw.items():
         name = {"block_size": "n_positions", "num_layers": "n_layer", **ALIASES}.get(given, given)
-        if value is None or name in passed_over:
+        if value is None or name in ignored:
             continue
         if fields.setdefault(name, value) != value:
             raise ConfigError(
-                f"{weights}: {name} is {short_repr(fields[name])}, and {short_repr(value)} as "
-                f"{given!r}"
+                f"{weights}: {name} is {short_repr(fields[name])}, but {short_repr(value)} under "
+                f"the name {given!r}. Remove one of them."
             )
     return fields
 
 
 def _sizes(stored: dict[str, Stored]) -> dict[str, int]:
-    """What the shapes show."""
+    """The sizes that follow from the tensors."""
     sizes = {"n_layer": len({name.split(".")[1] for name in stored if name.startswith("h.")})}
     for name, field in ((EMBEDDING, "vocab_size"), (POSITIONS, "n_positions")):
         if name in stored and len(shape := stored[name].info.shape) == 2:
@@ -222,62 +214,60 @@ def _sizes(stored: dict[str, Stored]) -> dict[str, int]:
     return sizes
 
 
-def _merged(weights: Path, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """All statements in one; no two may disagree."""
-    merged: dict[str, Any] = {}
-    by: dict[str, str] = {}
-    for who, fields in said.items():
-        for name, value in fields.items():
-            by.setdefault(name, who)
-            if merged.setdefault(name, value) != value:
-                raise ConfigError(
-                    f"{weights}: {name} is {short_repr(merged[name])} by {by[name]}, but "
-                    f"{short_repr(value)} "
-                    f"by {who}; check that they belong together"
-                )
-    return merged
-
-
-# What has to be known besides.
-
-
 def _heads_unknown(weights: Path, n_embd: Any) -> ConfigError:
     sensible = type(n_embd) is int and 0 < n_embd < 100_000
-    possible = [str(n) for n in range(1, n_embd + 1) if n_embd % n == 0] if sensible else []
+    divisors = [str(n) for n in range(1, n_embd + 1) if n_embd % n == 0] if sensible else []
     return ConfigError(
-        f"{weights} does not hold the number of heads, and no tensor shows it; give n_head "
-        '(--n-head), or write {"n_head": …} to a config.json beside it'
-        + (f"; n_embd is {n_embd}, which {listed(possible, 20)} divide" if possible else "")
+        f"{weights} does not state the number of heads, and it does not follow from the tensors. "
+        'Pass n_head (--n-head), or write {"n_head": …} to a config.json beside it.'
+        + (f" It is a divisor of n_embd = {n_embd}: {listed(divisors, 20)}." if divisors else "")
     )
 
 
-def _activation(kind: str, weights: Path, masked: bool, notes: list[str]) -> str:
-    """The form of GELU, which no tensor shows; minGPT's files are known by their masks."""
-    if kind == MINGPT and not masked:
+def _assume_activation(kind: str, weights: Path, has_masks: bool, notes: list[str]) -> str:
+    """The form of GELU, which no tensor shows. minGPT's files are recognised by their masks."""
+    if kind == MINGPT and not has_masks:
         raise ConfigError(
-            f"{weights} does not tell its activation: it has neither nanoGPT's model_args nor the "
-            "causal masks (attn.bias) of minGPT and makemore; write to a config.json beside it "
-            '{"activation_function": "gelu"} if nanoGPT made it, "gelu_new" for the tanh form'
+            f"{weights} does not state its activation. It has neither nanoGPT's model_args nor the "
+            "causal masks (attn.bias) of minGPT and makemore. Write to a config.json beside it "
+            '{"activation_function": "gelu"} if nanoGPT wrote it, or "gelu_new" for the tanh form.'
         )
     notes.append(
-        f"activation_function {ACTIVATION[kind]!r} is taken, as {kind} has it"
+        f"activation_function {ACTIVATION[kind]!r} is assumed, as in {kind}"
         + (" since 2023 (before: 'gelu_new')" if kind == NANOGPT else "")
-        + "; a config.json beside the file decides otherwise"
+        + "; a config.json beside the file overrides it"
     )
     return ACTIVATION[kind]
+
+
+# Biases.
+
+
+@dataclass
+class _ZeroTensors:
+    """A TensorFile of zeros."""
+
+    infos: dict[str, TensorInfo]
+
+    def read(self, name: str) -> Tensor:
+        info = self.infos[name]
+        assert isinstance(info.dtype, torch.dtype)  # others are refused before anything is read
+        return torch.zeros(info.shape, dtype=info.dtype)
+
+    map = read
 
 
 def _zeros(
     weights: Path, config: GPT2Config, stored: dict[str, Stored], notes: list[str]
 ) -> dict[str, Stored]:
-    """Every bias of Hugging Face's set, for a model that has none."""
+    """All biases of Hugging Face's GPT-2, for a model without biases."""
     shapes = {k: shape for k, shape in expected_shapes(config).items() if k.endswith(".bias")}
-    if there := [name for name in shapes if name in stored]:
+    if present := [name for name in shapes if name in stored]:
         raise CheckpointError(
             f"{weights} has biases although bias is False in its arguments: "
-            f"{listed(collapse_layers(there))}"
+            f"{listed(collapse_layers(present))}. Correct its arguments."
         )
     dtype = stored[EMBEDDING].info.dtype if EMBEDDING in stored else torch.float32
-    zeros = Zeros({name: TensorInfo(shape, dtype) for name, shape in shapes.items()})
-    notes.append(f"bias is False: the {len(shapes)} biases that GPT-2 has besides are zero")
+    zeros = _ZeroTensors({name: TensorInfo(shape, dtype) for name, shape in shapes.items()})
+    notes.append(f"bias is False, so the {len(shapes)} biases that GPT-2 has are zero")
     return {name: Stored(zeros, name) for name in shapes}

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, whatever its name says."""
+"""The format of a file by its first bytes, whatever its name."""
 
 from __future__ import annotations
 
@@ -6,116 +6,114 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRANSFORMERS_4 = (
-    "with transformers 4 and TensorFlow installed, GPT2LMHeadModel.from_pretrained(FOLDER, "
-    "from_tf=True).save_pretrained(NEW_FOLDER) converts it"
-)
+PICKLES = (".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file.
+    """A file format.
 
     Args:
-        name: in short, as `inspect` reports it.
-        phrase: what follows "it is".
-        advice: what to do with such a file; empty where that is to fetch another one.
-        endings: of names that promise this kind of file.
+        name: short name, as `inspect` reports it.
+        phrase: the name in a sentence.
+        advice: the next step, as a sentence; "" if there is no special one.
+        endings: file name endings that promise this format.
+        magic: first bytes that identify it.
     """
 
     name: str
     phrase: str
     advice: str = ""
     endings: tuple[str, ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """What a file is and what to do with it."""
-        return f"it is {self.phrase}" + (f"; {self.advice}" if self.advice else "")
+    magic: tuple[bytes, ...] = ()
 
 
+_CONVERT = (
+    "With transformers 4 and {0} installed, convert it by GPT2LMHeadModel.from_pretrained(FOLDER, "
+    "{1}=True).save_pretrained(NEW_FOLDER)."
+)
 SAFETENSORS = Format(
     "safetensors",
     "a safetensors file under another name",
-    "give it the ending .safetensors",
+    "Give it the ending .safetensors.",
     (".safetensors",),
 )
 PYTORCH = Format(
-    "pickle",
-    "a pickle of PyTorch's, under another name",
-    "give it the ending .pt or .bin",
-    (".bin", ".pt", ".pth"),
+    "pickle", "a pickle of PyTorch under another name", "Give it the ending .pt or .bin.", PICKLES
 )
-OLD_PICKLE = Format(
-    "pickle of the old form, no zip file", PYTORCH.phrase, PYTORCH.advice, PYTORCH.endings
-)
-JSON = Format("JSON", "a JSON file, without tensors", "", (".json",))
+LEGACY_PICKLE = Format("legacy pickle", PYTORCH.phrase, PYTORCH.advice, PICKLES)
+JSON = Format("JSON", "a JSON file without tensors", endings=(".json",))
 LFS = Format(
     "Git LFS pointer",
     "a Git LFS pointer, not the file itself",
-    "run `git lfs pull` in its repository",
+    "Run `git lfs pull` in its repository.",
 )
 HTML = Format(
     "HTML page",
-    "a web page, saved under this name",
-    "use the link to the file itself (on the hub /resolve/ instead of /blob/)",
+    "a web page that was saved under this name",
+    "Use the link to the file itself (on the hub /resolve/ instead of /blob/).",
 )
 GGUF = Format(
     "GGUF",
     "a GGUF file of llama.cpp",
-    "load the checkpoint that it was converted from",
+    "Load the checkpoint that it was converted from.",
+    magic=(b"GGUF",),
 )
 LLM_C = Format(
     "llm.c checkpoint",
     "a checkpoint of llm.c",
-    "convert it with llm.c's dev/eval/export_hf.py",
+    "Convert it with llm.c's dev/eval/export_hf.py.",
+    magic=((20240326).to_bytes(4, "little"), (20240801).to_bytes(4, "little")),
 )
-HDF5 = Format("HDF5 (Keras, TensorFlow)", "an HDF5 file of Keras or TensorFlow", _TRANSFORMERS_4)
+HDF5 = Format(
+    "HDF5 (Keras, TensorFlow)",
+    "an HDF5 file of Keras or TensorFlow",
+    _CONVERT.format("TensorFlow", "from_tf"),
+    magic=(b"\x89HDF\r\n\x1a\n",),
+)
 TENSORFLOW = Format(
     "TensorFlow checkpoint",
     "a part of a TensorFlow checkpoint",
-    "with transformers 4 and TensorFlow installed, its module transformers.models.gpt2."
-    "convert_gpt2_original_tf_checkpoint_to_pytorch converts it; `python -m` with -h says how",
+    "With transformers 4 and TensorFlow installed, convert it with its module transformers.models."
+    "gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch; `python -m` with -h shows how.",
 )
-FLAX = Format(
-    "msgpack (Flax)",
-    "a msgpack file of Flax",
-    "with transformers 4 and Flax installed, GPT2LMHeadModel.from_pretrained(FOLDER, "
-    "from_flax=True).save_pretrained(NEW_FOLDER) converts it",
+FLAX = Format("msgpack (Flax)", "a msgpack file of Flax", _CONVERT.format("Flax", "from_flax"))
+ONNX = Format("ONNX", "an ONNX graph", "Load the checkpoint that it was exported from.")
+NPY = Format(
+    "NumPy .npy array",
+    "a NumPy array",
+    "Save a dictionary of named tensors instead.",
+    magic=(b"\x93NUMPY",),
 )
-ONNX = Format("ONNX", "an ONNX graph", "load the checkpoint that it was exported from")
-NPY = Format("NumPy .npy array", "a NumPy array", "save a dictionary of named tensors instead")
 NPZ = Format(
     "NumPy .npz archive",
     "a NumPy archive",
-    "save its arrays with safetensors.numpy.save_file, under GPT-2's names",
+    "Save its arrays with safetensors.numpy.save_file under GPT-2's names.",
 )
-GZIP = Format("gzip file", "a gzip file", "unpack it first")
-ZIP = Format("zip archive", "a zip archive", "unpack it first")
-TAR = Format("tar archive", "a tar archive", "unpack it first")
-COMPRESSED = Format("compressed file", "a compressed file", "unpack it first")
+_UNPACK = "Unpack it first."
+GZIP = Format("gzip file", "a gzip file", _UNPACK, magic=(b"\x1f\x8b",))
+ZIP = Format("zip archive", "a zip archive", _UNPACK)
+TAR = Format("tar archive", "a tar archive", _UNPACK)
+COMPRESSED = Format(
+    "compressed file",
+    "a compressed file",
+    _UNPACK,
+    magic=(b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c"),
+)
 EMPTY = Format("empty file", "a file of 0 bytes, empty (truncated?)")
 
-_STARTS = (
-    (b"GGUF", GGUF),
-    (b"\x89HDF\r\n\x1a\n", HDF5),
-    (b"\x93NUMPY", NPY),
-    (b"\x1f\x8b", GZIP),
-    (b"BZh", COMPRESSED),
-    (b"\xfd7zXZ\0", COMPRESSED),
-    (b"\x28\xb5\x2f\xfd", COMPRESSED),
-    (b"7z\xbc\xaf\x27\x1c", COMPRESSED),
-    ((20240326).to_bytes(4, "little"), LLM_C),
-    ((20240801).to_bytes(4, "little"), LLM_C),
-)
+# Weights of other libraries, named when a folder holds nothing else.
+OTHER_WEIGHTS = (TENSORFLOW, HDF5, FLAX, GGUF, ONNX, NPZ)
+
+_BY_MAGIC = (GGUF, HDF5, NPY, GZIP, COMPRESSED, LLM_C)
+_BY_ENDING = {".onnx": ONNX, ".msgpack": FLAX, ".h5": HDF5, ".gguf": GGUF, ".npz": NPZ}
 _TENSORFLOW_NAME = re.compile(r".+\.ckpt(-\d+)?\.(index|meta|data-\d+-of-\d+)")
 # What torch.save and torch.jit.save write first into their archives.
 _IN_PYTORCH = re.compile(rb"(?i)[^/]+/(data\.pkl|version|byteorder|\..+|constants\.pkl|data/.+)")
-_BY_ENDING = {".onnx": ONNX, ".msgpack": FLAX, ".h5": HDF5, ".gguf": GGUF, ".npz": NPZ}
 
 
 def recognized(path: Path) -> Format | None:
-    """The format of a file by its first bytes and, where these say nothing, by its name."""
+    """The format of a file by its first bytes or, if these are not known, by its name."""
     try:
         with path.open("rb") as file:
             start = file.read(512)
@@ -131,13 +129,13 @@ def _by_bytes(start: bytes) -> Format | None:
         return EMPTY
     if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < 1 << 40:
         return SAFETENSORS
-    for magic, known in _STARTS:
-        if start.startswith(magic):
+    for known in _BY_MAGIC:
+        if start.startswith(known.magic):
             return known
     if start.startswith(b"PK\x03\x04"):
         return _kind_of_zip(start)
     if start[:1] == b"\x80" and start[1:2] in (b"\1", b"\2", b"\3", b"\4", b"\5"):  # the protocol
-        return OLD_PICKLE
+        return LEGACY_PICKLE
     if start[257:262] == b"ustar":
         return TAR
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -149,7 +147,7 @@ def _by_bytes(start: bytes) -> Format | None:
 
 
 def _kind_of_zip(start: bytes) -> Format:
-    """By the name of the first file in it."""
+    """The format of a zip archive by the name of its first file."""
     length = int.from_bytes(start[26:28], "little")
     name = start[30 : 30 + length]
     if name.endswith(b".npy"):
@@ -157,7 +155,15 @@ def _kind_of_zip(start: bytes) -> Format:
     return PYTORCH if _IN_PYTORCH.fullmatch(name) else ZIP
 
 
-def looks_like(path: Path) -> str | None:
-    """What a file is and what to do with it, where its name says something else."""
+def looks_like(path: Path) -> Format | None:
+    """The format of a file, if its name promises another one."""
     found = recognized(path)
-    return found.sentence if found and path.suffix not in found.endings else None
+    return found if found and path.suffix not in found.endings else None
+
+
+def why_unreadable(path: Path, reason: object, next_step: str) -> str:
+    """The end of a message that says that a file cannot be read: why, and the next step."""
+    if found := looks_like(path):
+        reason = " ".join([f"it is {found.phrase}.", found.advice]).strip()
+        return f"{reason} {next_step}"
+    return f"{reason}. {next_step}"

@@ -1,21 +1,48 @@
-"""Checkpoints on the Hugging Face hub: the one file that imports `huggingface_hub`."""
+"""Checkpoints on the Hugging Face hub: the one file that imports `huggingface_hub`.
+
+The client's `snapshot_download` and `verify_repo_checksums` are not used. The former accepts cached
+files of the wrong size, updates a branch's commit before its files are complete, and lists the
+repository without a timeout; the latter works online only and reports files that nobody needs.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
-from compat.checkpoint.hub_cache import RepoCache, is_commit
-from compat.checkpoint.names import gather
-from compat.checkpoint.verify import Stated, check_hashes, hash_in_name
-from compat.errors import HubError, listed
+from compat.checkpoint.files import read_json
+from compat.checkpoint.layout import CONFIG, SMALL_FILES, WEIGHT_FILES
+from compat.errors import HubError, lines, listed
+
+# The hash's name, by its number of hex digits. The hub states SHA-256 for large files and git's
+# blob hash for small ones.
+HASHES = {64: "SHA-256", 40: "git's SHA-1"}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a user asks of the hub."""
+class RemoteFile:
+    """Size in bytes and hash of a file as the hub states them; None where it states none."""
+
+    size: int | None
+    hash: str | None
+
+    def has_size_of(self, path: Path) -> bool:
+        return path.is_file() and self.size in (None, path.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repository at a revision, and its folder in the client's cache.
+
+    In the cache `refs/REVISION` holds a commit, and `snapshots/COMMIT/FILE` links to `blobs/HASH`.
+    """
 
     repo_id: str
     revision: str
@@ -24,136 +51,222 @@ class Wanted:
         return f"{self.repo_id!r} at revision {self.revision!r}"
 
     @property
-    def cache(self) -> RepoCache:
-        """Where the client keeps the repository."""
+    def cache(self) -> Path:
         from huggingface_hub import constants
 
         name = "--".join(["models", *self.repo_id.split("/")])
-        return RepoCache(Path(constants.HF_HUB_CACHE).expanduser().resolve() / name)
+        return Path(constants.HF_HUB_CACHE).expanduser().resolve() / name
+
+    def snapshot(self, commit: str) -> Path:
+        return self.cache / "snapshots" / commit
+
+    def cached_commit(self) -> str | None:
+        """The commit that the revision meant when it was last fetched; a commit means itself."""
+        commit = self.revision
+        with suppress(OSError, ValueError):
+            commit = (self.cache / "refs" / self.revision).read_text()
+        return commit if _is_commit(commit) else None
+
+    def remember(self, commit: str) -> None:
+        """Record the revision's commit in the cache, unless the cache is read-only."""
+        if self.cached_commit() == commit:
+            return
+        ref = self.cache / "refs" / self.revision
+        temporary = ref.with_name(f"{ref.name}.{uuid4().hex}.tmp")
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(commit)
+            os.replace(temporary, ref)
 
 
 def fetch(repo_id: str, revision: str | None, verify: bool = False) -> Path:
-    """The local folder of a hub repository, all of it from one commit, with what a GPT-2 needs.
+    """Return the local folder of a hub repository, with the files that a GPT-2 needs.
 
-    The hub is asked once for the commit that the revision means and for what it holds. Files that
-    the cache lacks, or has in another size, are then downloaded by that commit. If the hub cannot
-    be reached, the cache is used, where it has everything at that revision.
+    All files are of one commit. The hub is asked once for the commit of the revision and for its
+    list of files. Files that the cache lacks, or has with another size, are then downloaded by that
+    commit. If the hub cannot be reached, the cache is used, provided that it is complete.
 
     Args:
         repo_id: `gpt2` or `org/name`.
         revision: branch, tag or commit; None for the main branch.
-        verify: compare the bytes of every file with the hash that the hub states for it or, out of
-            its reach, with the one that names the file in the cache; without any it is an error.
+        verify: hash every file and compare it with the hash that the hub states. Offline, the name
+            of the file in the cache is its hash.
 
     Raises:
-        HubError: unknown, forbidden or incomplete; out of reach with an incomplete cache; a
-            download that fails, a cache that cannot be written, or bytes that are not those stated.
-        CheckpointError: an index of shards that is no JSON.
+        HubError: The repository is unknown, forbidden or incomplete; the hub is out of reach and
+            the cache incomplete; a download fails; the cache cannot be written; a hash differs, or
+            there is no hash to compare with.
+        CheckpointError: The index of shards is not JSON.
     """
-    wanted = Wanted(repo_id, revision or "main")
-    stated: dict[str, Stated] = {}
+    repo = Repo(repo_id, revision or "main")
+    remote: dict[str, RemoteFile] = {}
     try:
-        commit, stated = _ask(wanted)
-    except Exception as error:  # the client's errors and its HTTP library's share no narrower class
-        if _is_answer(error):
-            raise _failed(wanted, error) from error
-        files = _from_cache(wanted, error)
+        commit, remote = _list_files(repo)
+    except Exception as error:  # the client's errors and its HTTP library's share no base class
+        if _is_refusal(error):
+            raise _hub_error(repo, error) from error
+        paths = _find_in_cache(repo, error)
     else:
-        files = _from_hub(wanted, commit, stated)
-        # Only now: a revision that the cache knows has all its files, even after a kill.
-        wanted.cache.remember(wanted.revision, commit)
+        paths = _download_missing(repo, commit, remote)
+        # Not before the download is complete, so that offline a branch always has all its files.
+        repo.remember(commit)
     if verify:
-        hashes = {path: stated[path.name].hash if stated else None for path in files}
-        check_hashes(str(wanted), {path: hashes[path] or hash_in_name(path) for path in files})
-    return files[0].parent
+        stated = {path: remote[path.name].hash if remote else None for path in paths}
+        check_hashes(str(repo), {path: stated[path] or _hash_in_name(path) for path in paths})
+    return paths[0].parent
 
 
-def _ask(wanted: Wanted) -> tuple[str, dict[str, Stated]]:
-    """The commit that the revision means, and what it holds."""
+def _list_files(repo: Repo) -> tuple[str, dict[str, RemoteFile]]:
+    """The commit that the revision means, and its files."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi().model_info(
-        wanted.repo_id,
-        revision=wanted.revision,
+        repo.repo_id,
+        revision=repo.revision,
         files_metadata=True,
-        timeout=constants.HF_HUB_ETAG_TIMEOUT,  # the client's own default is to wait for ever
+        timeout=constants.HF_HUB_ETAG_TIMEOUT,  # by default the client waits for ever
     )
-    if not is_commit(info.sha):
+    if not _is_commit(info.sha):
         raise ValueError(f"no commit, but {info.sha!r}")
     return str(info.sha), {
-        file.rfilename: Stated(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
+        file.rfilename: RemoteFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
         for file in info.siblings or ()
     }
 
 
-def _from_hub(wanted: Wanted, commit: str, stated: dict[str, Stated]) -> list[Path]:
-    """The files of a commit; those that the cache lacks are downloaded."""
-    folder = wanted.cache.snapshot(commit)
-
+def _download_missing(repo: Repo, commit: str, remote: Mapping[str, RemoteFile]) -> list[Path]:
     def get(name: str) -> Path:
-        path = folder / name
-        if not stated[name].fits(path):
-            _download(wanted, commit, name, again=path.is_file())
-        if not stated[name].fits(path):
+        path, file = repo.snapshot(commit) / name, remote[name]
+        if not file.has_size_of(path):
+            _download(repo, commit, name, again=path.is_file())
+        if not file.has_size_of(path):
             found = f"{path.stat().st_size:,} bytes" if path.is_file() else "another commit's"
             raise HubError(
-                f"{name} of {wanted} came as {found}, expected {stated[name].size:,} bytes of "
-                f"commit {commit}, as the hub states\nDelete {path.resolve()}, and fetch again."
+                f"{name} of {repo} came as {found}, but the hub states {file.size:,} bytes for "
+                f"commit {commit}.\nDelete {path.resolve()} and fetch again."
             )
         return path
 
-    def lacking(missing: list[str]) -> HubError:
-        return HubError(
-            f"{wanted} is no whole checkpoint: the repository lacks {listed(missing)}; it holds "
-            f"{listed(sorted(stated)) or 'no files'}\nGive another repository or revision."
+    paths, missing = _needed_files(remote, get)
+    if missing:
+        raise HubError(
+            f"{repo} is not a complete checkpoint. The repository lacks {listed(missing)}; it "
+            f"holds {listed(sorted(remote)) or 'no files'}.\nUse another repository or revision."
         )
+    return paths
 
-    return gather(stated, get, lacking)
 
-
-def _download(wanted: Wanted, commit: str, name: str, again: bool) -> None:
-    """Bring one file into the cache."""
+def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    url = hf_hub_url(wanted.repo_id, name, revision=commit)
+    url = hf_hub_url(repo.repo_id, name, revision=commit)
     try:
-        # A server that is silent here would keep the client trying for minutes: we ask before it.
+        # Left to itself, the client retries a silent server for six minutes.
         for pause in (1, 2, 0):
             try:
                 get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
                 break
             except Exception as error:
-                if _is_answer(error) or not pause:
+                if _is_refusal(error) or not pause:
                     raise
                 time.sleep(pause)
-        hf_hub_download(wanted.repo_id, name, revision=commit, force_download=again)
+        hf_hub_download(repo.repo_id, name, revision=commit, force_download=again)
     except Exception as error:
-        raise _failed(wanted, error, name) from error
+        raise _hub_error(repo, error, name) from error
 
 
-def _from_cache(wanted: Wanted, reason: Exception) -> list[Path]:
-    """What the cache has at the revision; the hub could not be asked, for a reason."""
+def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
+    """The files in the cache, which is used for the given reason."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    commit = wanted.cache.commit_of(wanted.revision)
-    folder = wanted.cache.snapshot(commit) if commit else wanted.cache.folder
-    there = [path.name for path in folder.glob("*") if path.is_file()]
-
-    def lacking(missing: list[str]) -> HubError:
-        return HubError(
-            f"{_failed(wanted, reason)}\n"
+    commit = repo.cached_commit()
+    folder = repo.snapshot(commit) if commit else repo.cache
+    cached = [path.name for path in folder.glob("*") if path.is_file()]
+    paths, missing = _needed_files(cached, folder.joinpath)
+    if missing:
+        raise HubError(
+            f"{_hub_error(repo, reason)}\n"
             f"The cache does not have all of it either: {folder} lacks {listed(missing)}."
         )
-
-    files = gather(there, folder.joinpath, lacking)
     if not isinstance(reason, OfflineModeIsEnabled):
         note = "%s: %s; using commit %s from the cache"
-        logging.getLogger(__name__).warning(note, wanted, _explained(reason)[0], commit)
-    return files
+        logging.getLogger(__name__).warning(note, repo, _explain(reason)[0], commit)
+    return paths
 
 
-def _is_answer(error: Exception) -> bool:
-    """The hub said no, where other errors mean that it did not say anything."""
+def _needed_files(
+    available: Collection[str], get: Callable[[str], Path]
+) -> tuple[list[Path], list[str]]:
+    """The paths of the files that a GPT-2 needs, and the names of those that are not available.
+
+    `get` returns the path of an available file, and downloads it if necessary.
+    """
+    weights = [name for name in WEIGHT_FILES if name in available][:1]
+    missing = [CONFIG] if CONFIG not in available else []
+    if not weights:
+        missing.append("weights (model.safetensors or pytorch_model.bin, whole or in shards)")
+    elif weights[0].endswith(".index.json"):
+        weight_map = read_json(get(weights[0])).get("weight_map")
+        shards = weight_map.values() if isinstance(weight_map, dict) else ()
+        weights += sorted({name for name in shards if isinstance(name, str)})
+        missing += [name for name in weights if name not in available]
+    if missing:
+        return [], missing
+    return [get(name) for name in (*SMALL_FILES, *weights) if name in available], []
+
+
+# Hashes.
+
+
+def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
+    """Hash every file and compare.
+
+    Args:
+        what: names the repository and revision in messages.
+        stated: file → SHA-256 or git's blob SHA-1 in hex digits, or None where there is none.
+
+    Raises:
+        HubError: A hash differs, or is None or of another kind.
+    """
+    from huggingface_hub.utils.sha import git_hash, sha_fileobj
+
+    if unknown := [path.name for path, hash in stated.items() if len(hash or "") not in HASHES]:
+        raise HubError(
+            f"{what} cannot be verified. Neither the hub nor the cache states a hash of "
+            f"{listed(unknown)}; expected SHA-256 or git's SHA-1.\n"
+            "Load it without verify, or from a hub that states hashes."
+        )
+    faults = []
+    for path, expected in stated.items():
+        assert expected is not None
+        with path.open("rb") as file:
+            large = HASHES[len(expected)] == "SHA-256"
+            found = sha_fileobj(file).hex() if large else git_hash(file.read())
+        if found != expected:
+            faults.append(
+                f"{path}: {HASHES[len(expected)]} is {found}, expected {expected}; "
+                f"delete {path.resolve()}"
+            )
+    if faults:
+        headline = f"{what}: {len(faults)} of {len(stated)} files differ from what the hub states:"
+        raise HubError(lines(headline, faults) + "\nDelete these files and fetch again.")
+
+
+def _hash_in_name(path: Path) -> str | None:
+    """The hash that is the name of the blob that a cached file links to."""
+    name = Path(os.readlink(path)).name if path.is_symlink() else ""
+    return name if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) else None
+
+
+def _is_commit(text: str | None) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", text or "") is not None
+
+
+# Errors.
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the hub answered with a refusal. Any other error means that it did not answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -161,41 +274,48 @@ def _is_answer(error: Exception) -> bool:
     return isinstance(error, HFValidationError)
 
 
-def _failed(wanted: Wanted, error: Exception, name: str | None = None) -> HubError:
+def _hub_error(repo: Repo, error: Exception, name: str | None = None) -> HubError:
     from huggingface_hub import constants
 
-    what = f"{name} of {wanted}" if name else str(wanted)
-    found, next_step = _explained(error)
-    return HubError(f"{what} could not be fetched from {constants.ENDPOINT}: {found}\n{next_step}")
+    what = f"{name} of {repo}" if name else str(repo)
+    found, next_step = _explain(error)
+    return HubError(f"{what} could not be fetched from {constants.ENDPOINT}: {found}.\n{next_step}")
 
 
-def _explained(error: Exception) -> tuple[str, str]:
-    """What happened, and what to do about it."""
+def _explain(error: Exception) -> tuple[str, str]:
+    """What happened, and the next step."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return _explained(error.__cause__)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return _explain(error.__cause__)
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    what, then = reason, "Check the name and the connection and try again, or give a local folder."
     if isinstance(error, errors.OfflineModeIsEnabled):
-        what, then = "HF_HUB_OFFLINE is set", "Unset it to download, or give a local folder."
-    elif isinstance(error, errors.RevisionNotFoundError):
-        what, then = f"{status}, no such revision", "Give one of its branches, tags or commits."
-    elif isinstance(error, errors.GatedRepoError) or status == 403:
-        what = f"{status}, access is restricted"
-        then = "Ask for access on the repository's page; set HF_TOKEN to a token that has it."
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        what = f"{status}, no such repository, or a private one"
-        then = "Check the name; for a private one set HF_TOKEN to a token that may read it."
-    elif status == 401:
-        what, then = "401, the token is not valid", "Set HF_TOKEN to a valid token, or unset it."
-    elif isinstance(error, errors.EntryNotFoundError) and status:
-        what = f"{status}, no such file, although the hub lists it"
-    elif isinstance(error, OSError) and error.errno is not None:
-        what = f"the cache at {constants.HF_HUB_CACHE} cannot be written: {error}"
-        then = "Free space there, or set HF_HOME to a folder that may be written."
-    elif isinstance(error, ValueError) and not isinstance(error, errors.HFValidationError):
-        what = f"the answer is not a hub's ({reason})"
-        then = "Check HF_ENDPOINT and the connection, or give a local folder."
-    return what, then
+        return "HF_HUB_OFFLINE is set", "Unset it to download, or use a local folder."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{status}, no such revision", "Use one of its branches, tags or commits."
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return (
+            f"{status}, access is restricted",
+            "Ask for access on the repository's page, and set HF_TOKEN to a token that has it.",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{status}, no such repository, or a private one",
+            "Check the name. For a private one set HF_TOKEN to a token that may read it.",
+        )
+    if status == 401:
+        return "401, the token is not valid", "Set HF_TOKEN to a valid token, or unset it."
+    if isinstance(error, OSError) and error.errno is not None:
+        return (
+            f"the cache at {constants.HF_HUB_CACHE} cannot be written: {error}",
+            "Free space there, or set HF_HOME to a folder that may be written.",
+        )
+    if isinstance(error, ValueError) and not isinstance(error, errors.HFValidationError):
+        return (
+            f"the answer is not a hub's ({reason})",
+            "Check HF_ENDPOINT and the connection, or use a local folder.",
+        )
+    if isinstance(error, errors.EntryNotFoundError) and status:
+        reason = f"{status}, no such file, although the hub lists it"
+    return reason, "Check the name and the connection and try again, or use a local folder."

@@ -1,4 +1,4 @@
-"""From what a user names (a hub id, a folder, a file, "demo") to a checked checkpoint."""
+"""From a source (a hub id, a folder, a file, "demo") to a checked checkpoint."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from compat.checkpoint.checks import (
     check_depth,
     check_family,
     check_tensors,
-    drop_masks,
-    drop_other_heads,
+    config_of,
+    drop_extra_tensors,
     not_finite,
     note_ids,
-    settle_head,
+    resolve_head,
 )
-from compat.checkpoint.contents import by_name, model_args_of, open_files
-from compat.checkpoint.files import Stored, TensorFile, TensorInfo, config_of, read_json
+from compat.checkpoint.contents import Contents, Stored, open_contents
+from compat.checkpoint.files import TensorInfo, read_json
 from compat.checkpoint.find import find_weights
-from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translated
-from compat.checkpoint.layout import most_bytes
-from compat.checkpoint.names import CONFIG
+from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translate
+from compat.checkpoint.layout import CONFIG, most_bytes
 from compat.config import GPT2Config
-from compat.errors import CheckpointError, ConfigError, lines, short_repr
+from compat.errors import CheckpointError, ConfigError, lines, listed, short_repr
 
 
 @dataclass
 class Checkpoint:
-    """A GPT-2 on disk whose names, shapes and data types are those its config asks for.
+    """A GPT-2 on disk whose tensors have the names, shapes and data types that its config requires.
 
     Args:
-        source: what the user named.
-        weights: the file or index that the tensors come from; what else there is lies beside it.
-        kind: whose file it is: "Hugging Face", "nanoGPT" or "minGPT" (which includes makemore).
-        config: the configuration, with `tie_word_embeddings` as the tensors have it.
+        source: the source that was opened.
+        weights: the weights file or index of shards; other files lie in the same folder.
+        kind: the program that wrote it: "Hugging Face", "nanoGPT" or "minGPT" (or makemore).
+        config: the configuration; `tie_word_embeddings` says what the tensors are.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
-        notes: what was found and passed over, in words.
+        notes: accepted deviations, as sentences.
         mmap: whether tensors share the pages of the file instead of being copied.
-        check_finite: whether values that are read are searched for NaN and infinity.
+        check_finite: whether reading a tensor searches it for NaN and infinity.
     """
 
     source: str
@@ -62,20 +61,20 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type of the tensors, or the widest where they differ."""
+        """The data type of the tensors, or the one that all of them promote to."""
         dtypes = {info.dtype for info in self.infos.values() if isinstance(info.dtype, torch.dtype)}
         return reduce(torch.promote_types, dtypes)
 
     @property
     def can_be_mapped(self) -> bool:
-        """Whether it is of a format whose files can be."""
+        """Whether the format can be memory-mapped."""
         return ".safetensors" in self.weights.name
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own, or with `mmap` in the file's pages.
+        """Return one tensor, in its own memory or, with `mmap`, in the file's pages.
 
         Raises:
-            CheckpointError: it has a NaN or an infinity.
+            CheckpointError: The tensor has NaN or infinite values.
         """
         tensor, fault = self.take(name)
         if fault:
@@ -83,116 +82,122 @@ class Checkpoint:
         return tensor
 
     def take(self, name: str) -> tuple[Tensor, str | None]:
-        """One tensor, and in words which of its values are not finite, if any."""
+        """Return one tensor and a description of its NaN and infinite values, if it has any."""
         tensor = self._stored[name].read(self.mmap)
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
 
     def not_finite(self, faults: list[str]) -> CheckpointError:
-        """The error for what `take` found."""
+        """The error that reports the faults of `take`."""
         headline = f"{self.weights} has weights that are not finite:"
-        next_step = "\nFetch or export it again; in Python, check_finite=False loads it as it is."
+        next_step = (
+            "\nDownload or export it again. In Python, check_finite=False loads it as it is."
+        )
         return CheckpointError(lines(headline, faults) + next_step)
 
 
+Source = str | Path | Checkpoint
+
+
 def open_checkpoint(
-    source: str | Path,
-    revision: str | None = None,
+    source: Source,
     *,
+    revision: str | None = None,
     verify: bool = False,
+    n_head: int | None = None,
     mmap: bool = False,
     check_finite: bool | None = None,
-    n_head: int | None = None,
 ) -> Checkpoint:
     """Find a checkpoint and check it against its config; of safetensors only headers are read.
 
     Args:
-        source: "demo" for the embedded checkpoint, a folder, a weights file with its `config.json`
-            beside it, or a hub id such as `gpt2` or `org/name`. Files of nanoGPT, minGPT and
-            makemore are known by what is in them, and need no config.
+        source: "demo" for the embedded checkpoint, a folder, a weights file beside its
+            `config.json`, or a hub id such as `gpt2` or `org/name`. Files of nanoGPT, minGPT and
+            makemore are recognised by their contents and need no config. A Checkpoint is returned
+            as it is.
         revision: branch, tag or commit on the hub.
-        verify: compare every file with the checksum that the hub states for it.
-        mmap: let tensors share the pages of a safetensors file instead of copying them. Fast, and
-            several models of one file take its memory once; but a file that is cut short while it
-            is in use ends the process.
-        check_finite: search the values for NaN and infinity when they are read; None does so
-            unless they are mapped, when nothing is read on loading.
-        n_head: the number of heads, for a minGPT or makemore file without a config; where there is
-            one the two must agree.
+        verify: compare every file with the hash that the hub states for it.
+        n_head: the number of heads, for a minGPT or makemore file without a config.
+        mmap: let tensors share the pages of a safetensors file instead of copying them. This is
+            fast, and models of one file share its memory, but a file that is truncated while it is
+            in use ends the process.
+        check_finite: search tensors for NaN and infinity when they are read. None means True,
+            except with `mmap`, where loading reads no values.
 
     Raises:
-        CheckpointError: nothing there, unreadable, or tensors missing, left over, of the wrong
-            shape or data type; all of them listed, the first ten by name.
-        HubError: the hub could not be reached or lacks it.
-        ConfigError: the config is not understood, or it does not say enough.
+        CheckpointError: The source does not exist or cannot be read, or tensors are missing,
+            unexpected or of the wrong shape or data type. All of them are counted, and the first
+            ten are named.
+        HubError: The hub could not be reached or does not have it.
+        ConfigError: The config is malformed or incomplete, or contradicts the tensors or `n_head`.
     """
+    if isinstance(source, Checkpoint):
+        options = {"revision": revision, "verify": verify, "n_head": n_head, "mmap": mmap}
+        if late := [name for name, value in options.items() if value]:
+            raise CheckpointError(
+                f"{source.source} is already open. Pass {listed(late)} to open_checkpoint."
+            )
+        return source
     notes: list[str] = []
     weights = find_weights(source, revision, verify, notes)
-    beside = config_beside(weights)
-    files = open_files(weights, most_unpacked(beside))
-    checkpoint = checked(str(source), weights, beside, files, notes, n_head)
+    raw_config = read_config(weights)
+    contents = open_contents(weights, max_unpacked(raw_config))
+    checkpoint = check(str(source), contents, raw_config, notes, n_head)
     checkpoint.mmap = mmap
     checkpoint.check_finite = not mmap if check_finite is None else check_finite
     return checkpoint
 
 
-# The steps of it, which `inspect_checkpoint` takes one by one.
+# The steps of `open_checkpoint`, which `inspect_checkpoint` takes one by one.
 
 
-def config_beside(weights: Path) -> dict[str, Any] | None:
-    """The config.json in the weights' folder, if there is one."""
+def read_config(weights: Path) -> dict[str, Any] | None:
+    """The fields of the config.json beside the weights, if there is one."""
     path = weights.parent / CONFIG
     return read_json(path) if path.exists() else None
 
 
-def most_unpacked(beside: Mapping[str, Any] | None) -> int:
-    """The bytes that a pickle may unpack to by its config; 0 where that does not say so."""
-    known = beside is not None and is_hugging_face(beside)
+def max_unpacked(raw_config: Mapping[str, Any] | None) -> int:
+    """An upper bound on the bytes of a model with this config; 0 if it does not state its size."""
+    if raw_config is None or not is_hugging_face(raw_config):
+        return 0
     try:
-        return most_bytes(GPT2Config.from_dict(beside)) if beside is not None and known else 0
+        return most_bytes(GPT2Config.from_dict(raw_config))
     except ConfigError:
-        return 0  # it is told when the config is needed
+        return 0  # reported when the config is needed
 
 
-def checked(
+def check(
     source: str,
-    weights: Path,
-    beside: Mapping[str, Any] | None,
-    files: dict[Path, TensorFile],
+    contents: Contents,
+    raw_config: Mapping[str, Any] | None,
     notes: list[str],
     n_head: int | None = None,
 ) -> Checkpoint:
-    """The checkpoint in files that are open, once it has proved to be one."""
+    """Return the checkpoint in these files, provided that it is a GPT-2."""
     if n_head is not None and type(n_head) is not int:
-        raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more")
-    stored, model_args = by_name(files), model_args_of(files)
-    kind = kind_of(model_args, beside, stored)
-    check_family(weights, stored, facts_known=kind == HUGGING_FACE and beside is not None)
-    if kind == HUGGING_FACE:
-        config = _hugging_face_config(weights, beside, n_head)
+        raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more.")
+    weights, stored = contents.weights, contents.tensors()
+    kind = kind_of(contents.model_args, raw_config, stored)
+    is_foreign = kind != HUGGING_FACE
+    check_family(weights, stored, has_config=not is_foreign and raw_config is not None)
+    if is_foreign:
+        config, stored = translate(kind, contents, raw_config, n_head, notes)
     else:
-        config, stored = translated(kind, weights, stored, model_args, beside, n_head, notes)
+        path = weights.parent / CONFIG
+        if raw_config is None:
+            raise CheckpointError(f"{path} is missing. Put it beside the weights.")
+        config = config_of(raw_config, path)
+        if n_head not in (None, config.n_head):
+            raise ConfigError(
+                f"n_head is passed as {n_head}, but {path} has {config.n_head}. Leave out n_head "
+                "(--n-head)."
+            )
     check_depth(weights, config, len(stored))
-    drop_masks(stored, config, notes)
-    drop_other_heads(stored, notes)
-    config = settle_head(config, stored, notes)
+    drop_extra_tensors(stored, config, notes)
+    config = resolve_head(config, stored, notes)
     note_ids(config, notes)
     infos = check_tensors(weights, config, stored)
     if len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")
     return Checkpoint(source, weights, kind, config, infos, notes, False, True, stored)
-
-
-def _hugging_face_config(
-    weights: Path, beside: Mapping[str, Any] | None, n_head: int | None
-) -> GPT2Config:
-    if beside is None:
-        path = weights.parent / CONFIG
-        raise CheckpointError(f"{path} is missing; it belongs beside the weights")
-    config = config_of(beside, weights.parent / CONFIG)
-    if n_head not in (None, config.n_head):
-        raise ConfigError(
-            f"n_head is given as {n_head}, but {weights.parent / CONFIG} has {config.n_head}; "
-            "leave out n_head (--n-head)"
-        )
-    return config

@@ -82,7 +82,7 @@ def adapt_command(
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our data
         cls = load_target(target)
-        checkpoint = compat.open_checkpoint(source, revision, n_head=n_head)
+        checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, handle_users_errors(cls):

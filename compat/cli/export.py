@@ -54,9 +54,9 @@ def export_command(
     if folder is None:
         raise typer.BadParameter("No destination was passed. Pass SOURCE and DEST.")
     source = options.choose_source(source, model, default=None)
-    checkpoint = compat.open_checkpoint(source, revision, verify=verify, n_head=n_head)
+    checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     loaded = compat.load_pretrained(checkpoint, dialect, dtype=options.torch_dtype(dtype))
-    from compat.saving import has_tokenizer
+    from compat.checkpoint.layout import has_tokenizer
 
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
     notes = list(checkpoint.notes)

@@ -164,7 +164,7 @@ def generate_command(
             raise typer.BadParameter(fault)
     prompts = [] if prompt_file is None else read_prompts(prompt_file)
     sampling = compat.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    checkpoint = compat.open_checkpoint(model, revision, n_head=n_head)
+    checkpoint = compat.open_checkpoint(model, revision=revision, n_head=n_head)
     tokenizer = compat.load_tokenizer(checkpoint)
     texts = 8 if batch_size is None else batch_size
     if speculate or (prompt_file is None and n == 1):
@@ -194,9 +194,7 @@ def generate_command(
         return compat.stream_text(runs, tokenizer, prompt, **settings)
 
     def many(prompts: list[str]) -> Iterator[compat.Completion]:
-        return compat.generate_text(
-            runs, tokenizer, prompts, n=n, batch_size=texts, **settings
-        )
+        return compat.generate_text(runs, tokenizer, prompts, n=n, batch_size=texts, **settings)
 
     if prompt_file is not None:
         write_results(many, prompts, n, out, resume)

@@ -27,7 +27,9 @@ def load_command(
 ) -> None:
     """Load a checkpoint by name and show which tensor became which parameter."""
     source = options.choose_source(source, model)
-    checkpoint = compat.open_checkpoint(source, revision, verify=verify, mmap=mmap, n_head=n_head)
+    checkpoint = compat.open_checkpoint(
+        source, revision=revision, verify=verify, mmap=mmap, n_head=n_head
+    )
     loaded = compat.load_pretrained(checkpoint, dialect)
     parameters = list(loaded.parameters())
     count = sum(parameter.numel() for parameter in parameters)

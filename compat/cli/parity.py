@@ -78,7 +78,9 @@ def parity_command(
         options.exclude({"--engine": engine is not None, name: bool(given)})
     options.exclude({"--all": every, "--dialect": dialect is not None})
     options.exclude({"--json": as_json, "--quiet": quiet})
-    checkpoint = compat.open_checkpoint(source, revision, verify=verify, mmap=mmap, n_head=n_head)
+    checkpoint = compat.open_checkpoint(
+        source, revision=revision, verify=verify, mmap=mmap, n_head=n_head
+    )
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
             f"{length} ids are longer than the context of {context} positions that {source} has. "

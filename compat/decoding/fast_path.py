@@ -27,7 +27,7 @@ from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS, Model, conv1d, dialect_of, linear
 from compat.errors import GenerationError
-from compat.name_map import Transpose
+from compat.ops import Transpose
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:

@@ -23,7 +23,8 @@ from compat.layers import (
     position_ids,
     takes_config,
 )
-from compat.name_map import NameMap, Row, Same
+from compat.name_map import NameMap, Row
+from compat.ops import Same
 from compat.taps import Tap
 
 

@@ -20,7 +20,8 @@ from compat.layers import (
     position_ids,
     takes_config,
 )
-from compat.name_map import NameMap, Row, Same, Split, Transpose
+from compat.name_map import NameMap, Row
+from compat.ops import Same, Split, Transpose
 from compat.taps import Tap
 
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import CompatError, ParityError, short_repr
 from compat.layers import as_ids
-from compat.loading import Source, load_pretrained
+from compat.loading import load_pretrained
 from compat.parity.compare import Difference, TapResult, compare
 from compat.parity.decoded import prove_decoder
 from compat.parity.inputs import sequences
@@ -85,7 +85,9 @@ def check_parity(
         ParityError: the comparison cannot be made.
         CompatError: the checkpoint cannot be loaded.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision)
+    checkpoint = (
+        source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=revision)
+    )
     dtype = as_dtype(dtype)
     if isinstance(model_or_dialect, str):
         model_or_dialect = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)

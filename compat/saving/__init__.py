@@ -1,5 +1,5 @@
-"""Writing back: a model as Hugging Face's files, in a folder that is replaced whole."""
+"""Saving a model as Hugging Face's files, in a folder that is replaced as a whole."""
 
-from compat.saving.save import has_tokenizer, save_pretrained
+from compat.saving.save import save_pretrained
 
-__all__ = ["has_tokenizer", "save_pretrained"]
+__all__ = ["save_pretrained"]

@@ -1,4 +1,9 @@
-"""A folder replaced whole: whatever happens, it has all of its old contents or all of its new."""
+"""Replacing a folder as a whole: at any moment it has all its old contents or all its new ones.
+
+Two folders are swapped by `renameat2` (Linux) or `renamex_np` (macOS), which Python does not wrap.
+`os.replace` cannot replace a folder that is not empty, and replacing file by file would leave a
+mixture of two models when the process is killed in between.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from uuid import uuid4
 from compat.errors import CheckpointError
 
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
-# What a system or file system answers that cannot swap two folders, or lacks directory syncs.
-# Containers answer EPERM to system calls that they do not know.
+# Errors of a system or file system that cannot swap folders, or cannot sync them. Containers return
+# EPERM for system calls that they do not know.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 UNSUPPORTED_SYNC = UNSUPPORTED | {errno.EBADF, errno.EACCES}
-# Windows does not open folders, and syncs files only through descriptors that may write.
+# Windows does not open folders, and syncs files only through writable descriptors.
 OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 
 
@@ -26,35 +31,37 @@ OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 def replacing_folder(
     target: str | Path, superseded: Callable[[str], bool] = lambda name: False
 ) -> Iterator[Path]:
-    """An empty folder to write files into, which takes the place of `target` when the block ends.
+    """Yield an empty folder, which replaces `target` when the block ends.
 
-    It lies beside the target. What is written is flushed to the disk before it takes the target's
-    place, in one step: a crash, a kill or an error at any moment leaves the old folder whole, or
-    the new one. Only where the system cannot swap two folders is the old one moved out of the way
-    first; killed in that moment, it comes back with the next save.
+    The empty folder is beside the target. Its files are flushed to the disk before the two are
+    swapped in one step. After a crash, a kill or an error at any moment, the old folder or the new
+    one is complete. If the system cannot swap folders, the old one is moved away first; after a
+    kill in that moment, the next save restores it.
 
-    - Files of the old folder that are not written anew stay, as do its subfolders and its mode. Of
-      the files only those whose names are `superseded` go. Links stay links; they are never written
-      through. A target that is itself a link to a folder stays one.
-    - New files get the mode that the umask gives, whatever wrote them.
-    - Folders that killed processes left beside the target are removed, where the file system has
-      locks to tell them from those of living ones.
+    - Files that are not written again stay, except those that are `superseded`. Subfolders and the
+      mode of the folder stay. Links stay links, and are never written through. A target that is a
+      link to a folder stays one.
+    - New files get the mode that the umask allows, whatever wrote them.
+    - Temporary folders of killed processes are removed by the next save.
 
-    Linux and macOS, on their usual file systems, have all that this needs. Elsewhere less is
-    promised; the contents are never mixed, and an error still leaves the old folder.
+    Linux and macOS support all of this on their usual file systems. Elsewhere, contents are still
+    never mixed, and an error still leaves the old folder, but:
 
-    - Without `fcntl`, as on Windows, there are no locks: two processes must not save into the same
-      folder at the same time, and what killed processes left stays until it is removed by hand.
-    - Without a call that swaps two folders (`renameat2` on Linux, `renamex_np` on macOS) the old
-      folder is moved away first, as described above. For that moment readers find neither folder.
-    - Without directory syncs, as on Windows, a loss of power right after the block may leave the
-      old folder, or none under the target's name.
-    - Windows does not rename a folder in which a file is open or mapped, as the weights of a model
-      that was loaded with `mmap=True` are. This is an error, and the old folder stays.
+    - Without `fcntl` (Windows) there are no locks. Two processes must not save into the same folder
+      at the same time, and temporary folders of killed processes stay.
+    - Without a swap of folders, readers find neither folder for the moment between two renames.
+    - Without syncs of folders (Windows), a power failure right after the block may leave the old
+      folder, or none.
+    - Windows cannot rename a folder while a file in it is open or mapped, as with `mmap=True`. This
+      is an error, and the old folder stays.
+
+    Args:
+        target: the folder, which need not exist.
+        superseded: whether an existing file of this name is removed.
 
     Raises:
-        CheckpointError: the target is a file, the current folder or one around it, or cannot be
-            written; errors of the block that come from the system are told in the same way.
+        CheckpointError: The target is a file, is or contains the current folder, or cannot be
+            written. An OSError in the block becomes a CheckpointError.
     """
     lock, temporary = None, None
     try:
@@ -78,14 +85,14 @@ def replacing_folder(
             else "Free space there"
         )
         raise CheckpointError(
-            f"{target} cannot be written: {error}\n"
-            f"Nothing half-written is left. {next_step}, or name another folder."
+            f"{target} cannot be written: {error}.\n"
+            f"The old contents are unchanged. {next_step}, or use another folder."
         ) from error
     finally:
         try:
-            _remove(temporary)  # unfinished, or by now the old folder
+            _remove(temporary)  # the unfinished folder or, after the swap, the old one
         finally:
-            _remove(temporary)  # Ctrl-C may have come amid the first
+            _remove(temporary)  # again, in case Ctrl-C interrupted the first call
             if lock is not None:
                 os.close(lock)
 
@@ -95,15 +102,18 @@ def _beside(place: Path, kind: str, suffix: str) -> Path:
 
 
 def _check(place: Path) -> None:
-    """Nothing, or a folder that may be replaced."""
+    """Raise an error unless the place is free, or a folder that may be replaced."""
     if place.exists() and not place.is_dir():
-        raise CheckpointError(f"{place} is a file; expected a folder, or nothing there yet")
-    with suppress(FileNotFoundError):  # the current folder may be gone
+        raise CheckpointError(
+            f"{place} is a file; expected a folder, or nothing. Use another path."
+        )
+    with suppress(FileNotFoundError):  # the current folder may have been removed
         here = Path.cwd()
         if place == here or place in here.parents:
             raise CheckpointError(
-                f"{place} is the current folder or holds it, and would be replaced under the feet "
-                "of this process and its shell; write into a folder inside, or from elsewhere"
+                f"{place} is the current folder or contains it, and replacing it would leave this "
+                "process and its shell in a removed folder. Save into a folder inside it, or "
+                "change to another folder first."
             )
     if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
@@ -111,7 +121,7 @@ def _check(place: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, create: bool = False) -> Iterator[None]:
-    """One process at a time looks at what lies in the folder and changes it."""
+    """Let one process at a time change what is in the folder."""
     if create:
         folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder, wait=True)
@@ -123,21 +133,19 @@ def _locked(folder: Path, create: bool = False) -> Iterator[None]:
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:
-    """A lock that ends with this process, however it ends; None where another holds one.
+    """Lock a folder until the descriptor is closed or the process ends.
 
-    It is None, too, on systems without such locks.
+    Returns None if another process holds the lock, or the system has no locks.
     """
-    try:
-        import fcntl
-    except ImportError:
-        return None
     descriptor = None
     try:
+        import fcntl
+
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         held, descriptor = descriptor, None
         return held
-    except OSError:  # held by another, no folder, or a file system without locks
+    except (ImportError, OSError):
         return None
     finally:
         if descriptor is not None:
@@ -145,7 +153,7 @@ def _lock(folder: Path, wait: bool = False) -> int | None:
 
 
 def _clean(place: Path) -> None:
-    """Remove what killed processes left, and bring back an old folder that one had moved away."""
+    """Remove what killed processes left, and restore a folder that one had moved away."""
     for left in place.parent.glob(escape(_beside(place, "tmp", "").name) + "*"):
         if (lock := _lock(left)) is not None:
             _remove(left)
@@ -158,7 +166,7 @@ def _clean(place: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Give every file the mode that the umask gave the folder, and flush it to the disk."""
+    """Give every file the mode that the umask allows, and flush it to the disk."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.iterdir():
         path.chmod(mode)
@@ -166,14 +174,14 @@ def _settle(folder: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, superseded: Callable[[str], bool]) -> None:
-    """Put into the new folder what shall stay of the old one, by hard links where there are any."""
+    """Link (or else copy) into the new folder what stays of the old one."""
 
     def ignored(folder: str, names: list[str]) -> set[str]:
-        return {n for n in names if replaced(n)} if Path(folder) == old else set()
+        return {name for name in names if is_replaced(name)} if Path(folder) == old else set()
 
-    def replaced(name: str) -> bool:
+    def is_replaced(name: str) -> bool:
         is_folder = (old / name).is_dir() and not (old / name).is_symlink()
-        # Asked of the file system, which may not tell upper case from lower.
+        # The file system decides whether names differ, since it may ignore case.
         written = os.path.lexists(new / name)
         if is_folder and written:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(old / name))
@@ -194,13 +202,13 @@ def _carry_over(old: Path, new: Path, superseded: Callable[[str], bool]) -> None
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except (OSError, NotImplementedError):  # no hard links here, or not to another user's file
+    except (OSError, NotImplementedError):  # no hard links, or not to another user's file
         shutil.copy2(source, target)
         _flush(Path(target))
 
 
 def _put_in_place(temporary: Path, place: Path) -> None:
-    """The new folder under the target's name, and the old one, if any, under the temporary."""
+    """Give the new folder the target's name, and the old one the temporary name."""
     if not place.is_dir():
         temporary.rename(place)
     elif not _exchange(temporary, place):
@@ -214,7 +222,7 @@ def _put_in_place(temporary: Path, place: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders in one step; False where the system cannot."""
+    """Swap the names of two folders in one step; returns False if the system cannot."""
     try:
         import ctypes
 
@@ -235,7 +243,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Have the system write a file, or a folder's names where it can, to the disk now."""
+    """Flush a file or, if the system can, a folder to the disk."""
     is_folder = path.is_dir()
     if is_folder and not (OPENS_FOLDERS and os.access(path, os.R_OK)):
         return
@@ -250,7 +258,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove(folder: Path | None) -> None:
-    """Delete a folder, if it is there, with read-only folders in it; links are not followed."""
+    """Delete a folder if it exists, even if folders in it are read-only; links are not followed."""
     if folder is not None and not folder.is_symlink():
         for inner, _, _ in os.walk(folder):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A model written back as a Hugging Face checkpoint; a folder that was there is replaced whole."""
+"""Saving a model as a Hugging Face checkpoint, in a folder that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from torch import nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.checks import not_finite
-from compat.checkpoint.layout import HEAD, expected_shapes, saved_name
-from compat.config import GPT2Config
+from compat.checkpoint.layout import (
+    HEAD,
+    TOKENIZER_FILES,
+    expected_shapes,
+    has_tokenizer,
+    saved_name,
+)
+from compat.config import DTYPES, GPT2Config
 from compat.dialects import get_dialect
 from compat.errors import (
     CheckpointError,
     ConfigError,
     TokenizerError,
+    collapse_faults,
     described,
-    folded_faults,
     lines,
     listed,
 )
@@ -36,30 +42,16 @@ from compat.tokenizer import Tokenizer
 from compat.validation import check_module
 from compat.vocabulary import vocabulary_tables
 
-# The names under which `transformers` (of any version) and compat write the weights of a model, as
-# one file or in shards with an index, and those of its variants in another data type.
+# Names of weights that `transformers` (of any version) and compat write, as one file or in shards
+# with an index, also of variants in another data type.
 _VARIANT, _SHARD = r"(\.(fp16|bf16|fp32))?", r"(-\d{5}-of-\d{5})?"
+_STEMS = {"model": "safetensors", "pytorch_model": "bin", "tf_model": "h5", "flax_model": "msgpack"}
 WEIGHTS = re.compile(
     "|".join(
-        rf"{stem}{_VARIANT}{_SHARD}{_VARIANT}\.{ending}"
-        rf"|{stem}{_VARIANT}\.{ending}\.index{_VARIANT}\.json"
-        for stem, ending in (
-            ("model", "safetensors"),
-            ("pytorch_model", "bin"),
-            ("tf_model", "h5"),
-            ("flax_model", "msgpack"),
-        )
+        rf"{stem}{_VARIANT}({_SHARD}{_VARIANT}\.{ending}|\.{ending}\.index{_VARIANT}\.json)"
+        for stem, ending in _STEMS.items()
     )
 )
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def save_pretrained(
@@ -71,39 +63,39 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     config: GPT2Config | Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Write a model as `transformers` saves a GPT-2, and return the paths of the files written.
+    """Save a model as `transformers` saves a GPT-2, and return the paths of the files.
 
-    Everything is checked before anything is written, and the folder is replaced as a whole: see
-    `compat.saving.atomic.replacing_folder`, also for what is not promised on Windows. Of its old
-    files those are removed that hold a model's weights under exactly the names that `transformers`
-    writes (`model.safetensors`, `model-00001-of-00002.safetensors`, `model.fp16.safetensors`,
-    `model.safetensors.index.json` and the same for `pytorch_model.bin`, `tf_model.h5` and
-    `flax_model.msgpack`) and, where a tokenizer is given, those of the old one. All others stay:
-    a README, an optimizer's state, `model_ema.safetensors`, subfolders.
+    Everything is checked before anything is written, and the folder is replaced as a whole; see
+    `compat.saving.atomic.replacing_folder`, also for what Windows does not support. Existing files
+    are removed if they hold a model's weights under exactly the names that `transformers` writes
+    (`model.safetensors`, `model-00001-of-00002.safetensors`, `model.fp16.safetensors`,
+    `model.safetensors.index.json`, and the same for `pytorch_model.bin`, `tf_model.h5` and
+    `flax_model.msgpack`) and, if `tokenizer` is passed, if they are a tokenizer's. All others stay,
+    such as a README, an optimizer's state, `model_ema.safetensors` or subfolders.
 
     Args:
         model: a dialect's model, or any module with a name map.
-        folder: where; a link to a folder stays a link.
-        dialect_or_name_map: None for a dialect's model; for any other the name map, such as
+        folder: where to save; a link to a folder stays a link.
+        dialect_or_name_map: None for a dialect's model; for any other module its name map, such as
             `Adaptation.name_map`, or the name of the dialect whose parameter names it has.
-        tokenizer: a source whose tokenizer files are copied as they are, or a Tokenizer, whose
-            vocab.json and merges.txt are written. None writes no such files.
-        max_shard_size: bytes, or a text such as "5GB" or "200MB" (of 1000s), that no weights file
-            exceeds unless a single tensor does.
-        config: for a model that has no `config` of ours; what is not in the tensors, such as
-            `n_head`, comes from here.
+        tokenizer: a source whose tokenizer files are copied, or a Tokenizer, which is saved as
+            vocab.json and merges.txt. None saves no tokenizer.
+        max_shard_size: maximal size of a weights file that holds several tensors, in bytes or as
+            a text such as "5GB" or "200MB" (units of 1000).
+        config: for a model without a GPT2Config as its `config`; states `n_head` and other facts
+            that do not follow from the tensors.
 
     Raises:
-        NameMapError: parameters that the map does not name.
-        ConfigError: the model is not a module; no config, or one that contradicts the tensors.
-        CheckpointError: weights that are not finite or not floating-point, or a folder that cannot
-            be written.
-        TokenizerError: no tokenizer files, or a vocabulary that does not fit.
+        NameMapError: The map lacks parameters.
+        ConfigError: The model is not a module, or the config is missing or contradicts the tensors.
+        CheckpointError: Weights are not finite or not floating-point, or the folder cannot be
+            written.
+        TokenizerError: There are no tokenizer files, or the vocabulary does not fit.
     """
     limit = parse_size(max_shard_size)
     check_module(model)
     if not isinstance(folder, str | os.PathLike):
-        raise CheckpointError(f"folder is {described(folder)}; expected a path")
+        raise CheckpointError(f"folder is {described(folder)}; expected a path.")
     _check_parameters(model)
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
@@ -126,35 +118,29 @@ def save_pretrained(
     return [Path(folder) / name for name in (*names, *small)]
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
-    whole = (["tokenizer.json"], ["vocab.json", "merges.txt"])
-    return any(all((folder / name).is_file() for name in names) for names in whole)
-
-
 def _check_parameters(model: nn.Module) -> None:
-    """Dense, floating-point, finite: what every reader of a checkpoint can take."""
+    """Parameters are dense, floating-point and finite, so that every program can read them."""
     faults = []
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             faults.append((name, "on the meta device, without values; load its weights first"))
-        elif parameter.dtype not in DTYPES or parameter.layout != torch.strided:
+        elif parameter.dtype not in DTYPES.values() or parameter.layout != torch.strided:
             kind = str(parameter.dtype).removeprefix("torch.")
             faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
         elif fault := not_finite(parameter.detach()):
             faults.append((name, fault))
     if faults:
         headline = f"{type(model).__name__} cannot be saved:"
-        raise CheckpointError(lines(headline, folded_faults(faults)))
+        raise CheckpointError(lines(headline, collapse_faults(faults)))
 
 
 def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HFTensor]) -> None:
-    """The tensors are those of a GPT-2 of this config."""
+    """The tensors are those of a GPT-2 with this config."""
     expected = expected_shapes(config)
     if config.tie_word_embeddings:
         del expected[HEAD]
     faults = [(name, "the model has none") for name in expected if name not in tensors]
-    faults += [(name, "the config has no room for it") for name in tensors if name not in expected]
+    faults += [(name, "the config has no place for it") for name in tensors if name not in expected]
     faults += [
         (name, f"found {list(tensor.like.shape)}, expected {list(expected[name])}")
         for name, tensor in tensors.items()
@@ -162,41 +148,40 @@ def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HF
     ]
     if faults:
         headline = f"the config does not fit {type(model).__name__}:"
-        raise ConfigError(lines(headline, folded_faults(faults)))
+        raise ConfigError(lines(headline, collapse_faults(faults)))
 
 
 def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[str, str]:
-    """config.json, with the data type to load in, and generation_config.json."""
+    """The contents of config.json, with the data type to load in, and generation_config.json."""
     dtype = reduce(torch.promote_types, (tensor.like.dtype for tensor in tensors.values()))
     fields = {**config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
-    return {"config.json": _dumped(fields), "generation_config.json": _dumped(generation)}
+    return {"config.json": _as_json(fields), "generation_config.json": _as_json(generation)}
 
 
 def _tokenizer_files(
     tokenizer: str | Path | Checkpoint | Tokenizer | None, config: GPT2Config
 ) -> dict[str, str | Path]:
-    """The files to write: those to be copied, or the content of new ones."""
+    """Name → content, or the path of a file to copy."""
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, Tokenizer):
         return _vocabulary_files(tokenizer, config)
-    if isinstance(tokenizer, Checkpoint):
-        folder = tokenizer.folder
-    elif not isinstance(tokenizer, str | os.PathLike):
+    if not isinstance(tokenizer, str | os.PathLike | Checkpoint):
         raise TokenizerError(
-            f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one: a "
-            "hub id, a folder or 'demo'"
+            f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one (a "
+            "hub id, a folder or 'demo')."
         )
-    elif tokenizer != "demo" and Path(tokenizer).is_dir():
-        folder = Path(tokenizer)
+    is_folder = isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).is_dir()
+    if is_folder and tokenizer != "demo":  # it need not hold weights
+        folder = Path(str(tokenizer))
     else:
         folder = open_checkpoint(tokenizer).folder
     if not has_tokenizer(folder):
         raise TokenizerError(
-            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; leave `tokenizer` out "
-            "to write none"
+            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt. Leave out `tokenizer` "
+            "to save none."
         )
     return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
 
@@ -205,15 +190,16 @@ def _vocabulary_files(tokenizer: Tokenizer, config: GPT2Config) -> dict[str, str
     vocab, merges, added = vocabulary_tables(tokenizer.vocabulary)
     if added:
         raise TokenizerError(
-            f"vocab.json and merges.txt cannot hold the special tokens {listed(list(added))}; give "
-            "the folder that the tokenizer was loaded from"
+            f"vocab.json and merges.txt cannot hold the special tokens {listed(list(added))}. Pass "
+            "the folder that the tokenizer was loaded from."
         )
     if (highest := max(vocab.values())) >= config.vocab_size:
         raise TokenizerError(
-            f"the tokenizer has id {highest}, the config a vocab_size of {config.vocab_size}"
+            f"the tokenizer has id {highest}, but the config a vocab_size of {config.vocab_size}. "
+            "Pass the model's own tokenizer."
         )
-    return {"vocab.json": _dumped(vocab), "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}
+    return {"vocab.json": _as_json(vocab), "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}
 
 
-def _dumped(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files, no larger than a limit, and the index of several."""
+"""Writing tensors to safetensors files of limited size, with an index if there are several."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number, or from a text such as "5GB" or "0.5 MB" in units of 1000s.
+    """Return a number of bytes from an int or a text such as "5GB" or "0.5 MB" (units of 1000).
 
     Raises:
-        ConfigError: anything else, or less than one byte.
+        ConfigError: It is anything else, or less than one byte.
     """
     found: float = 0
     if type(size) is int:
         found = size
     elif isinstance(size, str) and (
-        read := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", size.strip().upper(), re.ASCII)
+        match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", size.strip().upper(), re.ASCII)
     ):
-        found = float(read[1]) * UNITS.get(read[2], 1)
+        found = float(match[1]) * UNITS.get(match[2], 1)
     if found < 1:
         raise ConfigError(
-            f"max_shard_size is {size!r}; expected a number of bytes from 1 on, or a text such as "
-            "'5GB', '200MB' or '20KB'"
+            f"max_shard_size is {size!r}; expected a number of bytes from 1, or a text such as "
+            "'5GB', '200MB' or '20KB'."
         )
     return int(found)
 
 
 def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """The names of each shard, filled in order; what is larger than the limit gets one alone."""
+    """Return the names in each shard, filled in order; a larger tensor has a shard of its own."""
     shards: list[list[str]] = []
     current: list[str] = []
     room = limit
@@ -56,7 +56,7 @@ def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, HFTensor], limit: int) -> list[str]:
-    """Write model.safetensors, or shards and their index; return the files' names.
+    """Write model.safetensors, or shards and their index, and return the files' names.
 
     Only one shard at a time is in memory beside the model.
     """
@@ -82,14 +82,14 @@ def write_shards(folder: Path, tensors: Mapping[str, HFTensor], limit: int) -> l
 
 def _write(path: Path, tensors: Mapping[str, HFTensor], names: Sequence[str]) -> None:
     made: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    storages: set[int] = set()
     for name in names:
         tensor = tensors[name].make().cpu().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share their memory, such as views of one flat buffer.
-        made[name] = tensor.clone() if memory in taken else tensor
-        taken.add(memory)
+        storage = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, such as views of one flat buffer.
+        made[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
     try:
         save_file(made, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps what the system says
+    except SafetensorError as error:  # it wraps errors of the system
         raise OSError(f"{path.name}: {error}") from error

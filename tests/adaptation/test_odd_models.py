@@ -262,7 +262,10 @@ def sized(**sizes: int) -> Build:
 # Each model, with a part of the message of every finding that is expected.
 FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "width": (sized(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48, but the checkpoint has 24"}),
-    "narrower": (sized(emb_dim=12), {"n_embd_mismatch": "emb_dim is 12, but the checkpoint has 24"}),
+    "narrower": (
+        sized(emb_dim=12),
+        {"n_embd_mismatch": "emb_dim is 12, but the checkpoint has 24"},
+    ),
     "width in a config": (
         lambda: Configured({"d_model": 48, "vocab_size": 50}),
         {"n_embd_mismatch": "d_model is 48, but the checkpoint has 24", "vocab_mismatch": "of 50"},

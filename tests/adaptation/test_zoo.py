@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compat import AdaptError, NameMap, adapt, load_into, to_hf_state_dict
-from compat.name_map import Op
+from compat.ops import Op
 from tests.adaptation.catalogue import MODELS
 from tests.adaptation.common import (
     ACCEPTED,

@@ -58,7 +58,7 @@ MERGES = ["t h", "th e", "i n"]
 
 
 def state() -> State:
-    """Every tensor under Hugging Face's name, all of them noise, always the same."""
+    """Every tensor under Hugging Face's name, with the same noise on every call."""
     generator = torch.Generator().manual_seed(4)
     shapes = ENDS | {f"h.{i}.{k}": shape for i in range(LAYERS) for k, shape in BLOCK.items()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -69,16 +69,16 @@ def prefixed(tensors: State) -> State:
 
 
 def linear(tensors: State) -> State:
-    """The same with projections as `nn.Linear` has them, and a head of its own."""
-    turned = {
+    """The same with the projections of `nn.Linear` and an untied head."""
+    transposed = {
         name: tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
         for name, tensor in tensors.items()
     }
-    return {**turned, "lm_head.weight": tensors["wte.weight"].clone()}
+    return {**transposed, "lm_head.weight": tensors["wte.weight"].clone()}
 
 
 def vocab() -> dict[str, int]:
-    """The 256 bytes as GPT-2 writes them, then what the merges make, then end-of-text."""
+    """The 256 bytes in GPT-2's characters, then the results of merges, then end-of-text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [chr(256 + i) for i in range(256 - len(printable))]
     tokens = [*map(chr, printable), *hidden, *(m.replace(" ", "") for m in MERGES)]

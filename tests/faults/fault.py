@@ -1,4 +1,4 @@
-"""A fault: how a correct checkpoint is broken, and the one thing that must come of it."""
+"""A fault: how a valid checkpoint is broken, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to the folder, and what has to come of it.
+    """A change of a folder, and the expected outcome.
 
     Args:
         breaks: breaks the folder, and may return what is to be opened instead of it.
@@ -35,7 +35,7 @@ class Fault:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Change the header of a safetensors file; its length is told right, its data stays."""
+    """Change the header of a safetensors file; the stated length is right, and the data stays."""
 
     def breaks(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()

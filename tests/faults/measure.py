@@ -1,4 +1,4 @@
-"""Opens broken checkpoints in a process of its own and says what came of each, and at what cost."""
+"""Opens broken checkpoints in a separate process and reports outcome, time and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM_MB = 1024
 
 
 def opened(source: Path) -> list[str]:
-    """All that a checkpoint is opened for; the notes of it."""
+    """Open a checkpoint, load a model and a tokenizer, and return the notes."""
     checkpoint = open_checkpoint(source)
     load_pretrained(checkpoint, "linear")
     load_pretrained(checkpoint, "conv1d")
@@ -26,7 +26,7 @@ def opened(source: Path) -> list[str]:
 
 
 def came_of(source: Path) -> dict[str, object]:
-    """The error or the notes, the seconds and the MB on top of what was there."""
+    """The error or the notes, the seconds, and the additional MB."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, start = status("VmRSS"), time.perf_counter()
     error, text = None, ""
@@ -39,7 +39,7 @@ def came_of(source: Path) -> dict[str, object]:
 
 
 def main(sound: Path, sources: Path) -> None:
-    """Open each path of a JSON list of them, after one that is sound."""
+    """Open each path of a JSON list, after a valid checkpoint."""
     warnings.simplefilter("error")
     opened(sound)  # imports are nobody's fault
     most = (status("VmSize") << 10) + (ROOM_MB << 20)

@@ -11,7 +11,7 @@ from compat.errors import ConfigError
 from tests.faults.fault import Fault, content, tensors, values
 
 CONFIG = "config.json"
-_UNREADABLE = (CONFIG, "cannot be read as JSON", "fetch or write it again")
+_UNREADABLE = (CONFIG, "cannot be read as JSON", "write it again")
 
 
 def _field(name: str, value: Any, *says: str) -> Fault:
@@ -19,7 +19,7 @@ def _field(name: str, value: Any, *says: str) -> Fault:
 
 
 def _raw(name: str, text: str) -> Callable[[Path], None]:
-    """A value written as it stands, for what json.dumps does not write."""
+    """A value as JSON text, for values that json.dumps cannot write."""
 
     def breaks(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())
@@ -35,7 +35,7 @@ def _twice(folder: Path) -> None:
 
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
-_SHAPES = "does not hold the tensors that its config asks for"
+_SHAPES = "does not hold the tensors that its config requires"
 
 FAULTS = {
     "config: empty": Fault(content(CONFIG, b""), _UNREADABLE),
@@ -102,7 +102,7 @@ FAULTS = {
         values(CONFIG, n_layer=3), (_SHAPES, "12 missing: h.2.ln_1.weight", "and 2 more")
     ),
     "config: n_layer too low": Fault(
-        values(CONFIG, n_layer=1), (_SHAPES, "12 left over: h.1.", "and 2 more")
+        values(CONFIG, n_layer=1), (_SHAPES, "12 unexpected: h.1.", "and 2 more")
     ),
     "config: a large vocab_size": Fault(
         values(CONFIG, vocab_size=2**31 - 1), (_SHAPES, "vocab_size 2147483647, the tensor 262")

@@ -18,7 +18,7 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
 
 
 def _shard_named(name: str) -> Callable[[Path], None]:
-    """The index sends for one tensor to another place."""
+    """The index names another file for one tensor."""
 
     def breaks(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -29,7 +29,7 @@ def _shard_named(name: str) -> Callable[[Path], None]:
 
 
 def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else in a file's place."""
+    """Replace a file by something else."""
 
     def breaks(folder: Path) -> None:
         (folder / name).unlink()
@@ -39,7 +39,7 @@ def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None
 
 
 def _opened(name: str, make: Callable[[Path], object]) -> Callable[[Path], Path]:
-    """The same, and it is what is opened."""
+    """The same, and open that path."""
 
     def breaks(folder: Path) -> Path:
         _instead(name, make)(folder)
@@ -53,7 +53,7 @@ def _zeros(path: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    """A tensor in another shard than the index says."""
+    """Move a tensor to another shard than the index says."""
     first, second = load_file(folder / FIRST), load_file(folder / SECOND)
     name = next(iter(first))
     save_file({**second, name: first.pop(name)}, folder / SECOND)
@@ -99,7 +99,7 @@ _ODD = ("", ".", "..", "a\\b.safetensors", "a\0b", "a\x1b[2J", "\ud800")
 
 FAULTS = {
     "folder: nothing there": Fault(
-        lambda folder: folder / "nowhere", ("nowhere", "neither a folder, a file nor a hub id")
+        lambda folder: folder / "nowhere", ("nowhere does not exist", "is not a hub id")
     ),
     "folder: no weights": Fault(without(WEIGHTS), ("holds no weights", WEIGHTS)),
     "folder: a file of another kind": Fault(
@@ -136,7 +136,7 @@ FAULTS = {
         without(SECOND), (f"lacks {SECOND}, 1 of the 2",), layout="shards"
     ),
     "shards: all missing": Fault(
-        without(FIRST, SECOND), (FIRST, SECOND, "2 of the 2", "fetch them"), layout="shards"
+        without(FIRST, SECOND), (FIRST, SECOND, "2 of the 2", "Download them"), layout="shards"
     ),
     "shards: one that is a pipe": Fault(
         _instead(SECOND, os.mkfifo), ("lacks", SECOND), layout="shards"
@@ -154,7 +154,7 @@ FAULTS = {
         for name in (*_OUTSIDE, *_ODD)
     },
     "shards: a tensor in another one": Fault(
-        _moved, (INDEX, "1 not in the shard it names", "Fetch or export"), layout="shards"
+        _moved, (INDEX, "1 not in the shard it names", "Download or export"), layout="shards"
     ),
     "shards: a tensor in two": Fault(_twice, ("a second time",), layout="shards"),
     "shards: a tensor in none": Fault(
@@ -180,7 +180,7 @@ FAULTS = {
         values(INDEX, weight_map={}), (INDEX, "has 0 tensors, fewer than"), layout="shards"
     ),
     "index: empty": Fault(
-        content(INDEX, b""), (INDEX, "cannot be read as JSON", "fetch"), layout="shards"
+        content(INDEX, b""), (INDEX, "cannot be read as JSON", "Download"), layout="shards"
     ),
     "index: no JSON": Fault(
         content(INDEX, b"{"), (INDEX, "cannot be read as JSON"), layout="shards"

@@ -36,7 +36,7 @@ _DOUBLING = b"\x80\x02})" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) 
 _BYTEARRAY = b"\x80\x02}X\x01\0\0\0acbuiltins\nbytearray\nJ\0\xca\x9a;\x85Rs."
 _UNFILLED = b"\x80\x02}X\x0a\0\0\0wte.weightctorch\nFloatTensor\nJ\0\0\0\x10\x85Rs."
 _NOT_PLAIN = (PICKLE, "holds no plain dictionary of named tensors", "state_dict()")
-_NO_DATA = (PICKLE, "wte.weight", "no dense tensors with data of their own")
+_NO_DATA = (PICKLE, "wte.weight", "not dense or have no data of their own")
 
 FAULTS = {
     "pickle: empty": Fault(cut(PICKLE, 0), _UNREADABLE, layout="bin"),
@@ -49,27 +49,27 @@ FAULTS = {
     "pickle: two bytes": Fault(content(PICKLE, b"h\n"), _UNREADABLE, layout="bin"),
     "pickle: code by torch.save": Fault(
         pickled(lambda folder: {"wte.weight": Malice(folder)}),
-        (*_UNREADABLE, "getattr", "not run"),
+        (*_UNREADABLE, "getattr", "not executed"),
         layout="bin",
     ),
     "pickle: code by torch.save, old style": Fault(
         pickled(lambda folder: {"wte.weight": Malice(folder)}, **OLD),
-        (*_UNREADABLE, "not run"),
+        (*_UNREADABLE, "not executed"),
         layout="legacy",
     ),
     "pickle: code by eval": Fault(
         pickled(lambda folder: {**state(), "x": MaliceByEval(folder)}),
-        (*_UNREADABLE, "eval", "not run"),
+        (*_UNREADABLE, "eval", "not executed"),
         layout="bin",
     ),
     "pickle: code by pickle": Fault(plain_pickle, _UNREADABLE, layout="bin"),
     "pickle: code beside nanoGPT's tensors": Fault(
         lambda folder: torch.save({**nanogpt(), "config": Malice(folder)}, folder / "ckpt.pt"),
-        ("ckpt.pt", "not run"),
+        ("ckpt.pt", "not executed"),
         layout="nanogpt",
     ),
     "pickle: a module": Fault(
-        pickled(lambda folder: torch.nn.Linear(2, 2)), (*_UNREADABLE, "not run"), layout="bin"
+        pickled(lambda folder: torch.nn.Linear(2, 2)), (*_UNREADABLE, "not executed"), layout="bin"
     ),
     "pickle: a list": Fault(pickled(lambda folder: [torch.ones(2)]), _NOT_PLAIN, layout="bin"),
     "pickle: a tensor": Fault(pickled(lambda folder: torch.ones(2)), _NOT_PLAIN, layout="bin"),
@@ -223,7 +223,7 @@ FAULTS = {
         lambda folder: (
             (folder / PICKLE).write_bytes((folder / PICKLE).read_bytes() + b"\0") and None
         ),
-        (PICKLE, "its tensors need", "download it again"),
+        (PICKLE, "its tensors need", "Download it again"),
         layout="legacy",
     ),
     "old style: a bytearray of 1 GB": Fault(
@@ -232,13 +232,13 @@ FAULTS = {
     "old style: loads": Fault(lambda folder: None, (), None, layout="legacy"),
     "nanoGPT: arguments that are a list": Fault(
         nano(model_args=[1]),
-        ("ckpt.pt", "model_args is no dictionary"),
+        ("ckpt.pt", "model_args is not a dictionary"),
         ConfigError,
         layout="nanogpt",
     ),
     "nanoGPT: 10^9 layers": Fault(
         nano(model_args={**nanogpt()["model_args"], "n_layer": 10**9}),
-        ("ckpt.pt", "n_layer", "1000000000", "check"),
+        ("ckpt.pt", "n_layer", "1000000000", "Check"),
         ConfigError,
         layout="nanogpt",
     ),

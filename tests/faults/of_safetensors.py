@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.faults.fault import PICKLE, WEIGHTS, Fault, content, cut, header, sparse, write_header
 
-_UNREADABLE = (WEIGHTS, "cannot be read as safetensors", "download or export it again")
+_UNREADABLE = (WEIGHTS, "cannot be read as safetensors", "export it again")
 
 
 def _set(name: str, **fields: Any) -> Any:
@@ -17,7 +17,7 @@ def _set(name: str, **fields: Any) -> Any:
 
 
 def _length(told: int) -> Any:
-    """Another length of the header than it has."""
+    """State a wrong length of the header."""
 
     def breaks(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()

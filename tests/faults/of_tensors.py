@@ -1,4 +1,4 @@
-"""Faults of the tensors themselves: their names, shapes, data types and values."""
+"""Faults of the tensors: their names, shapes, data types and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.faults.builder import C, State, V
 from tests.faults.fault import WEIGHTS, Fault, tensors
 
-_NOT_ASKED = (WEIGHTS, "does not hold the tensors that its config asks for", "Check that")
+_NOT_ASKED = (WEIGHTS, "does not hold the tensors that its config requires", "Check that")
 C_FC = "h.1.mlp.c_fc.weight"
 
 
@@ -53,28 +53,28 @@ FAULTS = {
         tensors(lambda state: None, tie_word_embeddings=False),
         (*_NOT_ASKED, "1 missing: lm_head.weight"),
     ),
-    "tensors: one left over": Fault(
-        _with("h.0.adapter", torch.ones(2)), (*_NOT_ASKED, "1 left over: h.0.adapter")
+    "tensors: one unexpected": Fault(
+        _with("h.0.adapter", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.0.adapter")
     ),
     "tensors: one renamed": Fault(
         _renamed("h.0.ln_1.weight", "h.0.ln1.weight"),
-        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 left over: h.0.ln1.weight"),
+        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.0.ln1.weight"),
     ),
     "tensors: a layer with a zero in front": Fault(
         _renamed("h.0.ln_1.weight", "h.00.ln_1.weight"),
-        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 left over: h.00.ln_1.weight"),
+        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.00.ln_1.weight"),
     ),
     "tensors: a layer of 5,000 digits": Fault(
-        _with(f"h.{'1' * 5000}.x", torch.ones(2)), (*_NOT_ASKED, "1 left over: h.111")
+        _with(f"h.{'1' * 5000}.x", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.111")
     ),
     "tensors: a name of a megabyte": Fault(
-        _with("x" * 1_000_000, torch.ones(2)), (*_NOT_ASKED, "1 left over: xxx")
+        _with("x" * 1_000_000, torch.ones(2)), (*_NOT_ASKED, "1 unexpected: xxx")
     ),
     "tensors: a name that clears the screen": Fault(
-        _with("h.0.\x1b[2J\n", torch.ones(2)), (*_NOT_ASKED, "1 left over: h.0.\\x1b[2J")
+        _with("h.0.\x1b[2J\n", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.0.\\x1b[2J")
     ),
     "tensors: a name with and without prefix": Fault(
-        _twice, (WEIGHTS, "ln_f.bias a second time", "each belongs once")
+        _twice, (WEIGHTS, "ln_f.bias a second time", "with each tensor once")
     ),
     "tensors: transposed": Fault(
         tensors(lambda state: state.update({C_FC: state[C_FC].t()})),

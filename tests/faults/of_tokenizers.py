@@ -41,7 +41,7 @@ def _token_twice(folder: Path) -> None:
 
 
 def _doubling(folder: Path) -> None:
-    """Every merge makes a token of twice the length: checking them takes the square of it."""
+    """Every merge doubles the length of the token; checking is quadratic in it."""
     tokens = ["a" * 2**k for k in range(1, 20)]
     table = {token: i for i, token in enumerate([*list(vocab())[:256], *tokens])}
     write_json(folder / VOCAB, table)
@@ -82,12 +82,12 @@ FAULTS = {
     "vocab: 1 GB of nothing": _fault(sparse(VOCAB, 1 << 30), VOCAB, "bytes; expected at most"),
     "vocab: without one of the bytes": _fault(_without_a_byte, "lacks 1 of the 256 bytes", "'Ġ'"),
     "vocab: a token twice": _fault(_token_twice, VOCAB, "it names 'th' twice"),
-    "vocab: an id twice": _fault(values(VOCAB, the=256), "id 256 is given to 'th' and to 'the'"),
+    "vocab: an id twice": _fault(values(VOCAB, the=256), "id 256 belongs to 'th' and to 'the'"),
     "vocab: an id that is negative": _fault(values(VOCAB, the=-1), "'the' has id -1; expected"),
     "vocab: an id that is a word": _fault(values(VOCAB, the="257"), "'the' has id '257'; expected"),
     "vocab: an id with a point": _fault(values(VOCAB, the=257.0), "'the' has id 257.0; expected"),
     "vocab: an id beyond the embedding": _fault(
-        values(VOCAB, the=262), "the tokenizer has id 262, config.json a vocab_size of 262"
+        values(VOCAB, the=262), "the tokenizer has id 262, but config.json a vocab_size of 262"
     ),
     "vocab: an id of 10^30": _fault(values(VOCAB, the=10**30), "config.json a vocab_size of 262"),
     "merges: 1 GB of nothing": _fault(sparse(MERGES, 1 << 30), MERGES, "bytes; expected at most"),
@@ -99,7 +99,7 @@ FAULTS = {
         content(MERGES, b"x y"), "merge 1 makes 'xy'", "no id"
     ),
     "merges: one twice": _fault(
-        content(MERGES, b"t h\nt h"), "merge 2 makes 'th'", "there already"
+        content(MERGES, b"t h\nt h"), "merge 2 makes 'th'", "exists already"
     ),
     "merges: in another order": _fault(content(MERGES, b"th e\nt h"), "merge 1 is 'th e'"),
     "merges: tokens of half a million bytes": _fault(_doubling, "tokens of up to 524,288 bytes"),

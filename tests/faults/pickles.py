@@ -1,4 +1,4 @@
-"""What the faults of `.bin` and `.pt` files are made of: payloads, archives, pickles by hand."""
+"""Building blocks of faulty `.bin` and `.pt` files: payloads, archives, hand-made pickles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARK = "a payload was run"
 
 
 class Malice:
-    """Unpickled the ordinary way, it makes a folder beside the weights."""
+    """Unpickling it with `pickle` makes a folder beside the weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Malice:
 
 
 class MaliceByEval:
-    """The same, by builtins.eval, which is a name like any other to a pickle."""
+    """The same by builtins.eval, which a pickle can call like any function."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ def compressed(folder: Path) -> None:
 
 
 def two_ends(folder: Path) -> None:
-    """Python's reader takes the directory before the end, PyTorch's the one that the end names."""
+    """Python's reader uses the directory before the end, PyTorch's the one that the end names."""
     hidden = io.BytesIO()
     with zipfile.ZipFile(hidden, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}." + bytes(50_000_000))
@@ -88,7 +88,7 @@ def two_ends(folder: Path) -> None:
 
 
 def old_style(first: bytes, keys: bytes = b"]", data: bytes = b"") -> Callable[[Path], None]:
-    """A file of before torch 1.6 around a pickle of tensors."""
+    """A legacy file (before torch 1.6) around a pickle of tensors."""
     start = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
     return content(PICKLE, start + first + b"\x80\x02" + keys + b"." + data)
 
@@ -132,7 +132,7 @@ def trailing(folder: Path) -> None:
 
 
 def keys_as(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
-    """An old-style file that lists other keys of the data that follows; all of it is there."""
+    """A legacy file that lists other storage keys; the data is complete."""
 
     def breaks(folder: Path) -> None:
         data, start = (folder / PICKLE).read_bytes(), b"\x80\x02]q\x00("
@@ -146,7 +146,7 @@ def keys_as(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
 
 
 def flagged(folder: Path) -> None:
-    """An entry of the archive that claims to be a folder, and is none."""
+    """An entry of the archive that claims to be a folder but is not."""
     data = (folder / PICKLE).read_bytes()
     at = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/3")) + 38
     (folder / PICKLE).write_bytes(data[:at] + b"\x10" + data[at + 1 :])

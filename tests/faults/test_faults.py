@@ -1,4 +1,4 @@
-"""Every fault has its one outcome, within 2 seconds and 200 MB; no code in a file is run."""
+"""Every fault has its expected outcome within 2 seconds and 200 MB; no code is executed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Outcome = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint for each fault, broken; what is to be opened of it."""
+    """Fault → the path to open of a checkpoint with this fault."""
     top, found = tmp_path_factory.mktemp("faults"), {}
     for number, (name, fault) in enumerate(FAULTS.items()):
         folder = build(top / f"broken-{number}", fault.layout)
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outcomes(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """What came of each, from a process that starts again behind a fault that ends it."""
+    """Fault → outcome, from a subprocess that is restarted after a fault that ends it."""
     here = tmp_path_factory.mktemp("measured")
     sound, left, found = build(here / "sound"), list(folders), {}
     while left:
@@ -88,7 +88,7 @@ def test_a_fault_has_its_one_outcome(
     assert outcome["mb"] < MOST_MB
 
 
-def test_no_code_in_any_of_them_was_run(
+def test_no_code_in_any_of_them_was_executed(
     outcomes: dict[str, Outcome], folders: dict[str, Path]
 ) -> None:
     assert outcomes.keys() == FAULTS.keys()
@@ -98,10 +98,10 @@ def test_no_code_in_any_of_them_was_run(
 
 @pytest.mark.parametrize("kind", [Malice, MaliceByEval])
 @pytest.mark.parametrize("writer", ["pickle", "zip", "old style"])
-def test_the_payloads_run_where_nothing_stops_them(
+def test_the_payloads_run_if_nothing_stops_them(
     tmp_path: Path, kind: type[Malice | MaliceByEval], writer: str
 ) -> None:
-    """Else the test above would show nothing."""
+    """Without this, the test above would prove nothing."""
     path = tmp_path / "payload"
     if writer == "pickle":
         path.write_bytes(pickle.dumps(kind(tmp_path), protocol=2))
@@ -112,6 +112,6 @@ def test_the_payloads_run_where_nothing_stops_them(
     assert (tmp_path / MARK).exists()
 
 
-def test_every_outcome_is_an_error_of_compats_or_none() -> None:
+def test_every_outcome_is_a_compat_error_or_none() -> None:
     for fault in FAULTS.values():
         assert fault.error is None or fault.error.__name__ in vars(compat.errors)

@@ -1,4 +1,4 @@
-"""Loaders with one mistake each, which the harness has to find."""
+"""Loaders with one mistake each, which the harness must find."""
 
 from __future__ import annotations
 

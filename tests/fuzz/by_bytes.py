@@ -1,4 +1,4 @@
-"""Mutations that know nothing of a file but its bytes."""
+"""Mutations of the bytes of any file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ODD = [*(b"\x00", b"\xff", b"\n", b'"', b"{", b"}", b"["), b"\x7f\xff\xff\xff",
 
 
 def mutate_bytes(data: bytes, rng: Random, other: bytes) -> bytes:
-    """A few changes at any places; `other` is another file to splice with."""
+    """A few changes at random positions; `other` is another file to splice with."""
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         data = rng.choice(_CHANGES)(data, rng, other)
     return data

@@ -1,4 +1,4 @@
-"""Mutations of JSON: values of other kinds and sizes, keys twice, lost or exchanged."""
+"""Mutations of JSON: other values, and repeated, missing or exchanged keys."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class Raw(str):
-    """Text that stands for itself, whether it is JSON or not."""
+    """Literal text, which need not be JSON."""
 
 
 class Pairs(list[Any]):
-    """An object's keys and values: in order, and a key may stand twice."""
+    """An object's keys and values in order; a key may be repeated."""
 
 
 ODD = [
@@ -29,7 +29,7 @@ ODD = [
 
 
 def mutate_json(data: bytes, rng: Random) -> bytes:
-    """A few changes anywhere in a JSON text, or the same text when it is none."""
+    """A few changes anywhere in a JSON text; other text is returned unchanged."""
     try:
         value = json.loads(data, object_pairs_hook=Pairs, parse_float=Raw)
     except ValueError:
@@ -102,7 +102,7 @@ def _dump(value: Any, depth: int = 0) -> str:
 
 
 def mutate_header(data: bytes, rng: Random) -> bytes:
-    """The same in the header of a safetensors file, whose length is mostly told right."""
+    """The same in the header of a safetensors file, whose stated length is mostly right."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = mutate_json(data[8:end], rng)
     header += b" " * rng.choice((0, 0, -len(header) % 8))

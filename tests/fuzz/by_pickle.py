@@ -61,7 +61,7 @@ def _occurrences(data: bytes, signature: bytes) -> list[int]:
 
 
 def _rewritten(data: bytes, rng: Random, pickle: bytes | None = None) -> bytes:
-    """By Python's zipfile: perhaps compressed, with an entry lost, renamed, twice or exchanged."""
+    """Written by zipfile: compressed, or with a missing, renamed, repeated or exchanged entry."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
     if pickle is not None:
@@ -91,7 +91,7 @@ def _rewritten(data: bytes, rng: Random, pickle: bytes | None = None) -> bytes:
 
 
 def mutate_zipped_pickle(data: bytes, rng: Random) -> bytes:
-    """The pickle in the archive, all else as it was."""
+    """Mutate the pickle in the archive only."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         pickle = archive.read(name)
@@ -99,7 +99,7 @@ def mutate_zipped_pickle(data: bytes, rng: Random) -> bytes:
 
 
 def mutate_old_style(data: bytes, rng: Random) -> bytes:
-    """The five pickles at the start of a file of before torch 1.6."""
+    """Mutate the five pickles at the start of a legacy file."""
     return _mutate_stream(data, rng, 5)
 
 

@@ -1,4 +1,4 @@
-"""Runs mutations in a process of their own, which may die or hang, and counts what came of them."""
+"""Runs mutations in a subprocess, which may crash or hang, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A_BATCH = 10_000  # then a fresh process, whose memory is not worn
 
 @dataclass
 class Report:
-    """What came of each mutation, by kind."""
+    """The outcomes of the mutations, by kind."""
 
     seed: int
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -34,7 +34,7 @@ class Report:
             self.failures.append({"index": index, "kind": kind, "fault": fault})
 
     def lines(self) -> list[str]:
-        """A line for each kind, and one for each failure with how to see it again."""
+        """A line for each kind, and one for each failure with the command to reproduce it."""
         kinds = dict.fromkeys(kind for kind, _ in self.counts)
         found = [
             f"{kind}: " + ", ".join(f"{n} {what}" for (k, what), n in rows if k == kind)
@@ -72,7 +72,7 @@ def run(
 
 
 def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str) -> int:
-    """As many as one process can do; returns where the next has to go on."""
+    """Run mutations until the process ends; returns the number of the next mutation."""
     with TemporaryDirectory(prefix="fuzz-") as folder:
         arguments = [str(report.seed), str(start), str(stop), ",".join(kinds), target]
         noise = Path(folder, "noise")
@@ -99,7 +99,7 @@ def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str)
 
 
 def answer(worker: subprocess.Popen[bytes], within: float) -> Any:
-    """The next line that it writes, or nothing from a process that is dead or silent."""
+    """The next line of output, or nothing if the process has ended or is silent."""
     assert worker.stdout is not None
     if not select.select([worker.stdout], [], [], within)[0]:
         return {}
@@ -107,7 +107,7 @@ def answer(worker: subprocess.Popen[bytes], within: float) -> Any:
 
 
 def _end(worker: subprocess.Popen[bytes], noise: Path) -> str:
-    """What became of a process that does not answer."""
+    """Why a process does not answer."""
     try:
         code = worker.wait(timeout=0.5)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Mutation number i of a kind: the same for the same seed, wherever it is made."""
+"""Mutation number i of a kind is the same for the same seed."""
 
 from __future__ import annotations
 

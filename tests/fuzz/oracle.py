@@ -1,4 +1,4 @@
-"""What a file of a mutation holds, read without compat, and whether that is what compat loaded."""
+"""Reads a mutation without compat, and compares with what compat loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECES = r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)
 
 @dataclass
 class Loaded:
-    """All that compat makes of a folder."""
+    """What compat loads from a folder."""
 
     weights: Path
     config: GPT2Config
@@ -50,7 +50,7 @@ def load(folder: Path) -> Loaded:
 
 
 def wrong(loaded: Loaded) -> Iterator[str]:
-    """What is not as the files have it."""
+    """The differences from the files."""
     yield from _wrong_tensors(loaded)
     yield from _wrong_config(loaded)
     yield from _wrong_tokenizer(loaded)
@@ -81,7 +81,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _stored(weights: Path) -> tuple[dict[str, Tensor], bool]:
-    """The tensors under Hugging Face's names and as it has them, and whether biases are zero."""
+    """The tensors in Hugging Face's names and layout, and whether biases are zero."""
     names = [weights.name]
     if weights.name.endswith(".index.json"):
         names = sorted(set(json.loads(weights.read_bytes())["weight_map"].values()))
@@ -131,7 +131,7 @@ def _tables(folder: Path) -> tuple[dict[str, int], list[list[str]]]:
 
 
 def _encoded(vocab: dict[str, int], merges: list[list[str]]) -> list[int]:
-    """Byte-level BPE by the book: of all pairs side by side, the one with the first merge."""
+    """Byte-level BPE by definition: of all adjacent pairs, merge the one with the lowest rank."""
     ranks = {(left, right): rank for rank, (left, right) in enumerate(merges)}
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     ids: list[int] = []

@@ -1,4 +1,4 @@
-"""2,000 mutations load as their files say or are refused; a loader with a mistake is found."""
+"""2,000 mutations load as their files say or are refused; wrong loaders are found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEEDS, OF_EACH = (1, 2), 1000
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_mutation_loads_as_it_says_or_is_refused(seed: int) -> None:
+def test_a_mutation_loads_as_its_files_say_or_is_refused(seed: int) -> None:
     report = run(OF_EACH, seed)
     assert report.failures == [], "\n".join(report.lines())
     assert sum(report.counts.values()) == OF_EACH
@@ -22,7 +22,7 @@ def test_a_mutation_loads_as_it_says_or_is_refused(seed: int) -> None:
         assert sum(of_kind.values()) >= OF_EACH / len(KINDS) / 2
 
 
-def test_a_mutation_depends_on_its_seed_its_number_and_its_kind_alone() -> None:
+def test_a_mutation_depends_only_on_its_seed_number_and_kind() -> None:
     kinds = list(KINDS)
     for index in range(2 * len(kinds)):
         kind, files = mutation(5, index, kinds)
@@ -73,6 +73,6 @@ def test_a_loader_with_a_mistake_is_found(
     assert "--n 1 --start " in report.lines()[-1]
 
 
-def test_the_mutations_behind_one_that_ends_the_process_are_made_too() -> None:
+def test_mutations_after_one_that_ends_the_process_are_made_too() -> None:
     report = run(3, 0, kind="bin", target="tests.fuzz.broken:exits")
     assert [failure["index"] for failure in report.failures] == [0, 1, 2]

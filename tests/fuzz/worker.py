@@ -35,7 +35,7 @@ def write(folder: Path, files: Files) -> None:
 
 
 def outcome(folder: Path, load: Loader) -> tuple[str, str]:
-    """A name for what happened, and what is wrong with it, if anything."""
+    """The name of the outcome, and what is wrong with it, if anything."""
     try:
         loaded = load(folder)
     except CompatError as error:
@@ -54,7 +54,7 @@ def _wrong_message(text: str, folder: Path) -> str:
 
 
 def measured(folder: Path, load: Loader, noise: IO[bytes]) -> tuple[str, str]:
-    """The same, watching time, memory and whatever is printed or warned of."""
+    """The same, with limits on time and memory, and without output or warnings."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, start, said = status("VmRSS"), time.process_time(), noise.tell()
     with warnings.catch_warnings(record=True) as warned:
@@ -79,7 +79,7 @@ def status(name: str) -> int:
 
 
 def _quiet() -> tuple[IO[str], IO[bytes]]:
-    """Where to report, and a file that gets whatever else goes to stdout and stderr."""
+    """The file for reports, and one for all other output."""
     report = os.fdopen(os.dup(1), "w")
     noise = open(os.environ["FUZZ_NOISE"], "w+b", buffering=0)
     os.dup2(noise.fileno(), 1)

@@ -30,8 +30,7 @@ from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
 from compat.errors import AdaptError, NameMapError
-from compat.name_map import Op, Same, Transpose
-from compat.ops import Fused, Rearrange, Rows
+from compat.ops import Fused, Op, Rearrange, Rows, Same, Transpose
 
 # The parameters that one tensor of the checkpoint is loaded into, and the operation.
 Assignment = tuple[tuple[Node, ...], Op]

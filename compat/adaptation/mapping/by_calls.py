@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from compat.adaptation.tracing.calling import Forward, describe_error, eval_mode
 from compat.config import GPT2Config
 from compat.errors import AdaptError
-from compat.name_map import NameMap, Op, Row, Same, Split, Transpose
-from compat.ops import Rearrange
+from compat.name_map import NameMap, Row
+from compat.ops import Op, Rearrange, Same, Split, Transpose
 
 Called = tuple[str, nn.Module]
 ATTENTION, MLP = ("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")

@@ -21,8 +21,7 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import Core, Operand
 from compat.adaptation.tracing.graph import Graph, size
 from compat.errors import NameMapError
-from compat.name_map import Op, Same, Split, Transpose
-from compat.ops import Fused, Part, Rearrange
+from compat.ops import Fused, Op, Part, Rearrange, Same, Split, Transpose
 
 
 @dataclass(frozen=True)
@@ -272,8 +271,8 @@ def _part(content: Tensor, count: Tensor, n_head: int) -> Part | None:
     D = fused.shape[-1]
     flat = content.reshape(-1)
     # The different values in the order in which they occur.
-    which = list(dict.fromkeys((flat // (n_head * D) % 3).unique_consecutive().tolist()))
-    heads = list(dict.fromkeys((flat // D % n_head).unique_consecutive().tolist()))
+    which = list(dict.fromkeys(torch.unique_consecutive(flat // (n_head * D) % 3).tolist()))
+    heads = list(dict.fromkeys(torch.unique_consecutive(flat // D % n_head).tolist()))
     held = fused[:, which][:, :, heads]
     letters = "".join(x for x, n in zip("cqhd", held.shape, strict=True) if n > 1)
     axes = _layout(content, held.squeeze(), letters)
