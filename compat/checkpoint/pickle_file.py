@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def _unpickled(path: Path, most: int) -> tuple[Any, OldStyle | None]:
     except Exception as error:  # a damaged archive makes zipfile raise nearly anything
         raise _unreadable(path, str(error)) from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True), old_style
+        with warnings.catch_warnings():  # torch warns about some damaged files before it refuses
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True), old_style
     except Exception as error:  # and the unpickler too; its texts advise to run the code
         reason = f"damaged, or holding other objects ({type(error).__name__})"
         raise _unreadable(path, reason) from error
