@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -271,15 +272,9 @@ def _without_anatomy(
     if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
         raise error
 
-    def without_zero_terms() -> Adaptation | None:
+    def rewritten(rewrite: Callable[[Graph], bool]) -> Adaptation | None:
         graph = to_graph(model, call, ids)
-        if not drop_zero_terms(graph):
-            return None
-        return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
-
-    def with_factors() -> Adaptation | None:
-        graph = to_graph(model, call, ids)
-        if not find_derived(graph, scaled=True):
+        if not rewrite(graph):
             return None
         return _judged(model, call, ids, checkpoint, _read(graph, checkpoint), clock)
 
@@ -287,7 +282,12 @@ def _without_anatomy(
         return _without_graph(model, call, ids, checkpoint, Untraceable(str(error)))
 
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    for attempt in (without_zero_terms, with_factors, by_calls):
+    attempts: tuple[Callable[[], Adaptation | None], ...] = (
+        partial(rewritten, drop_zero_terms),
+        partial(rewritten, partial(find_derived, scaled=True)),
+        by_calls,
+    )
+    for attempt in attempts:
         with suppress(CompatError):
             found = attempt()
             if found:

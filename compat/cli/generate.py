@@ -96,7 +96,7 @@ def generate_command(
     tokenizer = load_tokenizer(checkpoint)
     texts = 8 if batch_size is None else batch_size  # at a time
     if speculate or (prompt_file is None and n == 1):
-        texts = 1  # guesses are for one text at a time; and here there is no more than one
+        texts = 1  # speculation decodes one text at a time; without a file or --n there is one
     runs = (
         PlainBlocks(load_pretrained(checkpoint, (dialect or DialectName.linear).value))
         if plain

@@ -21,7 +21,7 @@ class EmbeddingFormula:
         token_scale: 1 in GPT-2.
         position_scale: 1 in GPT-2.
         offset: which row of the positions the first token gets; None without learned positions.
-        added: (T, C) that is added and is no parameter, such as sinusoids; None for nothing.
+        added: a constant (T, C), such as sinusoids, that is added; None if nothing is.
     """
 
     token_scale: float

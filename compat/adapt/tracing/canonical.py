@@ -91,6 +91,5 @@ def drop_zero_terms(graph: Graph) -> bool:
             graph.output = kept if graph.output is node else graph.output
     if zero:
         drop_dead_code(graph.output.graph, graph.output)
-        graph.nodes = [node for node in graph.output.graph.nodes if node.op != "output"]
-        graph.forget()
+        graph.take_over()
     return bool(zero)

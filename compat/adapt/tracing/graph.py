@@ -168,6 +168,11 @@ class Graph:
         for name in ("order", "live", "ancestors", "parameters_of", "time_first"):
             self.__dict__.pop(name, None)
 
+    def take_over(self) -> None:
+        """Go on with the nodes that the torch.fx graph has after it was rewritten."""
+        self.nodes = [node for node in self.output.graph.nodes if node.op != "output"]
+        self.forget()
+
     def copy(self, node: Node, user: Node) -> Node:
         """A node of its own for what one of the node's users reads."""
         with node.graph.inserting_before(user):

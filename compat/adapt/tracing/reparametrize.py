@@ -40,8 +40,7 @@ def find_derived(graph: Graph, scaled: bool = False) -> bool:
             _make_input(graph, end, (parameter,), affine)
             found = True
     if found:
-        graph.nodes = [node for node in graph.output.graph.nodes if node.op != "output"]
-        graph.forget()
+        graph.take_over()
     return found
 
 
