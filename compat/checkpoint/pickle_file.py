@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickletools
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,9 @@ class PickleFile:
         except Exception as error:  # zipfile raises nearly anything for a damaged archive
             raise _unreadable(path, str(error)) from error
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # torch.load warns about some files, then refuses them
+                warnings.simplefilter("ignore")
+                content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # so does the unpickler, and its messages advise to run the code
             reason = f"it is damaged, or holds other objects ({type(error).__name__})"
             raise _unreadable(path, reason) from error

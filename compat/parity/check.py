@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -231,6 +233,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             tensor.data = data.copy_(tensor.data)
 
 
+def _count_run(runs: Counter[str], *_: object) -> None:
+    runs["modules"] += 1
+
+
 class Reference:
     """`transformers`' model of one checkpoint, in its data type and in float64, run when asked.
 
@@ -239,10 +245,6 @@ class Reference:
         dtype: of the model.
         calibrate: whether hidden states are judged against a float64 run.
         attention: "eager" or "sdpa".
-
-    Attributes:
-        modules_run: how often a module of it ran; more often while a model is called that takes
-            the logits from it.
     """
 
     def __init__(
@@ -263,13 +265,18 @@ class Reference:
             large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = hf.in_float64(self.model, by_module=large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
-        self.modules_run = 0
-
-        def count(*_: object) -> None:
-            self.modules_run += 1
-
+        self.runs = Counter[str]()
+        # The hooks hold the counter alone: a reference to `self` would be a cycle, in which a whole
+        # model stays in memory until Python's garbage collector happens to run.
+        count = partial(_count_run, self.runs)
         for module in self.model.modules():
             module.register_forward_pre_hook(count)
+
+    @property
+    def modules_run(self) -> int:
+        """How often a module of the reference ran; more often than the comparison itself causes,
+        if a model takes its logits from the reference."""
+        return self.runs["modules"]
 
     def to_float32(self) -> None:
         """Go on in float32, with the weights as they were rounded to the data type before."""

@@ -51,7 +51,9 @@ ROUNDS = 3  # of making inputs from constants
 class KnowsLogits(Protocol):
     """What gives the reference's logits; see `compat.parity.check.Reference`."""
 
-    modules_run: int
+    @property
+    def modules_run(self) -> int:
+        """How often a module of the reference ran."""
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in the reference's data type and in float64."""

@@ -20,7 +20,26 @@ V, N, C, H, L = 97, 32, 24, 4, 3
 D = C // H
 
 
-class Block(nn.Module):
+class PreNorm(nn.Module):
+    """The wiring of a pre-norm block; its parts are a subclass's."""
+
+    ln_1: nn.LayerNorm
+    ln_2: nn.LayerNorm
+    up: nn.Linear
+    down: nn.Linear
+
+    def attend(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Block(PreNorm):
     """The pre-norm block, written plainly; the idioms override one method each."""
 
     def __init__(self) -> None:
@@ -50,13 +69,6 @@ class Block(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         y = self.mix(*self.heads(x))
         return self.proj(y.transpose(1, 2).reshape(x.shape))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat import AdaptError, adapt
+from tests.adapt.equal_idioms import PreNorm
 
 Build = Callable[[], nn.Module]
 
 
-class Block(nn.Module):
+class Block(PreNorm):
     def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
         super().__init__()
         self.heads = heads
@@ -32,13 +33,6 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         return self.mix(*self.qkv(x).chunk(3, dim=-1))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):

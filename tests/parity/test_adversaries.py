@@ -14,7 +14,7 @@ from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, re
 # Faults that pass:
 # - nano_reads_the_stack: `adapt` calls the model by a function of its own, which is on every stack;
 # - delegates_to_transformers: transformers cannot be removed from a process that compares with it;
-# - wrong_only_when_compiled: compiling costs minutes; the report has the condition as a limit.
+# - wrong_only_when_compiled: the proof does not compile the model; the condition is a limit.
 BEYOND = frozenset(
     "nano_reads_the_stack delegates_to_transformers wrong_only_when_compiled".split()
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -83,12 +84,21 @@ def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         yield wanted
 
 
-def in_float32(entries: dict[str, Adversary]) -> list[object]:
+def in_float32(entries: dict[str, Adversary]) -> list[Adversary]:
     """The entries in half precision are the same models again."""
-    return [pytest.param(e, id=e.name) for e in entries.values() if e.dtype == "float32"]
+    return [entry for entry in entries.values() if entry.dtype == "float32"]
 
 
-@pytest.mark.parametrize("entry", in_float32(FAULTS))
+def checked(entries: list[Adversary]) -> list[object]:
+    """Every third of the entries, or all of them if COMPAT_ALL_ADVERSARIES is set.
+
+    These tests check the test material, not compat: run all of them after changing an entry.
+    """
+    step = 1 if os.environ.get("COMPAT_ALL_ADVERSARIES") else 3
+    return [pytest.param(entry, id=entry.name) for entry in entries[::step]]
+
+
+@pytest.mark.parametrize("entry", checked(in_float32(FAULTS)))
 def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_path: Path) -> None:
     inputs = [entry.trigger, *ORDINARY_TEXTS]
     found: list[Tensor | None] = []
@@ -103,7 +113,7 @@ def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_
         assert error(logits, truth) < 1e-5
 
 
-@pytest.mark.parametrize("entry", in_float32(HARMLESS))
+@pytest.mark.parametrize("entry", checked(in_float32(HARMLESS)))
 def test_a_harmless_variant_agrees_everywhere(
     entry: Adversary, folder: Path, tmp_path: Path
 ) -> None:
@@ -114,10 +124,10 @@ def test_a_harmless_variant_agrees_everywhere(
     assert max(map(error, found, wanted)) < 1e-5
 
 
-HALF = [pytest.param(e, id=e.name) for e in FAULTS.values() if e.dtype != "float32"]
+HALF = [entry for entry in FAULTS.values() if entry.dtype != "float32"]
 
 
-@pytest.mark.parametrize("entry", HALF)
+@pytest.mark.parametrize("entry", checked(HALF))
 def test_a_fault_in_half_precision_shows_on_a_float32_copy(
     entry: Adversary, half_folders: dict[str, Path], tmp_path: Path
 ) -> None:

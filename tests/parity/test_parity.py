@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from compat import ParityError, ParityReport, check_parity, load_pretrained, to_
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS, conv1d, get_dialect, linear
 from compat.parity import random_ids
+from compat.parity.check import Reference
 from compat.taps import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
@@ -209,3 +212,17 @@ def test_random_ids_are_of_the_size_asked_for(tiny: Path, sizes: dict[str, Any])
     expected = "1 to 32" if name == "length" else "1 or more"
     with pytest.raises(ParityError, match=f"{name} is {value}; expected .*{expected}"):
         random_ids(checkpoint, **sizes)
+
+
+def test_a_reference_is_freed_without_the_garbage_collector(tiny: Path) -> None:
+    """A cycle would keep a model of gigabytes until the collector happens to run."""
+    reference = Reference(open_checkpoint(tiny), torch.float32)
+    reference.logits(torch.tensor([[1, 2, 3]]))
+    model = weakref.ref(reference.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del reference
+        assert model() is None
+    finally:
+        gc.enable()
