@@ -10,7 +10,7 @@ from typing import Any
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.files import read_json, read_small
-from compat.errors import CheckpointError, TokenizerError, shown
+from compat.errors import CheckpointError, TokenizerError, described, shown
 from compat.vocabulary import END_OF_TEXT, Vocabulary, build_vocabulary
 
 # How text is cut before merging: contractions, words, numbers, signs, white space. Source: OpenAI's
@@ -31,6 +31,11 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import tiktoken
 
+        if not isinstance(vocabulary, Vocabulary):
+            raise TokenizerError(
+                f"the vocabulary is {described(vocabulary)}; expected a Vocabulary; load_tokenizer "
+                "makes a tokenizer of a checkpoint's files"
+            )
         self.vocabulary = vocabulary
         self.special = vocabulary.special
         self._ids, self._texts = vocabulary.ids, vocabulary.texts

@@ -43,6 +43,18 @@ def described(error: BaseException) -> str:
     return text
 
 
+def raised(error: BaseException) -> str:
+    """What a model raised and the user's line, in one line, after which nothing follows."""
+    frames = users_frames(error)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of the user's own exception
+        lines = []
+    headline = f": {lines[0]}" if lines else ""
+    return f"the model raised {type(error).__name__}{where}{headline}"
+
+
 def _where(error: BaseException) -> list[str]:
     return [f"  at {f.filename}:{f.lineno}: {f.line}" for f in users_frames(error)[-1:]]
 

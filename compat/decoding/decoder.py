@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from compat.config import GPT2Config
-from compat.errors import GenerationError
+from compat.errors import GenerationError, described, shown
 
 # Logits (1, V) of the id after a text's ids → the id that will be chosen there. The function that
 # gives it begins a rehearsal: what it draws is drawn again, in earnest, by whoever chooses.
@@ -64,10 +65,17 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor,
     """Unequal prompts as one batch: ids (B, T) and attention mask (B, T), 0 at the padding.
 
     Raises:
-        GenerationError: no prompt, or an empty one.
+        GenerationError: no prompt, an empty one, or one that is not made of token ids.
     """
-    check_prompts(prompts)
-    T = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    try:
+        rows, filler = [[index(i) for i in prompt] for prompt in prompts], index(pad_id)
+    except TypeError:
+        raise GenerationError(
+            f"the prompts are {described(prompts)} and pad_id is {shown(pad_id)}; expected lists "
+            "of token ids and a token id, such as left_pad([[15, 7], [4]], pad_id=0)"
+        ) from None
+    check_prompts(rows)
+    T = max(map(len, rows))
+    ids = torch.tensor([[filler] * (T - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (T - len(row)) + [1] * len(row) for row in rows])
     return ids, mask

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compat.decoding import Decoder, HasDecoder, PlainBlocks, PlainDecoder, decoder_of
 from compat.dialects import Model
-from compat.errors import GenerationError, shown
+from compat.errors import GenerationError, described, shown
 from compat.generation.checks import token_ids, whole_number
 from compat.generation.rounds import rounds
 from compat.generation.sampling import Sampling
@@ -90,6 +90,8 @@ def stream(
 ) -> Iterator[Tensor]:
     """The ids (B,) of one new position after another; arguments and errors as in `generate`."""
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens)
+    if not isinstance(use_cache, bool):
+        raise GenerationError(f"use_cache is {described(use_cache)}; expected True or False")
     decoder = decoder_of(model) if use_cache else _without_cache(model)
     ids = as_ids(input_ids, decoder.config.vocab_size)
     check_room(ids.shape[1], max_new_tokens, decoder.config.n_positions)

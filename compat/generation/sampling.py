@@ -62,7 +62,9 @@ class Sampling:
             raise GenerationError(
                 f"repetition_penalty is {shown(penalty)}; expected a number above 0, 1 for none"
             )
-        token_ids("suppress_tokens", self.suppress_tokens)
+        object.__setattr__(
+            self, "suppress_tokens", token_ids("suppress_tokens", self.suppress_tokens)
+        )
 
     def scores(self, logits: Tensor, seen: Sequence[Sequence[int]] | Tensor) -> Tensor:
         """What ids are drawn by: logits (B, V) → float32 scores (B, V), −∞ where none may be.
