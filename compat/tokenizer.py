@@ -11,7 +11,7 @@ from typing import Any
 from compat.checkpoint import Source, open_checkpoint
 from compat.checkpoint.files import read_json, read_small
 from compat.checkpoint.layout import has_tokenizer
-from compat.errors import CheckpointError, TokenizerError, short_repr
+from compat.errors import CheckpointError, TokenizerError, described, short_repr
 from compat.vocabulary import END_OF_TEXT, Vocabulary, build_vocabulary
 
 # Splits text before merging: contractions, words, numbers, punctuation, white space. Source:
@@ -31,6 +31,11 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import tiktoken
 
+        if not isinstance(vocabulary, Vocabulary):
+            raise TokenizerError(
+                f"the vocabulary is {described(vocabulary)}; expected a Vocabulary; load_tokenizer "
+                "makes a tokenizer of a checkpoint's files"
+            )
         self.vocabulary = vocabulary
         self.special = vocabulary.special
         self._ids, self._texts = vocabulary.ids, vocabulary.texts

@@ -69,6 +69,18 @@ def described(error: BaseException, owns: Callable[[str], bool] | None = None) -
     return text
 
 
+def raised(error: BaseException) -> str:
+    """The type and the first line of a model's exception, and the user's line, in one line."""
+    frames = users_frames(error)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of the user's own exception
+        lines = []
+    headline = f": {lines[0]}" if lines else ""
+    return f"the model raised {type(error).__name__}{where}{headline}"
+
+
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code in an exception's traceback, the outermost first."""
     return [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from compat import CompatError, Engine, generate, inspect_checkpoint, load_pretrained
+from compat import (
+    CompatError,
+    Engine,
+    Tokenizer,
+    generate,
+    inspect_checkpoint,
+    left_pad,
+    load_pretrained,
+    save_pretrained,
+)
 
 WRONG: list[Any] = [
     *(True, 2.5, "", b"x", [], {}, (), ..., object(), int, torch.float16, range(3)),
@@ -44,8 +53,15 @@ def test_number_of_heads(tiny: Path, value: Any) -> None:
         {"suppress_tokens": torch.tensor(3)},
         {"suppress_tokens": (i for i in (1.5,))},
         {"stop_ids": np.array(3)},
+        {"use_cache": np.array([True, False])},
     ],
-    ids=["huge temperature", "a number of ids", "ids of floats", "a number of stops"],
+    ids=[
+        "huge temperature",
+        "a number of ids",
+        "ids of floats",
+        "a number of stops",
+        "an array for use_cache",
+    ],
 )
 def test_settings_of_generation(tiny: Path, settings: dict[str, Any]) -> None:
     if "temperature" in settings:
@@ -54,3 +70,34 @@ def test_settings_of_generation(tiny: Path, settings: dict[str, Any]) -> None:
         return
     with pytest.raises(CompatError):
         generate(load_pretrained(tiny), IDS, max_new_tokens=1, **settings)
+
+
+@pytest.mark.parametrize("collection", [np.array, torch.tensor, iter, set], ids=kind)
+def test_suppressed_tokens_of_any_collection(tiny: Path, collection: Any) -> None:
+    model = load_pretrained(tiny)
+    best = int(model(IDS)[0, -1].argmax())
+    for suppressed, is_best in (([], True), ([best], False)):
+        ids = collection(suppressed) if suppressed else np.array(suppressed, dtype=int)
+        out = generate(model, IDS, max_new_tokens=1, temperature=0, suppress_tokens=ids)
+        assert (int(out[0, -1]) == best) is is_best
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 3, "text", ["text"], [1, 2], [[1.5]], [[[1]]], [None], object(), torch.ones(2, 2)],
+    ids=lambda prompts: repr(prompts)[:8],
+)
+def test_prompts_to_pad(prompts: Any) -> None:
+    with pytest.raises(CompatError, match="the prompts are"):
+        left_pad(prompts)
+
+
+@pytest.mark.parametrize("value", WRONG, ids=kind)
+def test_vocabulary_of_a_tokenizer(value: Any) -> None:
+    with pytest.raises(CompatError, match="the vocabulary is"):
+        Tokenizer(value)
+
+
+def test_a_folder_whose_name_holds_a_null_character(tiny: Path) -> None:
+    with pytest.raises(CompatError, match="folder is"):
+        save_pretrained(load_pretrained(tiny), "a\0b")

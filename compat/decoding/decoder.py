@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, tensor
 
 from compat.config import GPT2Config
-from compat.errors import GenerationError
+from compat.errors import GenerationError, described, short_repr
 
 # Chooses a token from logits (1, V) and the tokens before it, as the caller will choose it.
 # `PreviewSampling` returns a function that draws ahead. The caller draws the same numbers again.
@@ -79,10 +80,17 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor,
         Token ids (B, T) and the attention mask (B, T), which is 0 at the padding.
 
     Raises:
-        GenerationError: there is no prompt, or an empty one.
+        GenerationError: no prompt, an empty one, or one that is not made of token ids.
     """
-    check_prompts(prompts)
-    T = max(map(len, prompts))
-    ids = tensor([[pad_id] * (T - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    try:
+        rows, filler = [[index(i) for i in prompt] for prompt in prompts], index(pad_id)
+    except TypeError:
+        raise GenerationError(
+            f"the prompts are {described(prompts)} and pad_id is {short_repr(pad_id)}; expected "
+            "lists of token ids and a token id, such as left_pad([[15, 7], [4]], pad_id=0)"
+        ) from None
+    check_prompts(rows)
+    T = max(map(len, rows))
+    ids = tensor([[filler] * (T - len(row)) + row for row in rows])
+    mask = tensor([[0] * (T - len(row)) + [1] * len(row) for row in rows])
     return ids, mask

@@ -6,6 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from torch import Tensor
+
 from compat.errors import GenerationError, short_repr
 
 
@@ -41,7 +43,7 @@ def check_token_ids(name: str, values: Any) -> tuple[int, ...]:
         GenerationError: the setting is something else.
     """
     try:
-        ids = tuple(values)
+        ids = tuple(values.tolist() if isinstance(values, Tensor) else values)
     except TypeError:  # a single number, or a tensor or array of one
         ids = (None,)
     if isinstance(values, str | bytes) or not all(map(is_integer, ids)):

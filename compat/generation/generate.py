@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compat.decoding import Decoder, HasDecoder, PlainBlocks, PlainDecoder, decoder_of
 from compat.dialects import Model
-from compat.errors import GenerationError, short_repr
+from compat.errors import GenerationError, described, short_repr
 from compat.generation.checks import check_room, check_token_ids
 from compat.generation.decode_loop import decode_loop
 from compat.generation.sampling import Sampling, SamplingOptions
@@ -76,6 +76,8 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the ids (B,) of one new position after another; arguments and errors as `generate`."""
     settings = Sampling(**sampling)
+    if not isinstance(use_cache, bool):
+        raise GenerationError(f"use_cache is {described(use_cache)}; expected True or False")
     decoder = decoder_of(model) if use_cache else _without_cache(model)
     ids = as_ids(input_ids, decoder.config.vocab_size)
     check_room(ids.shape[1], max_new_tokens, decoder.config.n_positions)

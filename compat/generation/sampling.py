@@ -80,7 +80,8 @@ class Sampling:
                 raise GenerationError(
                     f"{name} is {short_repr(getattr(self, name))}; expected {expected}"
                 )
-        check_token_ids("suppress_tokens", self.suppress_tokens)
+        suppressed = check_token_ids("suppress_tokens", self.suppress_tokens)
+        object.__setattr__(self, "suppress_tokens", suppressed)
 
     def scores(self, logits: Tensor, seen: Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Logits (B, V) → float32 scores (B, V) to draw from, −∞ for tokens that are excluded.

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compat.decoding import HasDecoder
 from compat.parity.inputs import LENGTH, LONG, sequences
-from compat.parity.logits import InputResult, KnownLogits, LogitsProof, raised
+from compat.parity.logits import InputResult, KnownLogits, LogitsProof
+from compat.user_code import raised
 
 Piece = tuple[int, int, Tensor]  # number of a sequence, position, logits (1, V)
 STEPS = 8  # decoded after a long prompt
@@ -55,7 +56,9 @@ class _DecoderProof:
     ) -> InputResult:
         try:
             pieces = [(row, at, logits.cpu()) for row, at, logits in decode()]
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # exit() in the user's code is a result too
             return InputResult(name, shape, None, raised(error))
         V = self.config.vocab_size
         if strange := [logits for *_, logits in pieces if logits.shape != (1, V)]:

@@ -32,7 +32,7 @@ from compat.parity.inputs import (
     special_ids,
 )
 from compat.parity.state import state_of
-from compat.user_code import users_frames
+from compat.user_code import raised
 
 Call = Callable[[Tensor], Any]  # ids (B, T) → logits (B, T, V), or (B, 1, V) of the last one
 Find = Callable[[Any, Tensor], Tensor]
@@ -517,18 +517,6 @@ def _plain(logits: Tensor) -> Tensor:
         if plain.device.type == "meta":
             raise ParityError("the logits are on meta, so they have no values")
         return plain.cpu().to_dense()
-
-
-def raised(error: BaseException) -> str:
-    """What the model raised, and the user's line."""
-    frames = users_frames(error)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # of the user's own exception
-        lines = []
-    headline = f": {lines[0]}" if lines else ""
-    return f"the model raised {type(error).__name__}{where}{headline}"
 
 
 def _random_states() -> tuple[object, ...]:

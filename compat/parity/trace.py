@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.errors import ParityError, listed
+from compat.errors import CompatError, ParityError, listed
 from compat.taps import Tap, hook_tap
+from compat.user_code import raised
 
 Trace = dict[str, Tensor]
 
@@ -34,7 +35,7 @@ def trace(
         forced: values for some or all taps, by name.
 
     Raises:
-        ParityError: a tap's module does not exist, or never ran.
+        ParityError: a tap's module does not exist, or never ran; the model raised an error.
     """
     recorded: Trace = {}
     modules = dict(model.named_modules())
@@ -44,7 +45,7 @@ def trace(
         for tap in taps:
             value = None if forced is None else forced.get(tap.name)
             hooks.enter_context(_hook(modules[tap.module], tap, recorded, value))
-        model(input_ids)
+        _run(model, input_ids)
     if silent := [tap.name for tap in taps if tap.name not in recorded]:
         raise ParityError(f"{type(model).__name__} never came by its taps {listed(silent)}")
     return {tap.name: recorded[tap.name] for tap in taps}
@@ -59,7 +60,7 @@ def trace_one(model: nn.Module, tap: Tap, input_ids: Tensor) -> Tensor:
     """The hidden state at one tap, for which the model runs only as far as it has to.
 
     Raises:
-        ParityError: the tap's module does not exist, or never ran.
+        ParityError: the tap's module does not exist, or never ran; the model raised an error.
     """
     recorded: Trace = {}
 
@@ -75,10 +76,20 @@ def trace_one(model: nn.Module, tap: Tap, input_ids: Tensor) -> Tensor:
             module.register_forward_pre_hook if tap.at == "input" else module.register_forward_hook
         )
         hooks.enter_context(register(stop))
-        model(input_ids)
+        _run(model, input_ids)
     if tap.name not in recorded:
         raise ParityError(f"{type(model).__name__} never executed the module of tap {tap.name}")
     return recorded[tap.name]
+
+
+def _run(model: nn.Module, input_ids: Tensor) -> None:
+    try:
+        model(input_ids)
+    except (KeyboardInterrupt, CompatError, _Reached):
+        raise
+    except BaseException as error:  # exit() in the user's code too
+        shape = list(input_ids.shape)
+        raise ParityError(f"on ids of shape {shape}, {raised(error)}") from error
 
 
 def _hook(module: nn.Module, tap: Tap, recorded: Trace, forced: Tensor | None) -> Any:

@@ -94,7 +94,7 @@ def save_pretrained(
     """
     limit = parse_size(max_shard_size)
     check_module(model)
-    if not isinstance(folder, str | os.PathLike):
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
         raise CheckpointError(f"folder is {described(folder)}; expected a path.")
     _check_parameters(model)
     given = dialect_or_name_map

@@ -78,6 +78,13 @@ def at_the_last_position_alone(engine: Engine) -> None:
     engine.transformer.next_logits = next_logits
 
 
+def quits(engine: Engine) -> None:
+    def logits(*args: Any) -> Tensor:
+        raise SystemExit("no")
+
+    engine.transformer.next_logits = logits
+
+
 def in_batches_alone(engine: Engine) -> None:
     logits = engine.transformer.logits
     engine.transformer.logits = lambda hidden: (
@@ -87,7 +94,7 @@ def in_batches_alone(engine: Engine) -> None:
 
 FAULTS = [
     other_scale, other_activation, shifted_positions, in_decode_steps_alone,
-    at_the_last_position_alone, in_batches_alone,
+    at_the_last_position_alone, in_batches_alone, quits,
 ]  # fmt: skip
 
 

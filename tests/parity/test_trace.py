@@ -69,6 +69,16 @@ def test_captured_tensors_survive_an_in_place_residual() -> None:
     assert torch.equal(recorded["embed"], model.kept)
 
 
+class Quits(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        raise SystemExit("no")
+
+
+def test_a_model_that_raises_is_named_with_its_line() -> None:
+    with pytest.raises(ParityError, match=r"raised SystemExit at .*test_trace.py:\d+: no"):
+        trace(Quits(), [Tap("logits", "")], IDS)
+
+
 def test_tap_that_cannot_be_taken_is_named(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     with pytest.raises(ParityError, match=r"GPTModel has no module 'h\.0\.norm'"):
