@@ -15,7 +15,7 @@ import pytest
 import compat
 from compat.cli.app import COMMANDS
 from compat.cli.generate import DEFAULT_NEW_TOKENS
-from compat.generation import writing
+from compat.generation import text
 from tests.adapt_project import write_project
 from tests.command_line import ROOT, Cli
 
@@ -86,7 +86,7 @@ def test_options_of_generate_are_grouped(cli: Cli) -> None:
 
 
 def test_the_help_states_the_librarys_default_length() -> None:
-    assert DEFAULT_NEW_TOKENS == writing.DEFAULT_NEW_TOKENS
+    assert DEFAULT_NEW_TOKENS == text.DEFAULT_NEW_TOKENS
 
 
 def test_shell_completion() -> None:

@@ -32,7 +32,7 @@ from compat import (
     save_pretrained,
 )
 from compat.decoding import kernels
-from compat.decoding.matrices import Int8Both
+from compat.decoding.matrices import Int8DynamicActivations
 from compat.parity.reference import quiet
 from tests.own_gpt2 import MyGPT2
 
@@ -192,7 +192,7 @@ def test_reading_and_packing_leave_the_warning_filters_alone(
     with monkeypatch.context() as patched:
         patched.setattr(warnings, "catch_warnings", refused)
         engine = Engine.from_pretrained(tiny, dtype="int8", speculate="int8")
-        assert kernels.works(Int8Both, "draft")
+        assert kernels.works(Int8DynamicActivations, "draft")
     assert engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape == (1, 5)
 
 
@@ -219,4 +219,4 @@ if "speculate" in {settings!r}:
     )
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, 5])" in done.stdout
-    assert ("Int8Both" in done.stdout) == ("speculate" in settings)
+    assert ("Int8DynamicActivations" in done.stdout) == ("speculate" in settings)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat import AdaptError, adapt
-from tests.adapt.equal_idioms import PreNorm
+from tests.adaptation.equal_idioms import PreNorm
 
 Build = Callable[[], nn.Module]
 
