@@ -24,7 +24,7 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
 
 @pytest.fixture(scope="module")
 def source(make_checkpoint: MakeCheckpoint) -> Path:
-    return make_checkpoint(n_positions=64)
+    return make_checkpoint(n_positions=64, n_layer=2)
 
 
 def logits(engine: Engine, prompts: list[list[int]], ids: list[list[int]]) -> Tensor:

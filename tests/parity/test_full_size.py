@@ -64,27 +64,24 @@ def test_linear_errs_at_most_twice_as_much_as_the_reference(gpt2: Path, ids: Ten
     assert not_identical <= {"ln_1", "ln_2", "ln_f"}
 
 
-def test_a_mistake_is_found_at_full_size(gpt2: Path, ids: Tensor) -> None:
-    model = load_pretrained(gpt2, "linear")
-    assert isinstance(model, linear.GPTModel)
-    model.trf_blocks[7].feedforward.layers[1] = nn.GELU()
-    assert check_parity(model, gpt2, input_ids=ids).first_divergence == "h.7.act"
-
-
 @pytest.fixture(scope="module")
 def shallow(make_checkpoint: MakeCheckpoint) -> Path:
     """The 124M shape with two layers."""
     return make_checkpoint(**GPT2, **WIDTH, n_embd=768, n_layer=2, n_head=12)
 
 
-# At full depth each data type and each dialect once; the other pairs at full width.
+def test_a_mistake_is_found_at_full_width(shallow: Path, ids: Tensor) -> None:
+    model = load_pretrained(shallow, "linear")
+    assert isinstance(model, linear.GPTModel)
+    model.trf_blocks[1].feedforward.layers[1] = nn.GELU()
+    assert check_parity(model, shallow, input_ids=ids).first_divergence == "h.1.act"
+
+
 @pytest.mark.parametrize(
     ("depth", "dialect", "dtype"),
     [
         ("gpt2", "linear", torch.bfloat16),
-        ("gpt2", "conv1d", torch.float16),
-        ("shallow", "linear", torch.float16),
-        ("shallow", "conv1d", torch.bfloat16),
+        ("shallow", "conv1d", torch.float16),
     ],
 )
 def test_half_precision(
@@ -97,7 +94,7 @@ def test_half_precision(
 
 @pytest.mark.parametrize(
     ("shape", "dialect"),
-    [("medium", "linear"), ("large", "conv1d"), ("xl", "linear"), ("xl", "conv1d")],
+    [("medium", "linear"), ("large", "conv1d"), ("xl", "linear")],
 )
 def test_two_layers_of_the_larger_models(
     make_checkpoint: MakeCheckpoint, shape: str, dialect: str
@@ -113,10 +110,12 @@ def test_two_layers_of_the_larger_models(
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_gradients(gpt2: Path, ids: Tensor, dialect: str, dtype: torch.dtype, bound: float) -> None:
-    ours = our_gradients(load_pretrained(gpt2, dialect, dtype=dtype), ids)
-    theirs = their_gradients(gpt2, ids, dtype)
-    assert len(ours) == 148
+def test_gradients(
+    shallow: Path, ids: Tensor, dialect: str, dtype: torch.dtype, bound: float
+) -> None:
+    ours = our_gradients(load_pretrained(shallow, dialect, dtype=dtype), ids)
+    theirs = their_gradients(shallow, ids, dtype)
+    assert len(ours) == 28
     worst, name = worst_difference(ours, theirs)
     assert worst <= bound, name
     assert max(key_bias_gradients(ours)) <= bound
