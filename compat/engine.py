@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
 from compat.decoding import Decoder
 from compat.decoding.compiled import CompiledTransformer
@@ -90,8 +91,12 @@ class Engine:
             )
         tensors = hf_tensors(model, name_map)
         self.config = with_head_of(config_of(model, config), tensors)
-        # Clones, because the model may change.
-        self._pack(lambda name: tensors[name].make().clone(), **options)
+
+        def weight(name: str) -> Tensor:
+            tied = name == HEAD and name not in tensors
+            return tensors[EMBEDDING if tied else name].make().clone()  # the model may change
+
+        self._pack(weight, **options)
 
     @classmethod
     def from_pretrained(

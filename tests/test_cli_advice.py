@@ -101,4 +101,4 @@ def test_export_takes_a_revision_and_verifies(cli: Cli, tiny: Path, tmp_path: Pa
     for option in (["--revision", "main"], ["--verify"]):
         done = cli("export", tiny, tmp_path / "exported", *option)
         assert done.code == 3
-        assert "on this machine" in done.err
+        assert "is a local path" in done.err

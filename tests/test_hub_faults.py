@@ -32,7 +32,7 @@ FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
     (WEIGHTS, "wrong size", ("Consistency check failed: file should be of size", NEXT)),
     (WEIGHTS, "gone", ("404, no such file, although the hub lists it", NEXT)),
     (WEIGHTS, "no etag", ("does not have an ETag", NEXT)),
-    (WEIGHTS, "listed larger", ("came as", "expected", "bytes of commit", "fetch again")),
+    (WEIGHTS, "listed larger", ("came as", "bytes, but the hub states", "for commit", "fetch again")),
 ]
 SURVIVED = ["cut once", "slow"]
 IDS = [f"{file or 'listing'}-{fault}" for file, fault, _ in FAULTS]
@@ -139,7 +139,7 @@ def test_missing_files_of_a_repository_are_listed(gaps: dict[str, Outcome], name
 @pytest.mark.parametrize(
     ("name", "fragment"),
     [
-        ("outside", "the repository lacks ../../refs/main"),
+        ("outside", "The repository lacks ../../refs/main"),
         ("no-map", "has no 'weight_map'"),
         ("no-json", "cannot be read as JSON"),
     ],

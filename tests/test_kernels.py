@@ -106,7 +106,7 @@ def test_the_fastest_kernel_is_selected_and_remembered(
 
 def test_measuring_draws_nothing_from_the_random_numbers_of_the_user() -> None:
     before = torch.get_rng_state()
-    times = kernels.seconds([Blas, Linear], torch.float32, rows=1, rounds=1)
+    times = kernels.seconds([Blas, Linear], torch.float32, rows=1, repeats=1)
     assert len(times) == 2 and min(times) > 0
     assert kernels.works(Blas, "float32")
     assert torch.equal(torch.get_rng_state(), before)

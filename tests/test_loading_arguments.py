@@ -275,7 +275,7 @@ def test_a_layer_may_be_any_whole_number(tiny: Path) -> None:
 
 @pytest.mark.parametrize("dialect", [None, 7, ["linear"], linear, ...])
 def test_a_dialect_that_is_not_a_name_is_refused(tiny: Path, dialect: Any) -> None:
-    with pytest.raises(ConfigError, match="there are linear, conv1d"):
+    with pytest.raises(ConfigError, match="expected one of linear, conv1d"):
         load_pretrained(tiny, dialect)
 
 

@@ -121,8 +121,8 @@ def test_a_source_without_a_tokenizer_is_refused(
 @pytest.mark.parametrize(
     ("tokenizer", "match"),
     [
-        (build_tokenizer(small_vocab(), ["a b"], {"<s>": 258}), r"special tokens <s>; give"),
-        (build_tokenizer(small_vocab(ab=300), ["a b"], {}), "id 300, the config a vocab_size of 3"),
+        (build_tokenizer(small_vocab(), ["a b"], {"<s>": 258}), r"special tokens <s>\. Pass"),
+        (build_tokenizer(small_vocab(ab=300), ["a b"], {}), "id 300, but the config a vocab_size of 3"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_written_is_refused(

@@ -235,7 +235,7 @@ def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
         ({"prompts": "O"}, "prompts is one text"),
         ({"prompts": ["O", "a\ud800"]}, "prompt 2 of 2, .*: the prompt cannot be encoded"),
         ({"prompts": [[3, V]]}, f"the prompt cannot be decoded: id {V}"),
-        ({"prompts": [[]]}, "the prompt has no ids"),
+        ({"prompts": [[]]}, "the prompt has no tokens"),
     ],
     ids=str,
 )

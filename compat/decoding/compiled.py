@@ -35,7 +35,9 @@ class CompiledTransformer(Transformer):
         # Options of `torch.compile` come too late for freezing. torch restores what is patched, and
         # the patch holds for this thread alone.
         self.patched = partial(config.patch, SETTINGS)
-        self.step = torch.compile(self._step, fullgraph=True)
+        # Static but for the positions: for a second engine of the process torch would otherwise
+        # make dynamic what differs from the first, and generate code that does not compile.
+        self.step = torch.compile(self._step, fullgraph=True, dynamic=False)
         with torch.inference_mode():
             self.positions = torch.arange(self.config.n_positions)
             try:

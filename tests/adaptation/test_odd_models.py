@@ -304,7 +304,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
     "a norm made in forward": (NormInForward, {"no_ln_weight": "ln_f.weight"}),
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
-    "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8; the checkpoint has 24"}),
+    "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8, but the checkpoint has 24"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
 }  # fmt: skip

@@ -50,7 +50,7 @@ def _doubling(folder: Path) -> None:
 
 FAULTS = {
     "tokenizer: none": _fault(
-        without(VOCAB, MERGES), "no tokenizer.json, nor vocab.json and merges.txt", "give ids"
+        without(VOCAB, MERGES), "no tokenizer.json, nor vocab.json and merges.txt", "pass ids"
     ),
     "tokenizer: no JSON": _fault(content(WHOLE, b"{"), WHOLE, "cannot be read"),
     "tokenizer: a list": _fault(content(WHOLE, b"[]"), WHOLE, "expected an object"),
