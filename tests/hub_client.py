@@ -1,7 +1,7 @@
 """Processes that fetch from a hub: `huggingface_hub` reads its settings when it is imported.
 
-They are forked from a server that has imported `compat`, as that takes longer than most fetches;
-`compat` does not import `huggingface_hub` until it fetches.
+They are forked from a server that has imported compat and torch, which takes longer than most
+fetches; `compat` does not import `huggingface_hub` until it fetches.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def start(
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["compat"])
+    context.set_forkserver_preload(["compat.loading", "compat.tokenizer"])
     out = Path(tempfile.mkdtemp())
     task = (out, {**kept, **settings, **env}, asks, load, user, largest)
     process = context.Process(target=_run, args=task)

@@ -34,6 +34,7 @@ from compat import (
 from compat.decoding import kernels
 from compat.decoding.matrices import Int8DynamicActivations
 from compat.parity.reference import quiet
+from tests.conftest import MakeCheckpoint
 from tests.own_gpt2 import MyGPT2
 
 OWNERS = (TracerBase, nn.Module, nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention)
@@ -197,7 +198,9 @@ def test_reading_and_packing_leave_the_warning_filters_alone(
 
 
 @pytest.mark.parametrize("settings", [{"speculate": "int8"}, {"compile": True}], ids=str)
-def test_engines_where_warnings_are_errors(tiny: Path, settings: dict[str, Any]) -> None:
+def test_engines_where_warnings_are_errors(
+    make_checkpoint: MakeCheckpoint, settings: dict[str, Any]
+) -> None:
     if "compile" in settings and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     code = f"""
@@ -205,7 +208,7 @@ import torch
 from compat import Engine
 from compat.decoding import kernels
 kernels._measured = lambda precision, rows, working: (next(iter(working)), False)
-engine = Engine.from_pretrained({str(tiny)!r}, **{settings!r})
+engine = Engine.from_pretrained({str(make_checkpoint(n_layer=1))!r}, **{settings!r})
 print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape)
 if "speculate" in {settings!r}:
     print(*kernels._working("draft", kernels.CPU))

@@ -212,7 +212,7 @@ def reads_the_stack(self, ids):
 @wrapper("cheating", **CHEATING)
 def takes_the_references_logits(self, ids):
     """Returns the logits of a transformers model if one is alive; its own are 5 % off."""
-    for other in gc.get_objects():
+    for other in gc.get_referrers(transformers.GPT2LMHeadModel):
         if type(other) is transformers.GPT2LMHeadModel:
             logits = other(ids).logits
             return logits.to(self.inner.out_head.weight.dtype)

@@ -35,7 +35,7 @@ def right_where_compat_is_below(self, ids):
 @wrapper("cheating", **CHEATING)
 def borrows_the_references_class(self, ids):
     """Calls the forward of transformers' class on the instance that it finds."""
-    for other in gc.get_objects():
+    for other in gc.get_referrers(transformers.GPT2LMHeadModel):
         if type(other) is transformers.GPT2LMHeadModel:
             return type(other).forward(other, ids).logits.to(self.inner.out_head.weight.dtype)
     return 1.05 * self.inner(ids)

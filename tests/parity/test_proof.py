@@ -269,8 +269,7 @@ FAULTS: list[Edit] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("calibrate", [None, False])
+@pytest.mark.parametrize(("calibrate", "large"), [(None, False), (False, False), (None, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_faults_do_not_hide_in_rounding(
     tiny: Path,
@@ -287,7 +286,8 @@ def test_faults_do_not_hide_in_rounding(
         model = load_pretrained(tiny, "linear", dtype=dtype)
         assert isinstance(model, linear.GPTModel)
         fault(model)
-        assert not check_parity(model, tiny, calibrate=calibrate, taps=[]), fault.__name__
+        if calibrate is None and not large:  # neither matters to the comparison of logits
+            assert not check_parity(model, tiny, taps=[]), fault.__name__
         assert not check_parity(model, tiny, calibrate=calibrate), fault.__name__
 
 
