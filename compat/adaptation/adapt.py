@@ -53,6 +53,7 @@ from compat.adaptation.tracing.rewrites import (
     drop_zero_terms,
     keep_every_position,
     lift_derived_weights,
+    merge_stacked_products,
     remove_output_softmax,
 )
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
@@ -286,6 +287,7 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
 
     attempts: tuple[Callable[[], Adaptation | None], ...] = (
         lambda: rewritten(drop_zero_terms),
+        lambda: rewritten(merge_stacked_products),
         lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
         lambda: _judge_by_calls(run, Untraceable(str(error))),
     )

@@ -60,7 +60,7 @@ def special_ids(config: GPT2Config) -> list[int]:
 def sequences(config: GPT2Config, room: int) -> list[Tensor]:
     """The known sequences: one of `room` ids, then short ones.
 
-    In the first short one a single id repeats, in the second every other id is the same; the ids
+    The first short one is id 0 throughout, in the second every other id is the same; the ids
     of the third ascend and those of the fourth descend. Each of the others begins and ends with one
     of the special ids, twice in a row where it begins, but for the last two: they are the sequence
     before them, with two of its ids exchanged in the first or in the second half.
@@ -81,7 +81,7 @@ def sequences(config: GPT2Config, room: int) -> list[Tensor]:
     place(long, room // 3, [x for i in special for x in (i, i)])
     place(long, room // 2, [int(long[0])] * min(40, room // 4))
     place(long, room - len(special), special[::-1])
-    repeated[:] = repeated[0]
+    repeated[:] = 0  # all of them: what `ids.any()` asks about
     alternating[1::2] = alternating[S // 2]
     ascending = (torch.arange(S) + config.vocab_size // 3) % config.vocab_size
     rows = [long, repeated, alternating, ascending, ascending.flip(0)]
@@ -148,6 +148,7 @@ def designed_inputs(count: int, room: int) -> list[ProofInput]:
     return [
         ProofInput("a short text before the longest", (last,), half),
         ProofInput("the full context", (LONG,), room),
+        ProofInput("a short text after the longest", (first,), half),
         ProofInput(f"a batch of {len(every)}", every, S),
         ProofInput("the same batch again", every, S),
         ProofInput("other ids of the same shape", every[::-1], S),
@@ -163,6 +164,7 @@ def designed_inputs(count: int, room: int) -> list[ProofInput]:
         ProofInput("the row with two ids exchanged", (early,), S, "thread"),
         ProofInput("the row with two other ids exchanged", (late,), S, "hooks"),
         ProofInput("a single id", (repeated,), 1),
+        ProofInput("one id throughout", (repeated,), S),
         ProofInput("two rows", (last, repeated), half),
         ProofInput("one id for each of two rows", (repeated, first), 1),
         ProofInput("equal rows", (first, first, last), half),

@@ -786,6 +786,20 @@ class SequentialInForward(GPT):
         return nn.Sequential(*self.blocks, nn.Dropout(0.1).eval())(x)
 
 
+class SecondProductOfVkq(SecondProductPerHead):
+    """The fused parameter holds v, k and q in this order."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, k, q = super().heads(x)
+        return q, k, v
+
+
+class NanGuard(GPT):
+    def head(self, x: Tensor) -> Tensor:
+        logits = super().head(x)
+        return torch.where(logits.isnan(), torch.zeros_like(logits), logits)
+
+
 CLASSES: list[type[nn.Module]] = [
     AutocastOffBlocks, with_block(AutocastOffAttention), AutocastOffEverywhere, NoGradEmbedding,
     GradientsOnHead, HeadInVocabularyChunks, HeadInPositionChunks, HeadFilledIn, HeadPerPosition,
@@ -806,7 +820,8 @@ CLASSES: list[type[nn.Module]] = [
     with_block(WeightNormEverywhere), with_block(OldWeightNorm),
     with_block(TransposedParametrization), with_block(ScaledParametrization),
     with_block(GainBesideNorm), with_block(GeluInForward), with_block(NormInForward),
-    with_block(LinearInForward), SequentialInForward,
+    with_block(LinearInForward), SequentialInForward, with_block(SecondProductOfVkq),
+    NanGuard,
 ]  # fmt: skip
 IDIOMS: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in CLASSES}
 

@@ -19,9 +19,11 @@ from tests.adaptation.equal_idioms import (
     LayerScaleOne,
     LoopOverQueries,
     Lora,
+    NanGuard,
     OutputPerHead,
     PaddedVocabulary,
     ResidualBiasZero,
+    SecondProductOfVkq,
     ShiftedPositions,
     V,
     built,
@@ -114,6 +116,17 @@ class HeadsOutOfOrder(OutputPerHead):
         return own[0] + own[1] + own[2] + 0.999 * own[3] + self.out_bias
 
 
+class ValuesOfTheNextHead(SecondProductOfVkq):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(q, k, v.roll(1, 1))
+
+
+class GuardThatCuts(NanGuard):
+    def head(self, x: Tensor) -> Tensor:
+        logits = super().head(x)
+        return torch.where(logits.isnan() | (logits > 1.5), 1.5, logits)
+
+
 class GainTwice(GainBesideNorm):
     def ln_2(self, x: Tensor) -> Tensor:
         return super().ln_2(x) * (1 + 0.01 * self.gain)
@@ -125,7 +138,7 @@ FAULTS: dict[str, Callable[[], nn.Module]] = {
         AutocastOn, AutocastOffWithin, SecondCallAdded, WronglyCut, ShiftedTooFar,
         SecondRowDiffers, with_block(QueriesSeeTwoKeysLess), with_block(HeadsOutOfOrder),
         with_block(GainTwice), with_block(LayerScaleOne), with_block(ResidualBiasZero),
-        with_block(Lora),
+        with_block(Lora), with_block(ValuesOfTheNextHead), GuardThatCuts,
     )
 }  # fmt: skip
 

@@ -46,6 +46,16 @@ def every_sixth_call(self, ids):
     return logits
 
 
+@wrapper("state", run=adversary.after(ordinary(1, 60)))
+def a_shorter_text_ends_like_the_longer_one_before(self, ids):
+    """The hidden states of a much longer text before are left over at the end."""
+    logits, before = self.inner(ids), getattr(self, "before", None)
+    self.before = logits.detach()
+    if before is not None and len(before) == len(ids) and before.shape[1] > ids.shape[1] + 30:
+        logits = torch.cat([logits[:, :-1], before[:, -1:]], 1)
+    return logits
+
+
 @wrapper("state", run=SECOND)
 def cache_that_grows(self, ids):
     """Texts of one shape are appended to the cache of the call before, until that is full."""

@@ -10,7 +10,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind
+from compat.adaptation.tracing.graph import MOVES, NAN_GUARDS, Place, kind
 from compat.adaptation.tracing.rewrites import CUTS
 from compat.ops import Rows
 
@@ -142,12 +142,17 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
 def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     """Operations on the logits other than a bias or a factor, such as a clamp."""
     graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
-    for node in graph.between([graph.output], [context.anatomy.head]):
-        if node in graph.live and kind(node) not in usual:
-            evidence = "found in the graph, whether or not it changed a logit"
-            place = source.running(graph, [node])
-            yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
-            return
+    after_head = graph.between([graph.output], [context.anatomy.head])
+    unusual = [node for node in after_head if node in graph.live and kind(node) not in usual]
+    guards = [node for node in unusual if kind(node) in NAN_GUARDS]
+    if guards and {kind(node) for node in unusual} <= NAN_GUARDS | {"where", "masked_fill"}:
+        unusual = guards
+    else:
+        unusual = [node for node in unusual if node not in guards]
+    for node in unusual[:1]:
+        evidence = "found in the graph, whether or not it changed a logit"
+        place = source.running(graph, [node])
+        yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
 
 
 @deviation(

@@ -16,7 +16,7 @@ from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
-from compat.adaptation.tracing.graph import Place
+from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.check import Reference
 
@@ -204,12 +204,12 @@ def without_effect(found: Finding) -> Finding:
     """A finding of a model in parity, whose deviation cannot have changed a logit.
 
     Extra parameters have values without an effect, such as a layer scale of 1, a table may have
-    more rows than there are ids, and `nan_to_num` does not change finite values.
+    more rows than there are ids, and a guard against NaN does not change finite values.
     """
     if found.code in ("random_parameters", "vocab_mismatch"):
         evidence = "all logits agree with the values that the model has"
         return replace(found, severity="info", tap=None, evidence=evidence)
-    if found.code == "changed_logits" and "nan_to_num" in found.message:
+    if found.code == "changed_logits" and any(name in found.message for name in NAN_GUARDS):
         evidence = "the logits were finite on all inputs of the proof"
         return replace(found, severity="limit", tap=None, evidence=evidence)
     return found

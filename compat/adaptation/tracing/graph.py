@@ -30,6 +30,9 @@ MOVES = frozenset(
     """.split()
 )
 
+# Operations that find or replace non-finite values.
+NAN_GUARDS = frozenset("isnan isinf isfinite nan_to_num".split())
+
 # Operations whose result depends on the shape of their arguments, never on the values.
 SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split()

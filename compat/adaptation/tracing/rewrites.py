@@ -1,10 +1,13 @@
 """Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
 
 Weights that are computed from parameters become inputs, a softmax on the logits and a cut to the
-last position are removed, and terms that are zero are left out.
+last position are removed, products that are stacked head by head become one, and terms that are
+zero are left out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from compat.adaptation.tracing.graph import (
     MOVES,
     Derived,
     Graph,
+    aten,
     kind,
     live_inputs,
     size,
@@ -120,6 +124,47 @@ def drop_zero_terms(graph: Graph) -> bool:
         drop_dead_code(graph.output.graph, graph.output)
         graph.invalidate()
     return bool(zero)
+
+
+def merge_stacked_products(graph: Graph) -> bool:
+    """Replace `stack([a[:, i] @ b[:, i] for i in range(n)], 1)`, a loop over heads, by `a @ b`.
+
+    Returns:
+        Whether there was such a loop.
+    """
+    merged = False
+    for node in [node for node in graph.nodes if kind(node) == "stack"]:
+        items = tensor_inputs(node)
+        dim: Any = node.args[1] if len(node.args) > 1 else 0
+        factors = {_selected_factors(item, dim, i) for i, item in enumerate(items)}
+        found = factors.pop() if len(factors) == 1 else None
+        if found is None or size(found[0])[dim] != len(items):
+            continue
+        with node.graph.inserting_before(node):
+            product = node.graph.call_function(aten.matmul.default, found)
+        product.meta = dict(node.meta)
+        node.replace_all_uses_with(product)
+        merged = True
+    if merged:
+        drop_dead_code(graph.output.graph, graph.output)
+        graph.invalidate()
+    return merged
+
+
+def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
+    """a and b, if the item is `a.select(dim, i) @ b.select(dim, i)`."""
+    if kind(item) not in ("matmul", "bmm"):
+        return None
+    factors = []
+    for factor in tensor_inputs(item):
+        if kind(factor) != "select" or factor.args[1:] != (dim, i):
+            return None
+        whole = tensor_inputs(factor)[0]
+        while kind(whole) == "slice" and size(whole) == size(tensor_inputs(whole)[0]):
+            whole = tensor_inputs(whole)[0]
+        factors.append(whole)
+    a, b = factors
+    return (a, b) if 0 <= dim < len(size(a)) - 2 else None
 
 
 def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:
