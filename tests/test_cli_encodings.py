@@ -112,7 +112,7 @@ def test_no_command_crashes(tmp_path: Path, encoding: str) -> None:
     for (_, _, err), argv in zip(found, commands + as_json, strict=True):
         assert "Traceback" not in err and "bug in compat" not in err, argv
     values: list[Any] = [json.loads(out) for _, out, _ in found[len(commands) :]]
-    assert values[0]["model"] == values[2]["model"] == values[3]["source"] == str(named)
+    assert values[0]["model"] == values[2]["source"] == values[3]["source"] == str(named)
     assert values[1]["source"] == f"{unnamed}/nothing"
     assert any("größe" in name for row in values[5]["name_map"] for name in row["parameters"])
     assert values[6]["prompt"] == generate[1]

@@ -15,7 +15,7 @@ from tests.pages import GOOD_LOGITS
 
 def test_numbers_of_a_known_difference() -> None:
     reference = torch.tensor([3.0, -4.0])
-    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, granted=1e-6)
+    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, tolerance=1e-6)
     assert found.max_abs == 0.5
     assert found.rel_rms == pytest.approx(0.1)  # √(0.25 / 2) over √(25 / 2)
     assert found.ratio is None and not found.bit_identical and not found.within
@@ -25,8 +25,8 @@ def test_verdict_is_about_scale() -> None:
     """The same max|Δ| is nothing beside activations in the thousands and much beside small ones."""
     torch.manual_seed(0)
     x = torch.randn(1000)
-    assert difference(1000 * x + 1e-4, 1000 * x, None, granted=1e-6).within
-    assert not difference(x + 1e-4, x, None, granted=1e-6).within
+    assert difference(1000 * x + 1e-4, 1000 * x, None, tolerance=1e-6).within
+    assert not difference(x + 1e-4, x, None, tolerance=1e-6).within
 
 
 def test_verdict_against_float64_allows_twice_the_references_error() -> None:
@@ -34,7 +34,7 @@ def test_verdict_against_float64_allows_twice_the_references_error() -> None:
     exact, noise = torch.randn(10_000).double(), torch.randn(10_000).double() * 1e-4
     reference = (exact + noise).float()
     for factor, within in ((-1.9, True), (-2.1, False)):
-        found = difference((exact + factor * noise).float(), reference, exact, granted=0.0)
+        found = difference((exact + factor * noise).float(), reference, exact, tolerance=0.0)
         assert found.within is within
         assert found.ratio == pytest.approx(abs(factor), rel=1e-3)
 
@@ -45,11 +45,11 @@ def test_bound_is_the_largest_error_that_passes(calibrated: bool) -> None:
     truth, noise = torch.randn(1000).double(), 1e-4 * torch.randn(1000).double()
     reference, exact = (truth + noise).float(), truth if calibrated else None
     for factor in (-3.0, -1.0, 0.5, 1.5, 2.5, 4.0):
-        found = difference((truth + factor * noise).float(), reference, exact, granted=1e-4)
+        found = difference((truth + factor * noise).float(), reference, exact, tolerance=1e-4)
         assert found.bound is not None
         assert found.within is (found.error <= found.bound)
         assert calibrated or found.error == found.rel_rms
-    unjudged = difference(reference, reference, None, granted=None)
+    unjudged = difference(reference, reference, None, tolerance=None)
     assert unjudged.bound is None and unjudged.within
 
 
@@ -87,11 +87,11 @@ def test_a_reference_of_zeros_does_not_grant_anything_after_it() -> None:
 
 def test_bit_identical_always_passes_and_nan_never() -> None:
     x = torch.tensor([1.0, 2.0])
-    assert difference(x, x.clone(), x.double() + 1, granted=0.0).within
+    assert difference(x, x.clone(), x.double() + 1, tolerance=0.0).within
     for bad in (math.nan, math.inf):
-        found = difference(torch.tensor([1.0, bad]), x, x.double(), granted=1e-6)
+        found = difference(torch.tensor([1.0, bad]), x, x.double(), tolerance=1e-6)
         assert not found.within
-        assert not difference(torch.tensor([1.0, bad]), x, None, granted=1e-6).within
+        assert not difference(torch.tensor([1.0, bad]), x, None, tolerance=1e-6).within
 
 
 def test_accumulated_error_is_judged_only_against_float64() -> None:
@@ -106,7 +106,7 @@ def test_accumulated_error_is_judged_only_against_float64() -> None:
 
 def test_tap_of_another_shape_is_named() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ParityError, match=r"tap embed: found shape \[2, 4\], expected \[2, 3\]"):
+    with pytest.raises(ParityError, match=r"tap embed has shape \[2, 4\]; expected \[2, 3\]"):
         compare({"embed": x}, {"embed": torch.zeros(2, 4)}, {"embed": x})
 
 
@@ -127,7 +127,7 @@ def test_report_names_the_first_divergence_in_execution_order() -> None:
     assert "diverges from transformers at h.0.ln_1" in report.headline
     good = make_report(True, True, True, True)
     assert good.passed and good.first_divergence is None
-    assert "4 of 4 taps, all bit-identical" in good.headline
+    assert "4 of 4 taps pass, all bit-identical" in good.headline
 
 
 def test_report_is_valid_json_even_with_nan() -> None:

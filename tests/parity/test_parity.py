@@ -16,7 +16,7 @@ from compat import ParityError, ParityReport, check_parity, load_pretrained, to_
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS, conv1d, get_dialect, linear
 from compat.parity import random_ids
-from compat.parity.check import Reference
+from compat.parity.reference import Reference
 from compat.taps import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
@@ -29,9 +29,9 @@ def assert_parity(report: ParityReport) -> None:
     assert [result.tap for result in report.taps if "probs" not in result.tap] == [
         tap for tap in tap_names(TINY["n_layer"]) if "probs" not in tap
     ]
-    if report.dialect == "conv1d":
+    if report.model_name == "conv1d":
         assert all(result.accumulated.bit_identical for result in report.taps)
-    pieces = [r for r in report.taps if report.dialect == "conv1d" or not r.tap.endswith(NORMS)]
+    pieces = [r for r in report.taps if report.model_name == "conv1d" or not r.tap.endswith(NORMS)]
     assert all(result.local.bit_identical for result in pieces)
 
 

@@ -72,8 +72,8 @@ def test_last_block_output_is_not_the_last_hidden_state(tiny: Path) -> None:
     """Mistake 10: transformers' `hidden_states[-1]` comes after the final norm."""
     from compat.checkpoint import open_checkpoint
     from compat.parity import random_ids
-    from compat.parity.reference import load_reference, taps
     from compat.parity.trace import trace
+    from compat.parity.transformers_gpt2 import load_reference, taps
 
     checkpoint = open_checkpoint(tiny)
     reference, ids = load_reference(checkpoint, torch.float32), random_ids(checkpoint)

@@ -84,7 +84,7 @@ def test_tap_that_cannot_be_taken_is_named(tiny: Path) -> None:
     with pytest.raises(ParityError, match=r"GPTModel has no module 'h\.0\.norm'"):
         trace(model, [Tap("h.0.ln_1", "h.0.norm")], IDS)
     model.add_module("idle", nn.Linear(2, 2))
-    with pytest.raises(ParityError, match="never came by its taps embed"):
+    with pytest.raises(ParityError, match="did not execute the modules of its taps embed"):
         trace(model, [Tap("embed", "idle")], IDS)
     with pytest.raises(ParityError, match=r"unknown tap 'h\.0\.norm'"):
         expand_taps([Tap("h.{i}.norm", "h.{i}.ln_1")], 1)
