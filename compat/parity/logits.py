@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compat.config import GPT2Config
 from compat.errors import CompatError
 from compat.parity.conditions import (
     LONGEST_PHRASE,
@@ -77,40 +77,38 @@ def prove_logits(
     """
     limit = reference.checkpoint.config.n_positions
     longest = fixed_length or min(n_positions or limit, limit)
-    proof = _LogitsProver(
+    prover = _LogitsProver(
         model,
         reference,
-        model if call is None else call,
-        find or (lambda output, ids: output),
-        min(LENGTH, longest) if short_only else longest,
-        fixed_length,
+        call=model if call is None else call,
+        find=find or (lambda output, ids: output),
+        longest=min(LENGTH, longest) if short_only else longest,
+        fixed_length=fixed_length,
     )
-    return proof.compare_designed() if short_only else proof.run()
+    return prover.compare_designed() if short_only else prover.run()
 
 
+@dataclass
 class _LogitsProver:
-    def __init__(
-        self,
-        model: nn.Module,
-        reference: Reference,
-        call: Call,
-        find: Find,
-        longest: int,
-        fixed_length: int | None,
-    ) -> None:
-        self.model, self.reference, self.call, self.find = model, reference, call, find
-        self.longest, self.fixed_length = longest, fixed_length
-        self.config: GPT2Config = reference.checkpoint.config
-        self.expected = ExpectedLogits(reference)
-        self.proof = LogitsProof()
-        self.tried: list[ProofInput] = []
-        self.seen_ids: set[int] = set()
-        self.phrases: set[tuple[int, ...]] = set()
+    model: nn.Module
+    reference: Reference
+    call: Call
+    find: Find
+    longest: int
+    fixed_length: int | None
+    proof: LogitsProof = field(default_factory=LogitsProof)
+    tried: list[ProofInput] = field(default_factory=list)
+    seen_ids: set[int] = field(default_factory=set)
+    phrases: set[tuple[int, ...]] = field(default_factory=set)
+    branches: BranchObserver = field(default_factory=BranchObserver)
+    last_ids: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+    n_designed: int = 0  # sequences of the designed inputs
+
+    def __post_init__(self) -> None:
+        self.config = self.reference.checkpoint.config
         self.sizes = {self.config.vocab_size, self.config.n_positions}
-        self.branches = BranchObserver()
         self.operations = TensorObserver(self.sizes)
-        self.last_ids = torch.empty(0, 0, dtype=torch.long)
-        self.n_designed = 0  # sequences of the designed inputs
+        self.expected = ExpectedLogits(self.reference)
 
     def run(self) -> LogitsProof:
         state, generators = state_digests(self.model), random_states()

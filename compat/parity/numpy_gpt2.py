@@ -72,56 +72,28 @@ def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
         dtype: the data type to which the weights are rounded before they are used.
         ids: (B, T), T up to `n_positions`.
     """
-    head, hidden = _head_and_hidden(checkpoint, dtype, ids)
-    found = np.empty((*hidden.shape[:2], len(head)))
-    for rows in _slices(len(head), ROWS):
-        found[..., rows] = hidden @ _rounded(head[rows], dtype).T
-    return found
-
-
-def projected_logits(
-    checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor, directions: Array
-) -> Array:
-    """Return the logits times `directions` (V, K), which is (B, T, K).
-
-    The directions are multiplied with the head's weight first, so that the cost of the head does
-    not grow with T · V.
-    """
-    head, hidden = _head_and_hidden(checkpoint, dtype, ids)
-    projection = np.zeros((hidden.shape[-1], directions.shape[1]))
-    for rows in _slices(len(head), ROWS):
-        projection += _rounded(head[rows], dtype).T @ directions[rows]
-    return hidden @ projection
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def _head_and_hidden(
-    checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor
-) -> tuple[NDArray[Any], Array]:
-    """The head's weight (V, C) as stored, and the hidden states (B, T, C) that it multiplies."""
     config = checkpoint.config
     # The values were searched for NaN when the models were loaded, and mapped pages need no copy.
     checkpoint = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
 
     def read(name: str) -> Array:
-        return to_float64(checkpoint.read(name), dtype)
+        return _rounded(_values(checkpoint.read(name)), dtype)
 
     tokens, positions = _values(checkpoint.read(EMBEDDING)), read(POSITIONS)
-    hidden = _rounded(tokens[_values(ids)], dtype) + positions[: ids.shape[1]]
+    x = _rounded(tokens[_values(ids)], dtype) + positions[: ids.shape[1]]
     for layer in range(config.n_layer):
         weights = {name: read(f"h.{layer}.{name}") for name in block_shapes(config)}
-        hidden = _block(hidden, weights, config, layer)
+        x = _block(x, weights, config, layer)
+    x = _layer_norm(x, read("ln_f.weight"), read("ln_f.bias"), config.layer_norm_epsilon)
     head = tokens if config.tie_word_embeddings else _values(checkpoint.read(HEAD))
-    weight, bias = read("ln_f.weight"), read("ln_f.bias")
-    return head, _layer_norm(hidden, weight, bias, config.layer_norm_epsilon)
+    found = np.empty((*x.shape[:2], len(head)))
+    for rows in _slices(len(head), ROWS):
+        found[..., rows] = x @ _rounded(head[rows], dtype).T
+    return found
 
 
-def to_float64(tensor: Tensor, dtype: torch.dtype) -> Array:
-    """A tensor's values in float64, rounded to `dtype` before."""
-    return _rounded(_values(tensor), dtype)
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: int) -> Array:

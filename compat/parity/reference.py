@@ -6,6 +6,7 @@ models are compared come from NumPy, once the reference's own were found to agre
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from compat.checkpoint import Checkpoint
 from compat.parity import numpy_gpt2
 from compat.parity.compare import TapResult, compare
 from compat.parity.inputs import sequences
-from compat.parity.numpy_gpt2 import Array
 from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
 from compat.parity.report import LogitsProof, ParityReport
 from compat.parity.trace import Trace, trace
@@ -37,7 +37,6 @@ ROUNDING = {
     torch.float16: 0.05,
     torch.bfloat16: 0.4,
 }
-DIRECTIONS = 8  # random projections of the logits that are compared
 POSITIONS_AT_ONCE = 64  # that are converted to float64
 
 
@@ -140,7 +139,7 @@ class Reference:
             config = self.checkpoint.config
             ids = sequences(config, config.n_positions)[0][None]
             found, _ = self.logits(ids, exact=False)
-            check_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
+            true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, C) that enter the first block, for ids (B, T)."""
@@ -240,68 +239,25 @@ def true_logits(
     """
     with np.errstate(all="ignore"):  # infinite logits are an infinite error, not a warning
         truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, weights_dtype, ids))
-    _check_form(found, list(truth.shape), dtype)
-    error = (found.double() - truth).square().mean(-1).sqrt() / truth.square().mean().sqrt()
-    _check_errors(error.numpy(), dtype)
-    return truth
-
-
-def check_logits(
-    checkpoint: Checkpoint,
-    weights_dtype: torch.dtype,
-    ids: Tensor,
-    found: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """Verify the reference's logits like `true_logits`, in less time and memory on long sequences.
-
-    Args and Raises are those of `true_logits`.
-    """
-    _check_form(found, [*ids.shape, checkpoint.config.vocab_size], dtype)
-    _check_errors(logit_errors(checkpoint, weights_dtype, ids, found), dtype)
-
-
-def logit_errors(
-    checkpoint: Checkpoint, weights_dtype: torch.dtype, ids: Tensor, found: Tensor
-) -> Array:
-    """Measure how far logits (B, T, V) are from GPT-2's, computed in float64 by NumPy.
-
-    Args:
-        checkpoint: the weights.
-        weights_dtype: the data type to which the weights are rounded before they are used.
-        ids: (B, T).
-        found: logits (B, T, V) of any model and data type.
-
-    Returns:
-        The error (B, T) of every position: the RMS over the vocabulary, estimated from DIRECTIONS
-        random projections, over the RMS of all of GPT-2's logits.
-    """
-    vocab_size = checkpoint.config.vocab_size
-    directions = np.random.default_rng(0).standard_normal((vocab_size, DIRECTIONS))
-    with np.errstate(all="ignore"):
-        truth = numpy_gpt2.projected_logits(checkpoint, weights_dtype, ids, directions)
-        rows = torch.split(found.reshape(-1, vocab_size), POSITIONS_AT_ONCE)
-        projected = [numpy_gpt2.to_float64(part, torch.float64) @ directions for part in rows]
-        delta = np.concatenate(projected).reshape(truth.shape) - truth
-        errors: Array = (np.mean(delta * delta, axis=-1) / np.mean(truth * truth)) ** 0.5
-    return errors
-
-
-def _check_form(found: Tensor, shape: list[int], dtype: torch.dtype) -> None:
-    if list(found.shape) != shape:
-        raise untrusted_reference(f"its logits have shape {list(found.shape)}; expected {shape}")
-    if found.dtype != dtype:
-        raise untrusted_reference(f"its logits are {found.dtype}; expected {dtype}")
-
-
-def _check_errors(errors: Array, dtype: torch.dtype) -> None:
-    """Raise unless the errors (B, T) of all positions are rounding; NaN is an error."""
-    if np.all(errors <= ROUNDING[dtype]):
-        return
-    worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
-    row, position = divmod(worst, errors.shape[1])
+    if found.shape != truth.shape or found.dtype != dtype:
+        raise untrusted_reference(
+            f"its logits are {found.dtype} {list(found.shape)}; expected {dtype} "
+            f"{list(truth.shape)}"
+        )
+    errors = logit_errors(found, truth)
+    if bool((errors <= ROUNDING[dtype]).all()):  # False for NaN
+        return truth
+    row, position = divmod(int(errors.nan_to_num(math.inf).argmax()), errors.shape[1])
     raise untrusted_reference(
         f"at input_ids[{row}, {position}] its {dtype} logits differ from GPT-2's, computed in "
         f"NumPy, by {errors[row, position]:.2g} of their RMS; rounding stays below "
         f"{ROUNDING[dtype]:.2g}"
     )
+
+
+def logit_errors(found: Tensor, truth: Tensor) -> Tensor:
+    """The RMS error (B, T) of logits (B, T, V) over the RMS of all true ones."""
+    split = partial(torch.split, split_size_or_sections=POSITIONS_AT_ONCE, dim=1)
+    parts = zip(split(found), split(truth), strict=True)
+    errors = [(part.double() - true).square().mean(-1).sqrt() for part, true in parts]
+    return torch.cat(errors, dim=1) / truth.square().mean().sqrt()

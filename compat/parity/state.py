@@ -10,9 +10,18 @@ import operator
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -155,31 +164,16 @@ def _class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> list[Any]:
     """The `__dict__` of an object, and the values in its slots."""
-    try:
+    found: list[Any] = []
+    with suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        attributes = {}
-    slots = [
-        vars(base)[name].__get__(value)
-        for base in type(value).__mro__
-        for name in _slots(base)
-        if name in vars(base) and _is_set(vars(base)[name], value)
-    ]
-    return [dict(attributes) if isinstance(attributes, dict) else None, *slots]
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    names = vars(cls).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_set(descriptor: Any, value: Any) -> bool:
-    """Whether a slot of an object has a value."""
-    try:
-        descriptor.__get__(value)
-    except Exception:
-        return False
-    return True
+        found.append(dict(attributes) if isinstance(attributes, dict) else None)
+    for base in type(value).__mro__:
+        for slot in vars(base).values():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(Exception):  # the slot has no value
+                    found.append(slot.__get__(value))
+    return found
 
 
 def _iterator_state(value: Any) -> str:

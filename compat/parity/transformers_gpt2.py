@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -188,8 +188,8 @@ def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
 
-class _Messages:
-    """The verbosity and the progress bars of transformers, which all threads share.
+class _Quiet:
+    """Turns off the verbosity and the progress bars of transformers, which all threads share.
 
     They are off while any thread needs them off. The last one restores what the first one found.
     """
@@ -198,7 +198,7 @@ class _Messages:
         self.lock = threading.Lock()
         self.users, self.verbosity, self.progress_bars = 0, 0, True
 
-    def turn_off(self) -> None:
+    def __enter__(self) -> None:
         logging: Any = transformers.utils.logging
         with self.lock:
             if self.users == 0:
@@ -208,7 +208,7 @@ class _Messages:
                 logging.disable_progress_bar()
             self.users += 1
 
-    def restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         logging: Any = transformers.utils.logging
         with self.lock:
             self.users -= 1
@@ -218,14 +218,9 @@ class _Messages:
                     logging.enable_progress_bar()
 
 
-_messages = _Messages()
+_QUIET = _Quiet()
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Hide progress bars, load reports and advice of transformers, whose facts compat checks."""
-    _messages.turn_off()
-    try:
-        yield
-    finally:
-        _messages.restore()
+    return _QUIET

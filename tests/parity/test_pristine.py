@@ -23,10 +23,10 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.errors import ParityError
-from compat.parity import transformers_gpt2
+from compat.parity import numpy_gpt2, transformers_gpt2
 from compat.parity.numpy_gpt2 import ACTIVATIONS
 from compat.parity.patches import explain_exceptions
-from compat.parity.reference import check_logits, logit_errors, true_logits
+from compat.parity.reference import logit_errors, true_logits
 from tests.conftest import MakeCheckpoint, Write
 
 Patch = Callable[[pytest.MonkeyPatch], Any]
@@ -50,7 +50,7 @@ def verify(checkpoint: Checkpoint, length: int = 32, dtype: torch.dtype = torch.
         with torch.no_grad():
             logits = {dtype: model(ids).logits, torch.float64: exact(ids).logits}
     for computed_in, found in logits.items():
-        check_logits(checkpoint, dtype, ids, found, computed_in)
+        true_logits(checkpoint, dtype, ids, found, computed_in)
 
 
 @pytest.fixture(scope="module")
@@ -444,35 +444,32 @@ def exact_logits(checkpoint: Checkpoint) -> Tensor:
 def test_errors_are_measured_at_every_position(
     checkpoint: Checkpoint, exact_logits: Tensor
 ) -> None:
+    truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, torch.float32, IDS))
+    right = logit_errors(exact_logits, truth)
+    assert right.shape == (2, 30) and right.max() < 1e-13
     wrong = exact_logits.clone()
     wrong[1, 7] += 0.01 * exact_logits.square().mean().sqrt()
-    right_errors = logit_errors(checkpoint, torch.float32, IDS, exact_logits)
-    assert right_errors.shape == (2, 30) and right_errors.max() < 1e-13
-    errors = logit_errors(checkpoint, torch.float32, IDS, wrong)
+    errors = logit_errors(wrong, truth)
     assert 0.003 < errors[1, 7] < 0.03
     errors[1, 7] = 0
     assert errors.max() < 1e-13
 
 
-@pytest.mark.parametrize("verification", [check_logits, true_logits])
-def test_one_wrong_logit_is_found(
-    checkpoint: Checkpoint, exact_logits: Tensor, verification: Callable[..., object]
-) -> None:
-    verification(checkpoint, torch.float32, IDS, exact_logits, torch.float64)
+def test_one_wrong_logit_is_found(checkpoint: Checkpoint, exact_logits: Tensor) -> None:
+    true_logits(checkpoint, torch.float32, IDS, exact_logits, torch.float64)
     wrong = exact_logits.clone()
     wrong[0, 29, 96] += 1e-5
     with pytest.raises(ParityError, match=r"at input_ids\[0, 29\]"):
-        verification(checkpoint, torch.float32, IDS, wrong, torch.float64)
+        true_logits(checkpoint, torch.float32, IDS, wrong, torch.float64)
 
 
-@pytest.mark.parametrize("verification", [check_logits, true_logits])
 def test_logits_of_another_shape_or_data_type_are_refused(
-    checkpoint: Checkpoint, exact_logits: Tensor, verification: Callable[..., object]
+    checkpoint: Checkpoint, exact_logits: Tensor
 ) -> None:
-    with pytest.raises(ParityError, match=r"shape \[2, 30, 96\]; expected \[2, 30, 97\]"):
-        verification(checkpoint, torch.float32, IDS, exact_logits[..., :-1], torch.float64)
-    with pytest.raises(ParityError, match=r"torch.float64; expected torch.float32"):
-        verification(checkpoint, torch.float32, IDS, exact_logits, torch.float32)
+    with pytest.raises(ParityError, match=r"\[2, 30, 96\]; expected torch.float64 \[2, 30, 97\]"):
+        true_logits(checkpoint, torch.float32, IDS, exact_logits[..., :-1], torch.float64)
+    with pytest.raises(ParityError, match=r"torch.float64 .*; expected torch.float32"):
+        true_logits(checkpoint, torch.float32, IDS, exact_logits, torch.float32)
 
 
 def test_gelu_uses_the_erf_of_math() -> None:
