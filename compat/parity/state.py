@@ -33,6 +33,15 @@ MAX_VALUES = 20_000  # that are read
 MAX_ITEMS = 1000  # of one container
 MAX_NUMBERS = 1 << 18  # of a tensor whose values are read; of a larger one only its version is
 _PRIMITIVES = (int, float, complex, str, bytes, bool, type(None), range)
+# The attributes by which an object of these types refers to others.
+_REFERENCES: dict[type, tuple[str, ...]] = {
+    MethodType: ("__self__", "__func__"),
+    BuiltinFunctionType: ("__self__",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    partial: ("func", "args", "keywords"),
+}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -104,14 +113,9 @@ class _Walk:
             return str(len(value)), list(islice(value, MAX_ITEMS))
         if isinstance(value, (set, frozenset)):
             return str(len(value)), sorted(x for x in value if type(x) is int)[:MAX_ITEMS]
-        if isinstance(value, (MethodType, BuiltinFunctionType)):
-            return "", [value.__self__, getattr(value, "__func__", None)]
-        if isinstance(value, (staticmethod, classmethod)):
-            return "", [value.__func__]
-        if isinstance(value, property):
-            return "", [value.fget]
-        if isinstance(value, partial):
-            return "", [value.func, value.args, value.keywords]
+        for kind, names in _REFERENCES.items():
+            if isinstance(value, kind):
+                return "", [getattr(value, name) for name in names]
         if isinstance(value, FunctionType):
             return "", self._function_contents(value)
         if isinstance(value, GeneratorType):
