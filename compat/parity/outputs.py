@@ -19,7 +19,7 @@ def find_logits(
     Args:
         output: a tensor, or containers, data classes and objects with `logits` around tensors.
         ids: (B, T), for which the model returned it.
-        last: accept logits of the last position only too.
+        last: look for logits of the last position first, (B, V) or (B, 1, V).
         vocab_size: V, which distinguishes logits from hidden states. Without it the widest tensor
             is returned.
 
