@@ -61,8 +61,8 @@ def check_parity(
         model_or_dialect: the name of a dialect, which is loaded from the checkpoint; or a model
             with the checkpoint's weights, which runs in the mode that it is in; or an `Engine` or
             `PlainBlocks`, of which the logits of prefill and of every decode step are compared. The
-            error that an int8 engine may make is what rounding the weights to 8 bits costs the
-            reference.
+            bound of an int8 engine is based on the error that rounding the weights to 8 bits causes
+            in the reference.
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         input_ids: (B, T), a tensor, array or list, on which the taps are compared; by default
             `random_ids` of the checkpoint's vocabulary.
@@ -117,6 +117,11 @@ def _report_on_module(
 ) -> ParityReport:
     """Compare taps and logits in the data type of both; in half precision on short inputs only."""
     config, dialect = reference.checkpoint.config, dialect_of(model)
+    is_default = taps is None and dialect is None
+    if taps is None:
+        taps = dialect.taps if dialect else [Tap("logits", "")]
+    available = {tap.name for tap in reference.taps}
+    taps = [tap for tap in expand_taps(taps, config.n_layer) if tap.name in available]
     has_logits_tap = True  # the output itself is the logits of all positions, as a tap needs it
 
     def find(output: Any, ids: Tensor) -> Tensor:
@@ -128,11 +133,8 @@ def _report_on_module(
 
     half = reference.dtype in HALF
     proof = prove_logits(model, reference, find=find, short_only=half)
-    if taps is None:
-        default = [Tap("logits", "")] if has_logits_tap else []
-        taps = dialect.taps if dialect else default
-    available = {tap.name for tap in reference.taps}
-    taps = [tap for tap in expand_taps(taps, config.n_layer) if tap.name in available]
+    if is_default and not has_logits_tap:
+        taps = []
     if taps and taps[0].name == "embed" and not half:
         proof.embedding = _compare_every_embedding(model, taps[0], reference)
         proof.ids_tried = config.vocab_size
