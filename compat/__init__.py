@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         WeightNorm,
     )
     from compat.parity import ParityReport, check_parity
+    from compat.parity.trace import trace
     from compat.saving import save_pretrained
     from compat.taps import Tap
     from compat.tokenizer import Tokenizer, load_tokenizer
@@ -64,6 +65,7 @@ _NAMES = {
     "name_map": "NameMap Row",
     "ops": "Affine Fused Part Rearrange Reparametrized Rows Same Split Transpose WeightNorm",
     "parity": "ParityReport check_parity",
+    "parity.trace": "trace",
     "saving": "save_pretrained",
     "taps": "Tap",
     "tokenizer": "Tokenizer load_tokenizer",
@@ -121,6 +123,7 @@ __all__ = [
     "stream",
     "stream_text",
     "to_hf_state_dict",
+    "trace",
 ]
 
 

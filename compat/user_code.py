@@ -69,7 +69,7 @@ def described(error: BaseException, owns: Callable[[str], bool] | None = None) -
     return text
 
 
-def raised(error: BaseException) -> str:
+def exception_summary(error: BaseException) -> str:
     """The type and the first line of a model's exception, and the user's line, in one line."""
     frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

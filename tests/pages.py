@@ -33,7 +33,7 @@ def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityRep
     names = tap_names(n_layer)
     every = [GOOD] * (len(names) - len(found)) + list(found)
     taps = [TapResult(name, d, d) for name, d in zip(names, every, strict=True)]
-    fields = {"model": "m", "dialect": "linear", "dtype": "float32", "input_shape": (2, 8)}
+    fields = {"source": "m", "model_name": "linear", "dtype": "float32", "input_shape": (2, 8)}
     fields |= {"calibrated": True, "training": False, "taps": taps, "versions": {"torch": "2"}}
     return ParityReport(**{**fields, "logits": GOOD_LOGITS, **changes})
 
@@ -56,7 +56,7 @@ def adaptation(report: ParityReport | None, *found: Finding, **changes: Any) -> 
 
 def evil_page() -> str:
     """A page with hostile text in every field that can contain text."""
-    report = report_of(BAD, model=EVIL, dialect=EVIL, dtype=EVIL, versions={EVIL: EVIL})
+    report = report_of(BAD, source=EVIL, model_name=EVIL, dtype=EVIL, versions={EVIL: EVIL})
     taps = [TapResult(f"h.0.{EVIL}", BAD, BAD), TapResult(EVIL, BAD, BAD), *report.taps]
     rows = NameMap((Row(f"h.{{i}}.{EVIL}", (EVIL, EVIL), Same()),))
     texts = {"model": EVIL, "source": EVIL, "unmatched": [EVIL], "seconds": {EVIL: 1.0}}

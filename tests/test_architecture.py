@@ -35,7 +35,7 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 OWNERS = {
-    "transformers": "parity/reference.py",
+    "transformers": "parity/transformers_gpt2.py",
     "tiktoken": "tokenizer.py",
     "huggingface_hub": "checkpoint/hub.py",
 }

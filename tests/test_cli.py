@@ -126,7 +126,7 @@ def test_parity_as_json_has_every_number(cli: Cli, tiny: Path, dialect: str) -> 
     done = cli("parity", "--model", tiny, "--dialect", dialect, "--json")
     found = done.json()
     assert (done.code, found["passed"], found["first_divergence"]) == (0, True, None)
-    assert (found["model"], found["dialect"], found["dtype"]) == (str(tiny), dialect, "float32")
+    assert (found["source"], found["model_name"], found["dtype"]) == (str(tiny), dialect, "float32")
     assert found["input_shape"] == [2, 32]
     assert [tap["tap"] for tap in found["taps"]] == tap_names(3)
     assert found["max_abs_diff"] == found["taps"][-1]["accumulated"]["max_abs"]
@@ -144,7 +144,7 @@ def test_parity_as_json_has_every_number(cli: Cli, tiny: Path, dialect: str) -> 
 def test_parity_of_both_dialects(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 0
-    assert [report["dialect"] for report in done.json()] == ["linear", "conv1d"]
+    assert [report["model_name"] for report in done.json()] == ["linear", "conv1d"]
     assert len(cli("parity", "--model", tiny, "--all", "--quiet").out.splitlines()) == 2
 
 

@@ -125,7 +125,7 @@ def test_no_command_crashes(tmp_path: Path, encoding: str) -> None:
     unicode = encoding in ("UTF-8", "C locale")
     assert f"{'✓' if unicode else '+'} would load" in found[f"inspect {named}"][1]
     if encoding in COMPLETE:
-        assert values[f"parity --model {named} --json"]["model"] == str(named)
+        assert values[f"parity --model {named} --json"]["source"] == str(named)
         rows = values["adapt modèle.py:MyGPT --json"]["name_map"]
         assert any("größe" in name for row in rows for name in row["parameters"])
         shown = found["adapt modèle.py:MyGPT"][1]

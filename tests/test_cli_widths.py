@@ -113,7 +113,7 @@ def test_parity(cli: Cli, distant: Path, broken: bool, monkeypatch: pytest.Monke
 
 
 def check_parity_table(found: dict[str, Any], shown: str) -> None:
-    assert found["model"] in shown
+    assert found["source"] in shown
     pieces = re.split(r"[\s│┃|]+|, ", shown)
     for layer, numbers in table_of(found["taps"]).items():
         assert layer in pieces

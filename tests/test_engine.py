@@ -19,8 +19,8 @@ from compat.decoding.matrices import Blas
 from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS
 from compat.engine import Engine
-from compat.parity.check import Reference
 from compat.parity.compare import compare
+from compat.parity.reference import Reference
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
 
 PRECISIONS = ("float32", "bfloat16", "int8")

@@ -134,7 +134,7 @@ def test_every_string_from_outside_is_escaped() -> None:
     assert {"script", "img"}.isdisjoint(tag for tag, _ in found.tags)
     assert not [key for _, attributes in found.tags for key in attributes if key[:2] == "on"]
     assert found.text.count(EVIL) > 20
-    parity = Document(parity_page(report_of(model=EVIL, dialect=EVIL)))
+    parity = Document(parity_page(report_of(source=EVIL, model_name=EVIL)))
     assert {"script", "img"}.isdisjoint(tag for tag, _ in parity.tags)
 
 
@@ -147,7 +147,7 @@ def test_the_page_is_self_contained(failing: ParityReport) -> None:
 
 def test_a_file_name_that_is_not_unicode_can_be_written(tmp_path: Path) -> None:
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
-    (tmp_path / "p.html").write_text(parity_page(report_of(model=name)), encoding="utf-8")
+    (tmp_path / "p.html").write_text(parity_page(report_of(source=name)), encoding="utf-8")
     assert "caf\\udce9" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 

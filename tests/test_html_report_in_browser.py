@@ -83,7 +83,7 @@ def test_nothing_overflows_and_names_are_apart_and_not_clipped(
     browser: Browser, n_layer: int, width: int
 ) -> None:
     long = "/home/somebody/" + "a-long-name-without-a-break" * 5
-    report = report_of(EXACT, BAD, EXACT, n_layer=n_layer, model=long, dialect=long)
+    report = report_of(EXACT, BAD, EXACT, n_layer=n_layer, source=long, model_name=long)
     found = finding(long, message=long * 3)
     page = adapt_page(adaptation(report, found, model=long, unmatched=[long], seconds={long: 1.0}))
     wide, overlaps, clipped = browser.ask(

@@ -33,7 +33,7 @@ from compat import (
 )
 from compat.decoding import kernels
 from compat.decoding.matrices import Int8DynamicActivations
-from compat.parity.reference import quiet
+from compat.parity.transformers_gpt2 import quiet
 from tests.conftest import MakeCheckpoint
 from tests.own_gpt2 import MyGPT2
 

@@ -63,7 +63,8 @@ from compat.errors import AdaptError, CompatError
 from compat.loading import fill, load_into
 from compat.name_map import NameMap
 from compat.parity import ParityReport
-from compat.parity.check import HALF, Reference, in_float32, random_ids
+from compat.parity.check import HALF, in_float32, random_ids
+from compat.parity.reference import Reference
 
 BY_HAND = (
     "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "
@@ -132,6 +133,9 @@ def adapt(
     *,
     forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
     example_length: int | None = None,
+    revision: str | None = None,
+    verify: bool = False,
+    n_head: int | None = None,
 ) -> Adaptation:
     """Map a module to a checkpoint, load the weights into it, and prove parity or say what differs.
 
@@ -140,18 +144,19 @@ def adapt(
 
     Args:
         model: your GPT-2, of the checkpoint's sizes, on the CPU.
-        source: the checkpoint, as in `load_pretrained`.
+        source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         forward: `forward(model, input_ids)` returns logits (B, T, V) for ids (B, T). By default the
             model is called with ids, and its first output of that shape is used.
         example_length: number of ids per sequence that the model is traced with. By default a
             length that no other size of the model has.
+        revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
         AdaptError: the model is not a GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
     check_model(model)
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     dtype = next(model.parameters()).dtype
     if dtype not in HALF:
         return _adapt(model, checkpoint, forward, example_length)

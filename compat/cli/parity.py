@@ -120,7 +120,7 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
         if report.taps:
             _show_layers(report, out)
         if not report.taps or not report.logits.passed:
-            title = f"logits of {report.dialect} and transformers on {report.model}"
+            title = f"logits of {report.model_name} and transformers on {report.source}"
             _print(out, title, "italic")
             print_rows(out, INPUT_COLUMNS, input_rows(report))
             _print(out, INPUT_NOTE, "dim italic")
@@ -141,7 +141,9 @@ def _print(out: Console, text: str, style: str) -> None:
 def _show_layers(report: compat.ParityReport, out: Console) -> None:
     """What was compared, the largest numbers of every layer, and what they mean."""
     B, T = report.input_shape
-    title = f"{report.dialect} and transformers on {report.model}, {report.dtype}, {B} × {T} ids"
+    title = (
+        f"{report.model_name} and transformers on {report.source}, {report.dtype}, {B} × {T} ids"
+    )
     found = layers(report.taps)
     wide = []
     for kind in KINDS:

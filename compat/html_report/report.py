@@ -53,12 +53,12 @@ COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
 
 def parity_page(*reports: ParityReport) -> str:
     """One or more reports on one checkpoint as a page."""
-    names = " and ".join(report.dialect for report in reports)
+    names = " and ".join(report.model_name for report in reports)
     return _page(
-        title=f"{names} and transformers on {reports[0].model}",
+        title=f"{names} and transformers on {reports[0].source}",
         kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
         adaptation=None,
-        reports=[_parity(r, f"{r.dialect}, {r.dtype}", r.headline) for r in reports],
+        reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
         versions=reports[0].versions,
         seconds={},
     )

@@ -2,9 +2,7 @@
 
 from compat.parity.check import check_parity, random_ids
 from compat.parity.compare import Difference, TapResult
-from compat.parity.conditions import Limit
-from compat.parity.logits import InputResult, LogitsProof
-from compat.parity.report import ParityReport
+from compat.parity.report import InputResult, Limit, LogitsProof, ParityReport
 
 __all__ = [
     "Difference",

@@ -1,15 +1,12 @@
-"""The parity check: run both models, compare every tap, report."""
+"""The parity check: run the model and the reference, compare, report."""
 
 from __future__ import annotations
 
 import math
-import platform
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -19,31 +16,24 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
-from compat.errors import CompatError, ParityError, short_repr
+from compat.errors import CompatError, ParityError, described, short_repr
 from compat.layers import as_ids
 from compat.loading import load_pretrained
-from compat.parity.compare import Difference, TapResult, compare
+from compat.parity.compare import Difference
 from compat.parity.decoded import prove_decoder
-from compat.parity.inputs import sequences
-from compat.parity.logits import (
-    InputResult,
-    KnownLogits,
-    LogitsProof,
-    position_errors,
-    prove_logits,
-)
+from compat.parity.expected import ExpectedLogits, position_errors
+from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
-from compat.parity.pristine import check_reference, reference_errors, replaced, true_logits
-from compat.parity.report import ParityReport
-from compat.parity.trace import Trace, trace, trace_one
+from compat.parity.reference import LARGE, Reference
+from compat.parity.report import InputResult, ParityReport
+from compat.parity.trace import trace
 from compat.taps import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
-LARGE = 500_000_000  # parameters; from there on float64 weights exist one matrix at a time
-LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids; traces stay small beside the weights
-EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
-EVERY_ID = "the embedding of every id"
 HALF = (torch.bfloat16, torch.float16)
+LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids, so that traces are small beside the weights
+EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
+MAX_EMBEDDING_ROUNDINGS = 4  # in units of epsilon: the error of an id's embedding that passes
 
 
 def check_parity(
@@ -57,135 +47,136 @@ def check_parity(
     taps: Sequence[Tap] | None = None,
     attention: Literal["eager", "sdpa"] = "eager",
     revision: str | None = None,
+    verify: bool = False,
+    n_head: int | None = None,
 ) -> ParityReport:
-    """Compare a model with `transformers` on the CPU: hidden states at every tap, and logits.
+    """Compare a model with `transformers` on the CPU: hidden states at its taps, and logits.
 
-    Hidden states are compared on one input, logits on a designed set of inputs as well: the full
+    Hidden states are compared on one input, and logits on a designed set of inputs too: the full
     context, single ids, several batch sizes, special ids, repeated calls, with and without
-    gradients, and whatever the conditions in the model's code ask for. A model in half precision is
-    judged a second time with its parameters in float32, where rounding hides no fault.
+    gradients, and what the conditions in the model's code ask for. A model in half precision is
+    compared a second time with its parameters in float32, where rounding hides no fault.
 
     Args:
-        model_or_dialect: a dialect's name, loaded here; or a model that has the weights already,
-            run in the mode it is in; or an `Engine` or `PlainBlocks`, of which the logits of
-            prefill and of every decode step are compared. An int8 engine is judged by what
-            rounding its weights to 8 bits costs the reference.
-        source: the checkpoint, as in `load_pretrained`.
-        input_ids: (B, T), a tensor, array or list, for the taps; by default `random_ids` of the
-            checkpoint's vocabulary.
-        text: instead of ids, encoded by the checkpoint's tokenizer.
-        dtype: of both models, such as torch.float16 or "float16"; None takes the model's or the
-            checkpoint's.
+        model_or_dialect: the name of a dialect, which is loaded from the checkpoint; or a model
+            with the checkpoint's weights, which runs in the mode that it is in; or an `Engine` or
+            `PlainBlocks`, of which the logits of prefill and of every decode step are compared. The
+            bound of an int8 engine is based on the error that rounding the weights to 8 bits causes
+            in the reference.
+        source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
+        input_ids: (B, T), a tensor, array or list, on which the taps are compared; by default
+            `random_ids` of the checkpoint's vocabulary.
+        text: the same as text, encoded by the checkpoint's tokenizer.
+        dtype: of both models, such as torch.float16 or "float16"; None means the model's, or the
+            checkpoint's for a dialect.
         calibrate: False judges hidden states by a fixed number of roundings instead of against a
-            float64 run of the reference. Logits are judged against float64 in any case.
-        taps: where the model shows its hidden states; a dialect knows its own, for other models the
-            default is the logits alone. Logits are compared whatever the taps are.
-        attention: "eager" or "sdpa", of the reference; the latter shows no `probs`.
-        revision: branch, tag or commit on the hub.
+            float64 run of the reference. Logits are always judged against float64.
+        taps: where the model's hidden states are recorded, see `Tap`. By default those of a
+            dialect, and the logits alone for other models.
+        attention: of the reference, "eager" or "sdpa"; the latter returns no `probs`.
+        revision, verify, n_head: see `open_checkpoint`.
+
+    Returns:
+        The report, which is true if the model passed.
 
     Raises:
         ParityError: the comparison cannot be made.
         CompatError: the checkpoint cannot be loaded.
     """
-    checkpoint = (
-        source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=revision)
-    )
-    dtype = as_dtype(dtype)
-    if isinstance(model_or_dialect, str):
-        model_or_dialect = load_pretrained(checkpoint, model_or_dialect, dtype=dtype)
-    if isinstance(model_or_dialect, HasDecoder):
-        return _decoder_report(model_or_dialect, checkpoint)
-    model = model_or_dialect
-    if not isinstance(model, nn.Module):
-        raise ParityError(
-            f"check_parity got a {type(model).__name__}; expected a dialect's name, an nn.Module "
-            "with the checkpoint's weights, an Engine or PlainBlocks"
-        )
-    dtype, ids = _dtype_of(model, dtype), _ids(checkpoint, input_ids, text)
-    reference = Reference(checkpoint, dtype, calibrate is not False, attention)
-    report = _report(model, reference, taps, ids)
-    if dtype in HALF:
-        reference.to_float32()
-        with in_float32(model):
-            report = replace(report, float32=_report(model, reference, taps, ids))
-    return report
-
-
-def _decoder_report(model: HasDecoder, checkpoint: Checkpoint) -> ParityReport:
-    """Compare what a model with a decoder of its own generates by."""
-    blocks = getattr(model, "model", None)
-    if isinstance(blocks, nn.Module):  # of PlainBlocks
-        precision = str(_dtype_of(blocks, None)).removeprefix("torch.")
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    dtype, model = as_dtype(dtype), model_or_dialect
+    if isinstance(model, str):
+        model = load_pretrained(checkpoint, model, dtype=dtype)
+    run: Callable[[Reference], ParityReport]
+    module: object
+    if isinstance(model, nn.Module):
+        module, dtype = model, _dtype_of(model, dtype)
+        ids = _checked_ids(checkpoint, input_ids, text)
+        run = partial(_report_on_module, model, taps, ids)
+    elif isinstance(model, HasDecoder):
+        module = getattr(model, "model", None)  # of PlainBlocks; an Engine has packed weights
+        precision = _precision(model)
+        dtype = torch.float32 if precision == "int8" else getattr(torch, precision)
+        run = partial(_report_on_decoder, model)
     else:
-        precision = getattr(model, "dtype", "float32")
-    dtype = torch.float32 if precision == "int8" else getattr(torch, precision)
-    reference = Reference(checkpoint, dtype)
-    known = KnownLogits(reference, dtype)
-    if precision == "int8":
-        known.own_error = reference.quantization_error()
-    most_rows = 1 if getattr(model, "speculate", None) else getattr(model, "max_batch", None)
-    proof = prove_decoder(model, known, most_rows)
-    name = f"{type(model).__name__}({precision})"
-    report = reference.report(name, torch.zeros(1, 1), [], _no_taps, proof)
-    report = replace(report, dtype=precision, input_shape=proof.inputs[0].input_shape)
-    if precision == "int8":
-        errors = [result.logits.error for result in proof.inputs if result.logits is not None]
-        note = (
-            f"the measured quantization error is {max(errors, default=math.nan):.2g} of the "
-            f"logits at the worst position; rounding the weights alone to 8 bits costs the "
-            f"reference {known.own_error:.2g}, by which the engine is judged"
+        raise ParityError(
+            f"model_or_dialect is {described(model)}; expected a dialect's name, an nn.Module with "
+            "the checkpoint's weights, an Engine or PlainBlocks."
         )
-        report = replace(report, notes=[*report.notes, note])
-    if isinstance(blocks, nn.Module) and dtype in HALF:
+    reference = Reference(checkpoint, dtype, calibrate is not False, attention)
+    report = run(reference)
+    if isinstance(module, nn.Module) and dtype in HALF:
         reference.to_float32()
-        with in_float32(blocks):
-            proof = prove_decoder(model, KnownLogits(reference, torch.float32), most_rows)
-        copy = replace(report, logits=proof, dtype="float32")
-        report = replace(report, float32=copy)
+        with in_float32(module):
+            report = replace(report, float32=run(reference))
     return report
 
 
-def _no_taps(forced: Trace | None) -> Trace:
-    return {}
-
-
-def _report(
-    model: nn.Module, reference: Reference, taps: Sequence[Tap] | None, ids: Tensor
+def _report_on_module(
+    model: nn.Module, taps: Sequence[Tap] | None, ids: Tensor, reference: Reference
 ) -> ParityReport:
-    """Compare in the data type of both; in half precision logits on short inputs alone."""
-    config = reference.checkpoint.config
-    ours = _our_taps(model, taps, reference.taps, config.n_layer)
-    dialect = dialect_of(model)
-
-    hookable = True  # the output is what a tap can show: logits of all positions
+    """Compare taps and logits in the data type of both; in half precision on short inputs only."""
+    config, dialect = reference.checkpoint.config, dialect_of(model)
+    is_default = taps is None and dialect is None
+    if taps is None:
+        taps = dialect.taps if dialect else [Tap("logits", "")]
+    available = {tap.name for tap in reference.taps}
+    taps = [tap for tap in expand_taps(taps, config.n_layer) if tap.name in available]
+    has_logits_tap = True  # the output itself is the logits of all positions, as a tap needs it
 
     def find(output: Any, ids: Tensor) -> Tensor:
-        nonlocal hookable
+        nonlocal has_logits_tap
         first = output[0] if isinstance(output, tuple) and output else output
-        hookable = hookable and isinstance(first, Tensor) and first.shape[:-1] == ids.shape
+        has_shape = isinstance(first, Tensor) and first.shape[:-1] == ids.shape
+        has_logits_tap = has_logits_tap and has_shape
         return _logits_in(output, ids, config.vocab_size)
 
     half = reference.dtype in HALF
-    proof = prove_logits(
-        model, model, reference, config, reference.dtype, short_only=half, find=find
-    )
-    if taps is None and dialect is None and not hookable:
-        ours = []
-    if ours and ours[0].name == "embed" and not half:
-        proof.embedding = _embedding_of_every_id(model, ours[0], reference)
+    proof = prove_logits(model, reference, find=find, short_only=half)
+    if is_default and not has_logits_tap:
+        taps = []
+    if taps and taps[0].name == "embed" and not half:
+        proof.embedding = _compare_every_embedding(model, taps[0], reference)
         proof.ids_tried = config.vocab_size
     return reference.report(
         dialect.name if dialect else type(model).__name__,
         ids,
-        [tap.name for tap in ours],
-        lambda forced: trace(model, ours, ids, forced=forced),
+        [tap.name for tap in taps],
+        lambda forced: trace(model, taps, ids, forced=forced),
         proof,
         training=model.training,
     )
 
 
+def _report_on_decoder(model: HasDecoder, reference: Reference) -> ParityReport:
+    """Compare the logits of prefill and of decode steps."""
+    precision = _precision(model)
+    cost = reference.quantization_error() if precision == "int8" else None
+    proof = prove_decoder(model, ExpectedLogits(reference, cost))
+    name, shape = f"{type(model).__name__}({precision})", proof.inputs[0].input_shape
+    report = reference.report(name, torch.empty(shape), [], lambda forced: {}, proof)
+    if cost is None:
+        return report
+    errors = [result.logits.error for result in proof.inputs if result.logits is not None]
+    note = (
+        f"The engine's error at the worst position is {max(errors, default=math.nan):.2g} of the "
+        f"logits. Its bound is based on the quantization error of the reference, "
+        f"{cost:.2g}, measured by rounding the reference's weights to 8 bits."
+    )
+    return replace(report, dtype=precision, notes=[*report.notes, note])
+
+
+def _precision(model: HasDecoder) -> str:
+    """The data type of a decoder's weights, such as "int8"."""
+    module = getattr(model, "model", None)
+    if isinstance(module, nn.Module):
+        return str(_dtype_of(module, None)).removeprefix("torch.")
+    precision: str = getattr(model, "dtype", "float32")
+    return precision
+
+
 def _logits_in(output: Any, ids: Tensor, vocab_size: int) -> Tensor:
-    """The logits of all positions or, as nanoGPT returns them, of the last one alone."""
+    """The logits of all positions or, as nanoGPT returns them, of the last one only."""
     try:
         return find_logits(output, ids, vocab_size=vocab_size)
     except CompatError:
@@ -194,33 +185,34 @@ def _logits_in(output: Any, ids: Tensor, vocab_size: int) -> Tensor:
         raise
 
 
-def _embedding_of_every_id(model: nn.Module, tap: Tap, reference: Reference) -> InputResult:
+def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -> InputResult:
     """Compare the hidden states that enter the first block, for every id of the vocabulary."""
-    config = reference.checkpoint.config
+    config, name = reference.checkpoint.config, "the embedding of every id"
     N, V = config.n_positions, config.vocab_size
-    rows = -(-V // N)
-    ids = (torch.arange(rows * N) % V).view(rows, N)
+    B = -(-V // N)
+    ids = (torch.arange(B * N) % V).view(B, N)
     worst = torch.zeros(3, dtype=torch.float64)
     identical = True
     for part in torch.split(ids, max(1, EMBEDDED_AT_ONCE // N)):
-        ours, theirs = trace_one(model, tap, part), reference.embedding(part)
+        ours = trace(model, [tap], part, stop_early=True)[tap.name]
+        theirs = reference.embedding(part)
         if ours.shape != theirs.shape:
             error = f"the embedding has shape {list(ours.shape)}; expected {list(theirs.shape)}"
-            return InputResult(EVERY_ID, (rows, N), None, error)
+            return InputResult(name, (B, N), error=error)
         worst = torch.maximum(worst, position_errors(ours, theirs, theirs))
         identical = identical and torch.equal(ours, theirs)
     max_abs, rel_rms, _ = worst.tolist()
-    bound = 4 * torch.finfo(reference.dtype).eps
+    bound = MAX_EMBEDDING_ROUNDINGS * torch.finfo(reference.dtype).eps
     found = Difference(max_abs, rel_rms, identical, None, rel_rms, bound, rel_rms <= bound)
-    return InputResult(EVERY_ID, (rows, N), found)
+    return InputResult(name, (B, N), found)
 
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """The model with its half-precision parameters and buffers in float32, afterwards as before.
+    """Convert a model's half-precision parameters and buffers to float32 for the block.
 
-    The parameters stay the same objects, so that closures, hooks and ties keep working. What is
-    written into them meanwhile is rounded to the data type that they had.
+    The parameters stay the same objects, so that closures, hooks and ties keep working. Values that
+    are written into them in the block are rounded to the data type that they had.
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in HALF]
@@ -233,173 +225,32 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             tensor.data = data.copy_(tensor.data)
 
 
-def _count_run(runs: Counter[str], *_: object) -> None:
-    runs["modules"] += 1
-
-
-class Reference:
-    """`transformers`' model of one checkpoint, in its data type and in float64, run when asked.
-
-    Args:
-        checkpoint: the weights.
-        dtype: of the model.
-        calibrate: whether hidden states are judged against a float64 run.
-        attention: "eager" or "sdpa".
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        calibrate: bool = True,
-        attention: Literal["eager", "sdpa"] = "eager",
-    ) -> None:
-        from compat.parity import reference as hf  # imports transformers, which takes seconds
-
-        self.checkpoint, self.dtype, self._hf = checkpoint, dtype, hf
-        self.weights_dtype = dtype  # to which the checkpoint's weights are rounded
-        self.calibrate = calibrate
-        self.taps = hf.taps(checkpoint.config.n_layer, attention)
-        with reference_errors():
-            self.model = hf.load_reference(checkpoint, dtype, attention)
-            large = sum(p.numel() for p in self.model.parameters()) >= LARGE
-            self.exact = hf.in_float64(self.model, by_module=large)
-        self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
-        self.runs = Counter[str]()
-        # The hooks hold the counter alone: a reference to `self` would be a cycle, in which a whole
-        # model stays in memory until Python's garbage collector happens to run.
-        count = partial(_count_run, self.runs)
-        for module in self.model.modules():
-            module.register_forward_pre_hook(count)
-
-    @property
-    def modules_run(self) -> int:
-        """How often a module of the reference ran; more often than the comparison itself causes,
-        if a model takes its logits from the reference."""
-        return self.runs["modules"]
-
-    def to_float32(self) -> None:
-        """Go on in float32, with the weights as they were rounded to the data type before."""
-        self.model.float()
-        self.dtype, self._last = torch.float32, None
-
-    def trace(self, ids: Tensor) -> tuple[Trace, Trace | None]:
-        """Every tap, in the model's data type and in float64; asked again, the same."""
-        if self._last is not None and torch.equal(self._last[0], ids):
-            return self._last[1]
-        with self._hf.quiet(), reference_errors():
-            exact = trace(self.exact, self.taps, ids) if self.calibrate else None
-            self._last = ids, (trace(self.model, self.taps, ids), exact)
-        return self._last[1]
-
-    def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
-        """The logits alone, in the model's data type and, if `exact`, in float64 by NumPy.
-
-        Raises:
-            ParityError: the two do not agree, as where code of this process patched torch.
-        """
-        with self._hf.quiet(), reference_errors():
-            with nullcontext() if exact else self._hf.fused_attention(self.model):
-                found = trace(self.model, self.taps[-1:], ids)["logits"]
-        if not exact:
-            return found, None
-        return found, true_logits(self.checkpoint, self.weights_dtype, ids, found)
-
-    def confirm(self) -> None:
-        """Compare the reference on a long sequence, if anything in this process is replaced.
-
-        Raises:
-            ParityError: the reference's logits are wrong; names what was replaced.
-        """
-        if replaced(kernels=False):
-            config = self.checkpoint.config
-            ids = sequences(config, config.n_positions)[0][None]
-            found = {self.dtype: self.logits(ids, exact=False)[0]}
-            check_reference(self.checkpoint, self.weights_dtype, [(ids, found)])
-
-    def embedding(self, ids: Tensor) -> Tensor:
-        """The hidden states (B, T, C) that enter the first block."""
-        with self._hf.quiet():
-            return trace_one(self.model, self.taps[0], ids)
-
-    def quantization_error(self) -> float:
-        """What rounding the weights to 8 bits costs the reference: the relative error of its
-        logits at the worst position of the proof's short sequences."""
-        config = self.checkpoint.config
-        ids = torch.stack(sequences(config, config.n_positions)[1:])
-        truth = self.logits(ids)[1]
-        with self._hf.quiet():
-            found = trace(self._hf.with_8_bit_weights(self.model), self.taps[-1:], ids)["logits"]
-        assert truth is not None
-        worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
-        return worst
-
-    def report(
-        self,
-        name: str,
-        ids: Tensor,
-        taps: Sequence[str],
-        run: Callable[[Trace | None], Trace],
-        proof: LogitsProof,
-        training: bool = False,
-    ) -> ParityReport:
-        """Compare whatever `run` traces with the reference.
-
-        Args:
-            name: of the model that `run` runs.
-            ids: (B, T).
-            taps: those that `run` shows, in execution order.
-            run: forced values for the taps, or None → a trace.
-            proof: the comparison of that model's logits.
-            training: whether that model is in training mode.
-        """
-        self.confirm()
-        results: list[TapResult] = []
-        if taps:
-            expected, exact = self.trace(ids)
-            given = {tap: expected[tap] for tap in taps}  # the borders of the model's pieces
-            exact_local = None
-            if exact is not None:
-                with self._hf.quiet():
-                    exact_local = trace(self.exact, self.taps, ids, forced=given)
-            results = compare(expected, run(None), run(given), exact, exact_local)
-        return ParityReport(
-            model=self.checkpoint.source,
-            dialect=name,
-            dtype=str(self.dtype).removeprefix("torch."),
-            input_shape=(ids.shape[0], ids.shape[1]),
-            calibrated=self.calibrate,
-            training=training,
-            taps=results,
-            versions=_versions(self._hf.VERSION),
-            logits=proof,
-            notes=self._hf.translation_notes(self.checkpoint),
-        )
-
-
 def random_ids(
     checkpoint: Checkpoint, seed: int = 0, batch: int = 2, length: int | None = None
 ) -> Tensor:
-    """Uniformly random ids (batch, length).
+    """Return uniformly random ids (batch, length).
 
-    The default length is 128, or 32 for models of 500M parameters and more, or `n_positions` where
-    that is less.
+    Args:
+        checkpoint: states the vocabulary and the number of positions.
+        seed: of the random number generator.
+        batch: the number of sequences.
+        length: of each; by default 128, or 32 for models of 500M parameters and more, and at most
+            `n_positions`.
 
     Raises:
-        ParityError: the batch or the length is not an integer of 1 or more, or the length is beyond
-            `n_positions`.
+        ParityError: the batch or the length is not an integer of 1 or more, or the length is larger
+            than `n_positions`.
     """
     config, generator = checkpoint.config, torch.Generator().manual_seed(seed)
     if length is None:
         count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
         length = min(LENGTH if count < LARGE else LENGTH_OF_LARGE, config.n_positions)
     if type(batch) is not int or batch < 1:
-        raise ParityError(f"batch is {short_repr(batch)}; expected an integer of 1 or more")
+        raise ParityError(f"batch is {short_repr(batch)}; expected an integer of 1 or more.")
     if type(length) is not int or not 1 <= length <= config.n_positions:
         raise ParityError(
             f"length is {short_repr(length)}; expected an integer from 1 to {config.n_positions}, "
-            f"the "
-            "positions that the model has"
+            "the number of positions of the model."
         )
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
@@ -409,49 +260,30 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
     found = {p.dtype for p in model.parameters()}
     if not found:
         raise ParityError(
-            f"{type(model).__name__} has no parameters, so it holds no weights to compare; "
-            "expected a model with a checkpoint's weights, or a dialect's name"
+            f"{type(model).__name__} has no parameters, so it has no weights to compare. Pass a "
+            "model with a checkpoint's weights, or a dialect's name."
         )
     if len(found) != 1 or (wanted is not None and wanted not in found):
         raise ParityError(
             f"the model's parameters are {', '.join(sorted(map(str, found)))}; "
-            f"expected {wanted or 'one data type'}; convert it first, as with model.float()"
+            f"expected {wanted or 'one data type'}. Convert the model first, as with model.float()."
         )
     return found.pop()
 
 
-def _ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
-    """The ids to compare on, (B, T), checked against the checkpoint's sizes."""
+def _checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
+    """The ids (B, T) on which the taps are compared."""
     if input_ids is not None and text is not None:
-        raise ParityError("both input_ids and text are given; expected one of them")
+        raise ParityError("both input_ids and text were passed. Pass one of them.")
     if text is not None:
         input_ids = torch.tensor([load_tokenizer(checkpoint).encode(text)], dtype=torch.long)
     if input_ids is None:
         input_ids = random_ids(checkpoint)
-    ids = as_ids(input_ids, checkpoint.config.vocab_size, ParityError)
-    if ids.shape[1] > checkpoint.config.n_positions:
+    config = checkpoint.config
+    ids = as_ids(input_ids, config.vocab_size, ParityError)
+    if ids.shape[1] > config.n_positions:
         raise ParityError(
-            f"input_ids have shape {list(ids.shape)}; expected (B, T), T from 1 to "
-            f"{checkpoint.config.n_positions}"
+            f"input_ids have shape {list(ids.shape)}; expected (B, T) with T from 1 to "
+            f"{config.n_positions}. Pass shorter sequences."
         )
     return ids
-
-
-def _our_taps(
-    model: nn.Module, taps: Sequence[Tap] | None, theirs: Sequence[Tap], n_layer: int
-) -> list[Tap]:
-    """The model's taps written out, without those that this reference does not show."""
-    dialect = dialect_of(model)
-    if taps is None:
-        taps = dialect.taps if dialect else [Tap("logits", "")]
-    shown = {tap.name for tap in theirs}
-    return [tap for tap in expand_taps(taps, n_layer) if tap.name in shown]
-
-
-def _versions(transformers: str) -> dict[str, str]:
-    return {
-        "compat": version("gpt2-compat"),
-        "torch": torch.__version__,
-        "transformers": transformers,
-        "python": platform.python_version(),
-    }

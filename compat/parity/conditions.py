@@ -1,9 +1,9 @@
-"""What a model's code compares while it runs, and which outcomes it has seen.
+"""The conditions in a model's code, and which of their outcomes were reached.
 
 A comparison of outputs covers only the branches that its inputs reach. Two observers find the
 others: `BranchObserver` follows the `if` statements of the user's Python code, `TensorObserver` the
 comparisons and clamps among the tensor operations. Both collect constants, from which inputs are
-made that may reach the other side, and both report what stayed one-sided.
+built that may reach the other side, and both report the conditions that stayed one-sided.
 """
 
 from __future__ import annotations
@@ -26,61 +26,51 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compat.user_code import is_users
 
-MOST_CONSTANTS = 64  # of one table or container
-MOST_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
-LONGEST_PHRASE = 8  # numbers in a series of constants
+MAX_CONSTANTS = 64  # of one table or container
+MAX_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
+LONGEST_PHRASE = 8  # numbers in a phrase
 
-
-@dataclass(frozen=True)
-class Limit:
-    """A condition that no input of the proof reached, or another bound on what was compared.
-
-    Args:
-        message: what was not covered.
-        file: of the user's code, or None where no line is known.
-        line: in that file, from 1.
-    """
-
-    message: str
-    file: str | None = None
-    line: int | None = None
-
-    @property
-    def source_line(self) -> str:
-        return linecache.getline(self.file, self.line or 0).strip() if self.file else ""
+Key = tuple[str, int, str]  # the file, line and text of a condition
 
 
 @dataclass
-class Observed:
-    """One condition: the outcomes it had, the constants in it, and whether its operands varied.
+class ObservedCondition:
+    """The outcomes of one condition, its constants, and whether its operands varied.
 
     Args:
-        file, line, text: of the condition, or of the operation.
-        of_tensors: it depends on values of tensors.
-        phrases: series of whole numbers that it holds, the same at every evaluation; empty for an
-            operand that varies.
+        file, line, text: of the condition, or of the tensor operation.
+        depends_on_tensors: whether it depends on values of tensors.
+        outcomes: the outcomes that were seen.
+        constants: whole numbers in it, except those that are sizes of the input.
+        operands: by number of the operand, the values that it had.
+        not_lengths: numbers of the operands that are not always T.
+        phrases: by number of the operand, the sequence of whole numbers that it is at every
+            evaluation; empty if it varies.
+        tables: by number of the operand, the numbers in a tensor that is the same at every
+            evaluation; empty if it varies.
+        low, high: the smallest and the largest whole number that an operation compared or clamped.
     """
 
     file: str
     line: int
     text: str
-    of_tensors: bool = False
+    depends_on_tensors: bool = False
     outcomes: set[bool] = field(default_factory=set)
     constants: set[int] = field(default_factory=set)
     operands: dict[int, set[str]] = field(default_factory=dict)
-    not_lengths: set[int] = field(default_factory=set)  # operands that are not always T
-    phrases: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the operand that is one
-    tables: dict[int, set[int]] = field(default_factory=dict)  # numbers of an operand, a tensor
-    low: float = math.inf  # of the whole numbers that an operation compared or clamped
+    not_lengths: set[int] = field(default_factory=set)
+    phrases: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    tables: dict[int, set[int]] = field(default_factory=dict)
+    low: float = math.inf
     high: float = -math.inf
 
     @property
     def all_constants(self) -> set[int]:
-        """The constants, and the numbers in tensors that were the same at every evaluation."""
+        """The constants, and the numbers in tensors that do not vary."""
         return self.constants.union(*self.tables.values())
 
-    def see_phrase(self, operand: int, value: Any) -> None:
-        """Keep a series of whole numbers, unless it is another one than before."""
+    def add_phrase(self, operand: int, value: Any) -> None:
+        """Keep a sequence of whole numbers unless the operand was another one before."""
         if isinstance(value, Tensor):
             if value.dim() != 1 or value.is_floating_point() or len(value) > LONGEST_PHRASE:
                 return
@@ -92,49 +82,61 @@ class Observed:
                 self.phrases[operand] = phrase if same else ()
 
     def one_sided(self, sizes: Collection[int]) -> bool:
-        """Only one outcome was seen, though what it depends on varies with the input.
+        """Whether only one outcome was seen, although the operands vary with the input.
 
-        A comparison of T with a constant is not: lengths around the constant have been tried, and
-        others are not valid. Nor is an operation that ranks or clamps whole numbers, once it has
-        seen the lowest and the highest id or position.
+        A comparison of T with a constant is excepted, because lengths near the constant were tried,
+        unless they are invalid. So is an operation that orders or clamps whole numbers, once it
+        got the lowest and the highest id or position.
 
         Args:
-            sizes: V and N, numbers of the ids and positions that are valid.
+            sizes: V and N, the numbers of valid ids and positions.
         """
         if self.text in _MONOTONE and self.low <= 0:
             if self.high >= max(sizes) - 1 or self.high + 1 in sizes:
                 return False
         varying = {number for number, values in self.operands.items() if len(values) > 1}
-        return len(self.outcomes) == 1 and (self.of_tensors or bool(varying & self.not_lengths))
+        depends_on_input = self.depends_on_tensors or bool(varying & self.not_lengths)
+        return len(self.outcomes) == 1 and depends_on_input
 
     @property
     def message(self) -> str:
-        """What was seen on no input."""
+        """The outcome that no input reached."""
         if self.text in _CLAMPS:
             return f"`{self.text}` changed no value on any input"
         what = f"the comparison `{self.text}`" if self.text in _COMPARISONS else f"`{self.text}`"
         return f"{what} was never {'false' if True in self.outcomes else 'true'} on any input"
 
 
-# Branches of Python code
+# Conditions of Python code
 
 
 @dataclass(frozen=True)
-class _Test:
-    """A condition in the source, compiled, and the lines that run if it holds, or if not."""
+class _SourceCondition:
+    """A condition in the source.
+
+    Args:
+        line, text: where it is, and the source.
+        code: the condition; None if evaluating it again could have side effects.
+        operands: what it depends on.
+        parts: the expressions in it, which may hold constants.
+        branches: whether it decides what runs next; otherwise it is a comparison anywhere.
+        tests_types: whether it tests what something is, such as `mask is None`, and not its value.
+        body: the lines that run if it holds.
+        orelse: the lines that run if it does not.
+    """
 
     line: int
     text: str
-    code: CodeType | None  # None where evaluating it again could change something
+    code: CodeType | None
     operands: tuple[CodeType, ...]
-    parts: tuple[CodeType, ...]  # all expressions within, for the constants among them
-    branches: bool  # decides what runs next; else a comparison anywhere
-    of_types: bool  # asks what something is, such as `mask is None`, not for a value
+    parts: tuple[CodeType, ...]
+    branches: bool
+    tests_types: bool
     body: range
     orelse: range
 
 
-# Methods and functions that read and change nothing; a condition of these is evaluated again.
+# Methods and functions without side effects. Conditions that call no others are evaluated again.
 _READ_ONLY = frozenset(
     """
     abs all any bool data_ptr dim equal float get_default_dtype int is_contiguous is_cuda
@@ -149,10 +151,8 @@ _PURE = (
 )  # fmt: skip
 
 
-LOAD = ast.Load()
-
-
 def _is_pure(expression: ast.expr) -> bool:
+    """Whether evaluating the expression has no side effects."""
     for node in ast.walk(expression):
         if not isinstance(node, _PURE):
             return False
@@ -163,36 +163,21 @@ def _is_pure(expression: ast.expr) -> bool:
     return True
 
 
-def _compiled(expression: ast.expr, file: str) -> CodeType:
-    return compile(ast.Expression(expression), file, "eval")
-
-
-def _operands(test: ast.expr) -> list[ast.expr]:
-    """What a condition depends on: the operands of its comparisons, or the whole of it."""
-    if isinstance(test, ast.BoolOp):
-        return [operand for value in test.values for operand in _operands(value)]
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _operands(test.operand)
-    if isinstance(test, ast.Compare):
-        return [test.left, *test.comparators]
-    return [test]
-
-
-def _tests_of(file: str) -> dict[int, list[_Test]]:
+def _conditions_of(file: str) -> dict[int, list[_SourceCondition]]:
     """The conditions of a source file by the line on which each is evaluated."""
-    found: dict[int, list[_Test]] = {}
+    found: dict[int, list[_SourceCondition]] = {}
     with suppress(SyntaxError, ValueError):
         for node in _nodes(ast.parse("".join(linecache.getlines(file)))):
-            for test in _tests_in(node, file):
-                found.setdefault(test.line, []).append(test)
+            for condition in _conditions_in(node, file):
+                found.setdefault(condition.line, []).append(condition)
     return found
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, without conditions on whose other side is an error alone."""
+    """A node and all below it, except conditions whose only effect is to raise an exception."""
     if isinstance(node, ast.Assert):
         return
-    if isinstance(node, (ast.If, ast.While)) and _only_raises(node.body):
+    if isinstance(node, (ast.If, ast.While)) and all(isinstance(s, ast.Raise) for s in node.body):
         for statement in (*node.body, *node.orelse):
             yield from _nodes(statement)
         return
@@ -201,39 +186,34 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from _nodes(child)
 
 
-def _only_raises(statements: list[ast.stmt]) -> bool:
-    return all(isinstance(statement, ast.Raise) for statement in statements)
-
-
-def _tests_in(node: ast.AST, file: str) -> Iterator[_Test]:
-    body, orelse = range(0), range(0)
+def _conditions_in(node: ast.AST, file: str) -> Iterator[_SourceCondition]:
     tests: list[ast.expr] = []
+    body, orelse = range(0), range(0)
     if isinstance(node, (ast.If, ast.While)):
-        tests = [node.test]
-        body, orelse = _lines(node.body), _lines(node.orelse)
+        tests, body, orelse = [node.test], _lines(node.body), _lines(node.orelse)
     elif isinstance(node, ast.IfExp):
         tests = [node.test]
     elif isinstance(node, ast.comprehension):
-        tests = list(node.ifs)
+        tests = node.ifs
     elif isinstance(node, ast.Compare):
         tests = [node]
+
+    def compiled(expressions: Iterable[ast.expr]) -> tuple[CodeType, ...]:
+        return tuple(compile(ast.Expression(e), file, "eval") for e in expressions)
+
     for test in tests:
-        indices = {part.slice for part in ast.walk(test) if isinstance(part, ast.Subscript)}
-        parts = [part for part in ast.walk(test) if isinstance(part, ast.expr) and _is_pure(part)]
-        parts = [part for part in parts if part not in indices]
-        parts = [part for part in parts if isinstance(getattr(part, "ctx", None) or LOAD, ast.Load)]
-        parts = [part for part in parts if not isinstance(part, (ast.Slice, ast.Call))]
         pure = _is_pure(test)
-        yield _Test(
-            test.lineno,
-            ast.unparse(test),
-            _compiled(test, file) if pure else None,
-            tuple(_compiled(operand, file) for operand in _operands(test)) if pure else (),
-            tuple(_compiled(part, file) for part in parts),
-            test is not node,
-            isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot)),
-            body,
-            orelse,
+        yield _SourceCondition(
+            line=test.lineno,
+            text=ast.unparse(test),
+            code=compiled([test])[0] if pure else None,
+            operands=compiled(_operands(test)) if pure else (),
+            parts=compiled(_parts(test)),
+            branches=test is not node,
+            tests_types=isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], (ast.Is, ast.IsNot)),
+            body=body,
+            orelse=orelse,
         )
 
 
@@ -243,20 +223,50 @@ def _lines(statements: list[ast.stmt]) -> range:
     return range(statements[0].lineno, (statements[-1].end_lineno or 0) + 1)
 
 
+def _operands(test: ast.expr) -> list[ast.expr]:
+    """What a condition depends on: the operands of its comparisons, or the condition itself."""
+    if isinstance(test, ast.BoolOp):
+        return [operand for value in test.values for operand in _operands(value)]
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _operands(test.operand)
+    if isinstance(test, ast.Compare):
+        return [test.left, *test.comparators]
+    return [test]
+
+
+def _parts(test: ast.expr) -> list[ast.expr]:
+    """The values in a condition, without the indices of its subscripts."""
+    nodes = list(ast.walk(test))
+    indices = {node.slice for node in nodes if isinstance(node, ast.Subscript)}
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.expr)
+        and _is_pure(node)
+        and node not in indices
+        and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        and not isinstance(node, (ast.Slice, ast.Call))
+    ]
+
+
 class BranchObserver:
-    """Follows the conditions of the user's Python code in this thread, line by line."""
+    """Follows the conditions of the user's Python code in this thread, line by line.
+
+    Attributes:
+        conditions: those that were evaluated.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, int, str], Observed] = {}
-        self._executed: dict[str, set[int]] = {}
-        self._unread: dict[tuple[str, int, str], _Test] = {}
-        self._tests: dict[str, dict[int, list[_Test]]] = {}  # a file may change between proofs
+        self.conditions: dict[Key, ObservedCondition] = {}
+        self._executed: dict[str, set[int]] = {}  # lines by file
+        self._not_evaluated: dict[Key, _SourceCondition] = {}
+        self._sources: dict[str, dict[int, list[_SourceCondition]]] = {}  # by file and line
         self._length = 0
-        self._evaluations: Counter[tuple[str, int, str]] = Counter()  # in this call
+        self._evaluations: Counter[Key] = Counter()  # in this call
 
     @contextmanager
     def watch(self, length: int) -> Iterator[None]:
-        """Follow what runs in the block, on ids (B, length); any other tracer pauses."""
+        """Follow what runs in the block on ids (B, length). Any other tracer pauses."""
         before, self._length = sys.gettrace(), length
         self._evaluations.clear()
         sys.settrace(self._on_call)
@@ -264,77 +274,76 @@ class BranchObserver:
             yield
         finally:
             sys.settrace(before)
-            self._settle()
+            self._infer_outcomes()
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
         if not is_users(file):
             return None
-        if file not in self._tests:
+        if file not in self._sources:
             linecache.checkcache(file)
-            self._tests[file] = _tests_of(file)
-        if not (tests := self._tests[file]):
+            self._sources[file] = _conditions_of(file)
+        if not (conditions := self._sources[file]):
             return None
-        lines = self._executed.setdefault(file, set())
+        executed = self._executed.setdefault(file, set())
 
         def on_line(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "line":
-                lines.add(frame.f_lineno)
-                for test in tests.get(frame.f_lineno, ()):
-                    self._see(file, test, frame)
+                executed.add(frame.f_lineno)
+                for condition in conditions.get(frame.f_lineno, ()):
+                    self._observe(file, condition, frame)
             return on_line
 
         return on_line
 
-    def _see(self, file: str, test: _Test, frame: FrameType) -> None:
-        key = file, test.line, test.text
+    def _observe(self, file: str, condition: _SourceCondition, frame: FrameType) -> None:
+        key = file, condition.line, condition.text
         self._evaluations[key] += 1
-        if self._evaluations[key] > MOST_EVALUATIONS:
+        if self._evaluations[key] > MAX_EVALUATIONS:
             return
-        outcome = ... if test.code is None else _evaluated(test.code, frame)
-        if isinstance(outcome, Tensor) and not test.branches:
-            return  # a mask, say; the observer of tensors sees its elements
-        seen = self.found.setdefault(key, Observed(file, test.line, test.text))
-        for number, part in enumerate(test.parts):
+        outcome = ... if condition.code is None else _evaluated(condition.code, frame)
+        if isinstance(outcome, Tensor) and not condition.branches:
+            return  # such as a mask, whose elements TensorObserver sees
+        seen = self.conditions.setdefault(key, ObservedCondition(*key))
+        for number, part in enumerate(condition.parts):
             value = _evaluated(part, frame)
-            seen.see_phrase(number, value)
-            found = _constants([value])
-            seen.constants |= found - {self._length - 1, self._length}
-        if test.code is None and test.branches:
-            self._unread[key] = test
-        for number, operand in enumerate(test.operands):
+            seen.add_phrase(number, value)
+            seen.constants |= _constants([value]) - {self._length - 1, self._length}
+        if condition.code is None and condition.branches:
+            self._not_evaluated[key] = condition
+        for number, operand in enumerate(condition.operands):
             value = _evaluated(operand, frame)
             if value is ...:
                 continue
-            if test.of_types:
+            if condition.tests_types:
                 value = type(value).__name__
             if isinstance(value, Tensor):
-                seen.of_tensors = True
+                seen.depends_on_tensors = True
             else:
                 seen.operands.setdefault(number, set()).add(repr(value)[:200])
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
-        # An array has no truth value; an exception here would be raised in the user's code.
+        # An array has no truth value, and an exception here would appear in the user's code.
         with suppress(Exception):
             if outcome is not ...:
                 seen.outcomes.add(bool(outcome))
 
-    def _settle(self) -> None:
-        """The outcome of conditions that cannot be evaluated again, from the lines that ran."""
-        for key, test in self._unread.items():
-            lines = self._executed.get(key[0], set())
-            seen = self.found[key]
-            seen.of_tensors = True  # it calls something: what it depends on is not known
-            if lines & set(test.body):
+    def _infer_outcomes(self) -> None:
+        """Infer outcomes of conditions that were not evaluated again from the lines that ran."""
+        for key, condition in self._not_evaluated.items():
+            executed, seen = self._executed.get(key[0], set()), self.conditions[key]
+            seen.depends_on_tensors = True  # it calls something, and may depend on anything
+            if executed & set(condition.body):
                 seen.outcomes.add(True)
-            if not test.orelse or lines & set(test.orelse):
+            if not condition.orelse or executed & set(condition.orelse):
                 seen.outcomes.add(False)
 
 
 def _evaluated(code: CodeType, frame: FrameType) -> Any:
+    """The value of an expression in a frame; `...` if it raises, as a name without a value does."""
     try:
         return eval(code, frame.f_globals, frame.f_locals)
-    except Exception:  # a name that is not bound yet
+    except Exception:
         return ...
 
 
@@ -355,13 +364,15 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes: of the axes whose indices are ids or positions: V and N.
 
     Attributes:
-        shape: of the ids that the model runs on; its numbers are not constants of the code.
+        shape: (B, T) of the ids on which the model runs, which are not constants of its code.
+        conditions: the comparisons and clamps that were executed.
+        constants: from all other operations.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shape = (0, 0)
-        self.found: dict[tuple[str, int, str], Observed] = {}
+        self.conditions: dict[Key, ObservedCondition] = {}
         self.constants: set[int] = set()
         self._sizes = frozenset(sizes)
 
@@ -373,86 +384,89 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func.overloadpacket.__name__).removesuffix("_")
-        mutated = args[0].clone() if name in _CLAMPS and func._schema.is_mutable else None
+        before: Any = args[0] if args else None
+        if name in _CLAMPS and func._schema.is_mutable:
+            before = before.clone()
         out = func(*args, **(kwargs or {}))
         if name in _COMPARISONS and isinstance(out, Tensor):
-            self._see(name, args, bool(out.any()), not bool(out.all()))
+            self._observe(name, args, bool(out.any()), not bool(out.all()))
         elif name in _CLAMPS and isinstance(out, Tensor):
-            before = args[0] if mutated is None else mutated
             same = out == before if out.shape == before.shape else torch.zeros(1, dtype=torch.bool)
             kept = same | (out != out)
-            self._see(name, args, not bool(kept.all()), True)
+            self._observe(name, args, not bool(kept.all()), True)
         elif name in _DIVISIONS:
-            if isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            if isinstance(before, Tensor) and not before.is_floating_point():
                 self.constants |= _constants(args[1:])
-        elif name in _LOOKUPS and isinstance(args[0], Tensor):
-            self.constants |= self._odd_entries(args[0])
-        elif name in _POSITIONS and isinstance(args[0], Tensor):
+        elif name in _LOOKUPS and isinstance(before, Tensor):
+            self.constants |= _unusual_indices(before)
+        elif name in _POSITIONS and isinstance(before, Tensor):
             axis = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
             sizes = {*self._sizes, self.shape[0] * self.shape[1]}
-            if args[0].dim() and args[0].shape[axis] in sizes:
-                self.constants |= _constants(args[2:]) - self._own()
+            if before.dim() and before.shape[axis] in sizes:
+                self.constants |= _constants(args[2:]) - self._input_sizes()
         return out
 
-    def _see(self, name: str, args: tuple[Any, ...], true: bool, false: bool) -> None:
+    def _observe(self, name: str, args: tuple[Any, ...], true: bool, false: bool) -> None:
         place = _users_line()
         if place is None:
             return
-        seen = self.found.setdefault((*place, name), Observed(*place, name, of_tensors=True))
-        seen.outcomes |= {True} if true else set()
-        seen.outcomes |= {False} if false else set()
+        key = *place, name
+        seen = self.conditions.setdefault(key, ObservedCondition(*key, depends_on_tensors=True))
+        reached = ((True, true), (False, false))
+        seen.outcomes |= {outcome for outcome, was_reached in reached if was_reached}
         if isinstance(args[0], Tensor) and args[0].numel() and not args[0].is_floating_point():
-            seen.low, seen.high = (
-                min(seen.low, int(args[0].min())),
-                max(seen.high, int(args[0].max())),
-            )
+            seen.low = min(seen.low, int(args[0].min()))
+            seen.high = max(seen.high, int(args[0].max()))
         for number, argument in enumerate(args):
-            found = _constants([argument]) - self._own()
+            found = _constants([argument]) - self._input_sizes()
             if not isinstance(argument, Tensor):
                 seen.constants |= found
             elif seen.tables.setdefault(number, found) != found:
                 seen.tables[number] = set()  # it varies, as ids do
-            seen.see_phrase(number, argument)
+            seen.add_phrase(number, argument)
 
-    def _own(self) -> set[int]:
-        """Numbers that come from the shape of the ids."""
+    def _input_sizes(self) -> set[int]:
+        """The numbers that come from the shape of the ids."""
         B, T = self.shape
         return {B, T - 1, T, B * T}
 
-    def _odd_entries(self, table: Tensor) -> set[int]:
-        """The indices at which a table of whole numbers is not the identity, or of numbers not
-        like the rest; none where that is so for many."""
-        if table.dim() != 1 or len(table) < 2 or table.dtype == torch.bool:
-            return set()
-        usual = table.median() if table.is_floating_point() else torch.arange(len(table))
-        odd = (table != usual).nonzero().flatten()
-        return set(odd.tolist()) if len(odd) <= MOST_CONSTANTS else set()
+
+def _unusual_indices(table: Tensor) -> set[int]:
+    """The indices at which a table differs from the rest of it, if they are few.
+
+    The rest of a table of whole numbers is the identity, that of other numbers its median.
+    """
+    if table.dim() != 1 or len(table) < 2 or table.dtype == torch.bool:
+        return set()
+    usual = table.median() if table.is_floating_point() else torch.arange(len(table))
+    unusual = (table != usual).nonzero().flatten()
+    return set(unusual.tolist()) if len(unusual) <= MAX_CONSTANTS else set()
 
 
-def _constants(args: Iterable[Any]) -> set[int]:
-    """The whole numbers among the arguments of an operation, in small tensors too."""
+def _constants(values: Iterable[Any]) -> set[int]:
+    """The whole numbers among the values, and in small tensors and containers."""
     found: set[int] = set()
-    for argument in args:
-        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
-            if float(argument).is_integer() and abs(argument) < 2**31:
-                found.add(int(argument))
-        elif isinstance(argument, Tensor) and not argument.is_floating_point():
-            if argument.dim() <= 1 and argument.numel() <= MOST_CONSTANTS:
-                found |= {int(value) for value in argument.flatten().tolist()}
-        elif isinstance(argument, (list, tuple, set, frozenset)):
-            found |= _constants(list(argument)[:MOST_CONSTANTS])
+    for value in values:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if float(value).is_integer() and abs(value) < 2**31:
+                found.add(int(value))
+        elif isinstance(value, Tensor) and not value.is_floating_point():
+            if value.dim() <= 1 and value.numel() <= MAX_CONSTANTS:
+                found |= {int(number) for number in value.flatten().tolist()}
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            found |= _constants(list(value)[:MAX_CONSTANTS])
     return found
 
 
-# Where the model is called from.
+# The files that call the model.
 _CALLERS = tuple(str(Path(__file__).with_name(name)) for name in ("logits.py", "trace.py"))
 
 
 def _users_line() -> tuple[str, int] | None:
-    """The innermost line of the user's code that is running."""
+    """The innermost line of the user's code that is running; None outside of the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_CALLERS):
         if is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return None  # further out is the code that called us, not the model's
+    return None

@@ -1,4 +1,4 @@
-"""The proof of what generates: prefill and decode steps of an engine, through its KV cache."""
+"""The proof of a decoder: its prefill and its decode steps, through its KV cache."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ import torch
 from torch import Tensor
 
 from compat.decoding import HasDecoder
+from compat.parity.expected import ExpectedLogits
 from compat.parity.inputs import LENGTH, LONG, sequences
-from compat.parity.logits import InputResult, KnownLogits, LogitsProof
-from compat.user_code import raised
+from compat.parity.report import InputResult, LogitsProof
+from compat.user_code import exception_summary
 
 Piece = tuple[int, int, Tensor]  # number of a sequence, position, logits (1, V)
-STEPS = 8  # decoded after a long prompt
-GREEDY = 40  # tokens of the text that the decoder writes itself
+ASCENDING = 3  # the number of the sequence that single prompts are prefixes of
+STEPS = 8  # decode steps after a long prompt
+GREEDY = 40  # tokens of the text that the decoder generates itself
 
 
-def prove_decoder(model: HasDecoder, known: KnownLogits, most_rows: int | None) -> LogitsProof:
+def prove_decoder(model: HasDecoder, expected: ExpectedLogits) -> LogitsProof:
     """Compare the logits of prefill and of decode steps with the reference's.
 
     Args:
-        model: makes a decoder for each input.
-        known: the reference; its bound judges the logits.
-        most_rows: sequences that one decoder takes at once; None for any number.
+        model: creates a decoder for each input. Batches have at most `model.max_batch` rows, if it
+            has this attribute, and one with speculative decoding.
+        expected: computes and judges the logits.
     """
-    return _DecoderProof(model, known, most_rows).run()
+    return _DecoderProof(model, expected).run()
 
 
 class _DecoderProof:
-    def __init__(self, model: HasDecoder, known: KnownLogits, most_rows: int | None) -> None:
-        self.model, self.known, self.most_rows = model, known, most_rows
+    def __init__(self, model: HasDecoder, expected: ExpectedLogits) -> None:
+        self.model, self.expected = model, expected
+        speculates = getattr(model, "speculate", None)
+        self.max_rows: int | None = 1 if speculates else getattr(model, "max_batch", None)
         self.config = model.decoder().config
-        self.room = self.config.n_positions
+        self.n_positions = self.config.n_positions
 
     def run(self) -> LogitsProof:
-        rows = self.known.add(sequences(self.config, self.room))
-        S, every = min(LENGTH, self.room), tuple(rows[1:])
-        batch = every[: self.most_rows or len(every)]
+        rows = self.expected.add(sequences(self.config, self.n_positions))
+        N, S = self.n_positions, min(LENGTH, self.n_positions)
+        one, batch = (ASCENDING,), tuple(rows[1:][: self.max_rows])
         results = [
-            self._result("decode steps alone", (1, S), lambda: self._decode((3,), 1)),
-            self._result("prefill, then decode steps", (1, S), lambda: self._decode((3,), S // 2)),
-            self._result("prompts of every length", (S, S), self._prompts),
-            self._result("a batch", (len(batch), S), lambda: self._decode(batch, max(1, S // 3))),
-            self._result("the full context", (1, self.room), self._long),
-            self._result("greedy decoding", (1, min(S + GREEDY, self.room)), self._greedy),
+            self._result("decode steps alone", (1, S), lambda: self._decode(one, 1)),
+            self._result("prefill, then decode steps", (1, S), lambda: self._decode(one, S // 2)),
+            self._result("prompts of every length", (S, S), self._prefill),
+            self._result("a batch", (len(batch), S), lambda: self._decode(batch, S // 3)),
+            self._result("the full context", (1, N), self._full_context),
+            self._result("greedy decoding", (1, min(S + GREEDY, N)), self._greedy),
         ]
         if len(batch) > 2:
             results.append(self._result("a batch that shrinks", (len(batch), S), self._shrinking))
-        tried = {int(i) for row in self.known.rows for i in row}
+        tried = {int(i) for row in self.expected.sequences for i in row}
         return LogitsProof(results, ids_tried=len(tried))
 
     def _result(
@@ -58,76 +62,77 @@ class _DecoderProof:
             pieces = [(row, at, logits.cpu()) for row, at, logits in decode()]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # exit() in the user's code is a result too
-            return InputResult(name, shape, None, raised(error))
+        except BaseException as error:  # such as exit() in the user's code
+            return InputResult(name, shape, error=exception_summary(error))
         V = self.config.vocab_size
-        if strange := [logits for *_, logits in pieces if logits.shape != (1, V)]:
-            found = f"the decoder gave logits {list(strange[0].shape)} a row; expected [1, {V}]"
-            return InputResult(name, shape, None, found)
-        return InputResult(name, shape, self.known.difference(pieces))
+        for *_, logits in pieces:
+            if logits.shape != (1, V):
+                fault = f"the decoder returned logits {list(logits.shape)} per row"
+                return InputResult(name, shape, error=f"{fault}; expected [1, {V}]")
+        return InputResult(name, shape, self.expected.difference(pieces))
 
     def _prompt(self, row: int, length: int) -> list[int]:
-        ids: list[int] = self.known.rows[row][:length].tolist()
+        ids: list[int] = self.expected.sequences[row][:length].tolist()
         return ids
 
+    def _next_ids(self, positions: list[tuple[int, int]]) -> Tensor:
+        """The ids (B,) at these positions of these sequences."""
+        return torch.stack([self.expected.sequences[row][at] for row, at in positions])
+
     def _decode(self, rows: tuple[int, ...], prompt: int) -> Iterator[Piece]:
-        """Prompts of one length, then every further id of the sequences by a decode step."""
+        """Prompts of one length, then a decode step for each further id of the sequences."""
         decoder, prompt = self.model.decoder(), max(1, prompt)
+        length = len(self.expected.sequences[rows[0]])
         logits = decoder.start([self._prompt(row, prompt) for row in rows])
-        for at in range(prompt, len(self.known.rows[rows[0]]) + 1):
+        for at in range(prompt, length + 1):
             yield from ((row, at - 1, ours[None]) for row, ours in zip(rows, logits, strict=True))
-            if at < len(self.known.rows[rows[0]]):
-                logits = decoder.step(torch.stack([self.known.rows[row][at] for row in rows]))
+            if at < length:
+                logits = decoder.step(self._next_ids([(row, at) for row in rows]))
 
-    def _prompts(self) -> Iterator[Piece]:
-        """Prefill alone: the last position of prompts of all lengths, side by side."""
-        lengths, row = list(range(1, len(self.known.rows[3]) + 1)), 3
-        at_once = self.most_rows or len(lengths)
-        for start in range(0, len(lengths), at_once):
-            part = lengths[start : start + at_once]
-            logits = self.model.decoder().start([self._prompt(row, length) for length in part])
-            for length, ours in zip(part, logits, strict=True):
-                yield row, length - 1, ours[None]
+    def _prefill(self) -> Iterator[Piece]:
+        """Prompts of all lengths in batches, without decode steps."""
+        longest = len(self.expected.sequences[ASCENDING])
+        prompts = [self._prompt(ASCENDING, length) for length in range(1, longest + 1)]
+        size = self.max_rows or len(prompts)
+        for batch in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+            for prompt, ours in zip(batch, self.model.decoder().start(batch), strict=True):
+                yield ASCENDING, len(prompt) - 1, ours[None]
 
-    def _long(self) -> Iterator[Piece]:
-        """Long prompts, the longest followed by decode steps up to the last position."""
-        prompt = max(1, self.room - STEPS)
-        for length in {max(1, self.room // 2), max(1, self.room // 4 + 1), self.room}:
-            logits = self.model.decoder().start([self._prompt(LONG, length)])
-            yield LONG, length - 1, logits
-        decoder = self.model.decoder()
-        logits = decoder.start([self._prompt(LONG, prompt)])
-        for at in range(prompt, self.room):
-            logits = decoder.step(self.known.rows[LONG][at : at + 1])
-            yield LONG, at, logits
+    def _full_context(self) -> Iterator[Piece]:
+        """Long prompts, and one that is followed by decode steps up to the last position."""
+        N = self.n_positions
+        for length in {max(1, N // 2), max(1, N // 4 + 1), N}:
+            yield LONG, length - 1, self.model.decoder().start([self._prompt(LONG, length)])
+        decoder, prompt = self.model.decoder(), max(1, N - STEPS)
+        decoder.start([self._prompt(LONG, prompt)])
+        for at in range(prompt, N):
+            yield LONG, at, decoder.step(self._next_ids([(LONG, at)]))
 
     def _greedy(self) -> Iterator[Piece]:
-        """A text that the decoder writes itself, in which its own drafts are accepted."""
-        prompt = self._prompt(3, min(LENGTH, max(1, self.room // 2)))
-        decoder, ids, found = self.model.decoder(), list(prompt), []
-        logits = decoder.start([prompt])
-        for _ in range(min(GREEDY, self.room - len(ids))):
-            found.append(logits)
-            ids.append(int(logits[0].argmax()))
-            logits = decoder.step(torch.tensor(ids[-1:]))
-        [row] = self.known.add([torch.tensor(ids)])
-        for at, ours in enumerate([*found, logits], start=len(prompt) - 1):
+        """A text that the decoder generates itself, so that its own draft tokens are accepted."""
+        prompt = self._prompt(ASCENDING, min(LENGTH, max(1, self.n_positions // 2)))
+        decoder, ids = self.model.decoder(), list(prompt)
+        found = [decoder.start([prompt])]
+        for _ in range(min(GREEDY, self.n_positions - len(ids))):
+            ids.append(int(found[-1][0].argmax()))
+            found.append(decoder.step(torch.tensor(ids[-1:])))
+        [row] = self.expected.add([torch.tensor(ids)])
+        for at, ours in enumerate(found, start=len(prompt) - 1):
             yield row, at, ours
 
     def _shrinking(self) -> Iterator[Piece]:
-        """Unequal prompts side by side; then two rows go on, in another order."""
-        rows, longest, decoder = (1, 2, 3), len(self.known.rows[1]), self.model.decoder()
-        lengths = [min(length, max(1, longest - 2)) for length in (3, 7, 5)]
-        prompts = [self._prompt(row, length) for row, length in zip(rows, lengths, strict=True)]
-        logits = decoder.start(prompts)
-        going = [
-            (row, length, ours) for row, length, ours in zip(rows, lengths, logits, strict=True)
+        """Three unequal prompts in a batch, of which two rows continue in another order."""
+        decoder, longest = self.model.decoder(), len(self.expected.sequences[1])
+        positions = [
+            (row, min(length, max(1, longest - 2))) for row, length in ((1, 3), (2, 7), (3, 5))
         ]
-        yield from ((row, at - 1, ours[None]) for row, at, ours in going)
+        logits = decoder.start([self._prompt(row, length) for row, length in positions])
+        for (row, length), ours in zip(positions, logits, strict=True):
+            yield row, length - 1, ours[None]
         decoder.keep(torch.tensor([2, 0]))
-        kept = [(going[2][0], going[2][1]), (going[0][0], going[0][1])]
-        for _ in range(longest - max(at for _, at in kept)):
-            logits = decoder.step(torch.stack([self.known.rows[row][at] for row, at in kept]))
-            for (row, at), ours in zip(kept, logits, strict=True):
+        positions = [positions[2], positions[0]]
+        for _ in range(longest - max(at for _, at in positions)):
+            logits = decoder.step(self._next_ids(positions))
+            for (row, at), ours in zip(positions, logits, strict=True):
                 yield row, at, ours[None]
-            kept = [(row, at + 1) for row, at in kept]
+            positions = [(row, at + 1) for row, at in positions]

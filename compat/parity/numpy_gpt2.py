@@ -1,14 +1,16 @@
 """GPT-2 in float64 NumPy, with no operation of torch or transformers in its arithmetic.
 
-The reference runs in the user's process, where torch functions and modules may have been replaced.
-This is a second implementation that such a replacement does not reach. It reads the weights from
-the checkpoint, layer by layer, so that its memory does not grow with the depth.
+The reference runs in the user's process, where functions and modules of torch may have been
+replaced. This second implementation does not use them. It reads the weights from the checkpoint
+layer by layer, so that its memory does not grow with the depth.
+
+Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py` and `activations.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,14 +25,14 @@ from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS, block_shapes
 from compat.config import GPT2Config
 
 Array = NDArray[np.float64]
-ROWS = 4096  # of the embedding, at once in float64
+ROWS = 4096  # of the head's weight that are converted to float64 at once
 QUERIES = 256  # positions whose attention is computed at once
 
-_ERF = np.frompyfunc(math.erf, 1, 1)  # NumPy has none
+_erf = np.frompyfunc(math.erf, 1, 1)  # NumPy has none
 
 
 def _gelu_tanh(x: Array) -> Array:
-    inner = 0.044715 * x * x  # in place from here: this is the largest array
+    inner = 0.044715 * x * x  # in place from here on, since this is the largest array
     inner += 1.0
     inner *= x
     inner *= (2.0 / np.pi) ** 0.5
@@ -42,103 +44,60 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    erf: Array = _ERF(x * 0.5**0.5).astype(np.float64)
+    erf: Array = _erf(x * 0.5**0.5).astype(np.float64)
     return x * 0.5 * (1.0 + erf)
 
 
-def _sigmoid(x: Array) -> Array:
-    return 0.5 * (1.0 + np.tanh(0.5 * x))  # without overflow
-
-
-def _relu(x: Array) -> Array:
-    return np.maximum(x, 0.0)
-
-
-def _silu(x: Array) -> Array:
-    return x * _sigmoid(x)
-
-
-def _quick_gelu(x: Array) -> Array:
-    return x * _sigmoid(1.702 * x)
-
-
-def _tanh(x: Array) -> Array:
-    return np.tanh(x)
+def _silu(x: Array, slope: float = 1.0) -> Array:
+    return x * 0.5 * (1.0 + np.tanh(0.5 * slope * x))  # the sigmoid by tanh cannot overflow
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu": _gelu,
-    "quick_gelu": _quick_gelu,
-    "relu": _relu,
+    "quick_gelu": lambda x: _silu(x, slope=1.702),
+    "relu": lambda x: np.maximum(x, 0.0),
     "silu": _silu,
     "swish": _silu,
-    "tanh": _tanh,
+    "tanh": np.tanh,
 }
 
 
-def projected_logits(
-    checkpoint: Checkpoint, dtype: torch.dtype, batches: Sequence[Tensor], directions: Array
-) -> list[Array]:
-    """The logits times `directions`, (B, T, K) for ids (B, T), for each of the batches.
-
-    The product with the head's weight is taken first, which makes the head cheap at any T.
+def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
+    """Return the logits (B, T, V) of ids (B, T).
 
     Args:
-        checkpoint: the weights; each is read once, however many batches there are.
-        dtype: the data type that the weights are rounded to before they are used.
-        batches: ids, (B, T) each, T up to `n_positions`.
-        directions: (V, K).
+        checkpoint: the weights.
+        dtype: the data type to which the weights are rounded before they are used.
+        ids: (B, T), T up to `n_positions`.
     """
-    head, hidden = _head_and_hidden(checkpoint, dtype, batches)
-    projection = np.zeros((checkpoint.config.n_embd, directions.shape[1]))
-    for start in range(0, len(head), ROWS):  # float64 copies of a few rows at a time
-        rows = slice(start, start + ROWS)
-        projection += _rounded(head[rows], dtype).T @ directions[rows]
-    return [x @ projection for x in hidden]
-
-
-def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
-    """Logits (B, T, V) of ids (B, T), the weights rounded to `dtype` before they are used."""
-    head, [hidden] = _head_and_hidden(checkpoint, dtype, [ids])
-    found = np.empty((*hidden.shape[:2], len(head)))
-    for start in range(0, len(head), ROWS):
-        rows = slice(start, start + ROWS)
-        found[..., rows] = hidden @ _rounded(head[rows], dtype).T
-    return found
-
-
-def _head_and_hidden(
-    checkpoint: Checkpoint, dtype: torch.dtype, batches: Sequence[Tensor]
-) -> tuple[Array, list[Array]]:
-    """The head's weight (V, C) as stored, and for each batch what it multiplies: (B, T, C)."""
     config = checkpoint.config
-    # Values were searched for NaN when the models were loaded; mapped pages need no copy.
+    # The values were searched for NaN when the models were loaded, and mapped pages need no copy.
     checkpoint = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
 
     def read(name: str) -> Array:
-        return to_float64(checkpoint.read(name), dtype)
+        return _rounded(_values(checkpoint.read(name)), dtype)
 
-    ids = [_values(batch) for batch in batches]
     tokens, positions = _values(checkpoint.read(EMBEDDING)), read(POSITIONS)
-    hidden = [_rounded(tokens[i], dtype) + positions[: i.shape[1]] for i in ids]
+    x = _rounded(tokens[_values(ids)], dtype) + positions[: ids.shape[1]]
     for layer in range(config.n_layer):
         weights = {name: read(f"h.{layer}.{name}") for name in block_shapes(config)}
-        hidden = [_block(x, weights, config, layer) for x in hidden]
+        x = _block(x, weights, config, layer)
+    x = _layer_norm(x, read("ln_f.weight"), read("ln_f.bias"), config.layer_norm_epsilon)
     head = tokens if config.tie_word_embeddings else _values(checkpoint.read(HEAD))
-    weight, bias = read("ln_f.weight"), read("ln_f.bias")
-    epsilon = config.layer_norm_epsilon
-    return head, [_layer_norm(x, weight, bias, epsilon) for x in hidden]
+    found = np.empty((*x.shape[:2], len(head)))
+    for rows in _slices(len(head), ROWS):
+        found[..., rows] = x @ _rounded(head[rows], dtype).T
+    return found
 
 
-def to_float64(tensor: Tensor, dtype: torch.dtype) -> Array:
-    """A tensor's values, rounded to `dtype`, in float64."""
-    return _rounded(_values(tensor), dtype)
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: int) -> Array:
-    """One pre-norm block: (B, T, C) to (B, T, C)."""
+    """One pre-norm block, (B, T, C) to (B, T, C)."""
 
     def norm(x: Array, name: str) -> Array:
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
@@ -162,16 +121,16 @@ def _attention(qkv: Array, n_head: int, scale: float) -> Array:
     B, T, C = q.shape
     D = C // n_head
     out = np.empty_like(q)
-    # A head and some of its queries at a time, with the keys that these may see.
-    for b, head, start in product(range(B), range(n_head), range(0, T, QUERIES)):
-        columns, end = slice(head * D, (head + 1) * D), min(start + QUERIES, T)
-        scores = q[b, start:end, columns] @ k[b, :end, columns].T
+    # One head and some of its queries at a time, with the keys that they attend to.
+    for b, head, queries in product(range(B), _slices(C, D), _slices(T, QUERIES)):
+        keys, n = slice(0, queries.stop), queries.stop - queries.start
+        scores = q[b, queries, head] @ k[b, keys, head].T
         scores *= scale
-        scores[:, start:] += np.triu(np.full((end - start, end - start), -np.inf), 1)
+        scores[:, queries] += np.triu(np.full((n, n), -np.inf), 1)
         scores -= scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores, out=scores)
         sums = weights.sum(axis=-1, keepdims=True)
-        out[b, start:end, columns] = weights @ v[b, :end, columns] / sums
+        out[b, queries, head] = weights @ v[b, keys, head] / sums
     return out
 
 
@@ -184,7 +143,7 @@ def _layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 def _values(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's own memory; float32 for bfloat16, which NumPy does not have."""
+    """The tensor's memory as an array; a float32 copy for bfloat16, which NumPy does not have."""
     tensor = tensor.detach()
     if tensor.dtype != torch.bfloat16:
         values: NDArray[Any] = tensor.numpy()
@@ -194,7 +153,7 @@ def _values(tensor: Tensor) -> NDArray[Any]:
 
 
 def _rounded(values: NDArray[Any], dtype: torch.dtype) -> Array:
-    """Values of any float type rounded to `dtype`, in float64."""
+    """Values of any float type in float64, rounded to `dtype` before."""
     if dtype == torch.bfloat16:
         bits = values.astype(np.float32).view(np.uint32)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)  # to nearest even

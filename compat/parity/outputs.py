@@ -1,4 +1,4 @@
-"""Where the logits are in what a model returns."""
+"""Finding the logits in what a model returns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from compat.errors import AdaptError
 def find_logits(
     output: Any, ids: Tensor, last: bool = False, vocab_size: int | None = None
 ) -> Tensor:
-    """The float tensor (B, T, V) in what a model returns; (B, 1, V) with `last`.
+    """Return the logits in what a model returned.
+
+    Args:
+        output: a tensor, or containers, data classes and objects with `logits` around tensors.
+        ids: (B, T), for which the model returned it.
+        last: look for logits of the last position first, (B, V) or (B, 1, V).
+        vocab_size: V, which distinguishes logits from hidden states. Without it the widest tensor
+            is returned.
+
+    Returns:
+        A float tensor (B, T, V), or (B, 1, V) with `last`.
 
     Raises:
-        AdaptError: there is none.
+        AdaptError: the output does not contain such a tensor.
     """
     B, T = ids.shape
     found = list(_tensors(output))
@@ -25,9 +35,9 @@ def find_logits(
     for tensor in floats if last else ():
         if tensor.shape[:-1] in ((B,), (B, 1)):
             return tensor.view(B, 1, -1)
-    whole = [tensor for tensor in floats if tensor.ndim == 3 and tensor.shape[:2] == (B, T)]
-    if whole:  # of hidden states and logits, those of the vocabulary's width, else the wider
-        return max(whole, key=lambda tensor: (tensor.shape[-1] == vocab_size, tensor.shape[-1]))
+    every_position = [t for t in floats if t.ndim == 3 and t.shape[:2] == (B, T)]
+    if every_position:
+        return max(every_position, key=lambda t: (t.shape[-1] == vocab_size, t.shape[-1]))
     for tensor in floats:
         if tensor.ndim == 2 and tensor.shape[0] == B * T:
             return tensor.view(B, T, -1)
@@ -36,6 +46,7 @@ def find_logits(
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in an output, those of the key `logits` first."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

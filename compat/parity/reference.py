@@ -1,233 +1,263 @@
-"""The reference: GPT-2 by `transformers`, the one file that imports it."""
+"""The reference: transformers' GPT-2, whose logits are verified by an independent one in NumPy.
+
+Other code in this process may have patched torch or transformers. So the float64 logits with which
+models are compared come from NumPy, once the reference's own were found to agree with them.
+"""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+import math
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.metadata import version
+from typing import Literal
 
+import numpy as np
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.foreign import HUGGING_FACE
-from compat.checkpoint.layout import saved_name
-from compat.errors import ParityError, listed
-from compat.taps import Tap, expand_taps
+from compat.parity import numpy_gpt2
+from compat.parity.compare import TapResult, compare
+from compat.parity.inputs import sequences
+from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
+from compat.parity.report import LogitsProof, ParityReport
+from compat.parity.trace import Trace, trace
 
-VERSION: str = transformers.__version__
-Attention = Literal["eager", "sdpa"]
+LARGE = 500_000_000  # parameters; from there on, only one matrix at a time is held in float64
 
-# The files that transformers looks for in a folder.
-SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
-BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-TAPS = (
-    Tap("embed", "transformer.h.0", at="input"),
-    Tap("h.{i}.ln_1", "transformer.h.{i}.ln_1"),
-    Tap("h.{i}.q", "transformer.h.{i}.attn.c_attn", part=0),
-    Tap("h.{i}.k", "transformer.h.{i}.attn.c_attn", part=1),
-    Tap("h.{i}.v", "transformer.h.{i}.attn.c_attn", part=2),
-    Tap("h.{i}.probs", "transformer.h.{i}.attn", item=1),
-    Tap("h.{i}.heads", "transformer.h.{i}.attn.c_proj", at="input"),
-    Tap("h.{i}.attn", "transformer.h.{i}.attn"),
-    Tap("h.{i}.resid_mid", "transformer.h.{i}.ln_2", at="input"),
-    Tap("h.{i}.ln_2", "transformer.h.{i}.ln_2"),
-    Tap("h.{i}.fc", "transformer.h.{i}.mlp.c_fc"),
-    Tap("h.{i}.act", "transformer.h.{i}.mlp.act"),
-    Tap("h.{i}.mlp", "transformer.h.{i}.mlp"),
-    Tap("h.{i}.out", "transformer.h.{i}"),
-    Tap("ln_f", "transformer.ln_f"),
-    Tap("logits", "lm_head"),
-)
+# The largest error of a position's logits that is rounding, over the RMS of all logits. In half
+# precision only gross faults exceed it; there a proof rests on float32 or float64 logits.
+ROUNDING = {
+    torch.float64: 1e-9,
+    torch.float32: 5e-5,
+    torch.float16: 0.05,
+    torch.bfloat16: 0.4,
+}
+POSITIONS_AT_ONCE = 64  # that are converted to float64
 
 
-def taps(n_layer: int, attention: Attention) -> list[Tap]:
-    """The reference's taps, written out; only eager attention shows its probabilities."""
-    shown = [tap for tap in TAPS if attention == "eager" or tap.name != "h.{i}.probs"]
-    return expand_taps(shown, n_layer)
-
-
-def load_reference(
-    checkpoint: Checkpoint, dtype: torch.dtype, attention: Attention = "eager"
-) -> nn.Module:
-    """`transformers`' own model, with the weights as `transformers` reads them, in eval mode.
-
-    Raises:
-        ParityError: `transformers` left weights out or made some up, so that it is no reference.
-    """
-    with quiet():
-        loaded: Any = transformers.GPT2LMHeadModel.from_pretrained(
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-            **_from_where(checkpoint),
-        )
-    model, info = loaded
-    made_up = [*info["missing_keys"], *info["mismatched_keys"], *info["error_msgs"]]
-    if made_up:
-        raise ParityError(
-            f"transformers could not load {checkpoint.weights} in full and made up "
-            f"{listed(sorted(map(str, made_up)))}; there is nothing to compare with"
-        )
-    reference: nn.Module = model.eval()
-    return reference
-
-
-@torch.no_grad()
-def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
-    """The same model computed in float64, to tell rounding from mistakes.
-
-    `reorder_and_upcast_attn` is off in it: it is a guard against half precision, means float32
-    where it says upcast, and changes nothing in exact arithmetic.
+class Reference:
+    """transformers' model of one checkpoint, in the data type of a comparison and in float64.
 
     Args:
-        reference: from `load_reference`.
-        by_module: share the reference's parameters, and convert those of each module only while
-            that module runs, so that memory is needed for one matrix and not for the model.
-    """
-    memo = {
-        id(p): p if by_module else nn.Parameter(p.double(), requires_grad=False)
-        for p in reference.parameters()
-    }
-    exact: Any = copy.deepcopy(reference, memo)
-    if by_module:
-        for module in exact.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(_widen)
-                module.register_forward_hook(_narrow, prepend=True)
-    else:
-        exact.double()  # the buffers
-    for block in exact.transformer.h:
-        block.attn.reorder_and_upcast_attn = False
-    float64: nn.Module = exact
-    return float64
+        checkpoint: the weights.
+        dtype: the data type of the model that is compared.
+        calibrate: whether hidden states are judged against a float64 run.
+        attention: "eager" or "sdpa".
 
+    Attributes:
+        model: transformers' module in `dtype`.
+        exact: the same module in float64.
+        taps: where its hidden states are recorded.
 
-@torch.no_grad()
-def with_8_bit_weights(reference: nn.Module) -> nn.Module:
-    """A copy whose matrices are rounded to 8 bits, with one scale for each output feature."""
-    rounded: Any = copy.deepcopy(reference)
-    rounded.lm_head.weight = nn.Parameter(rounded.lm_head.weight.clone())  # the embedding is not
-    matrices = [
-        part.weight
-        for block in rounded.transformer.h
-        for part in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-    ]
-    for matrix in (*matrices, rounded.lm_head.weight.t()):  # [in, out]
-        scale = (matrix.abs().amax(dim=0) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        matrix.copy_((matrix / scale).round_() * scale)
-    quantized: nn.Module = rounded
-    return quantized
-
-
-@contextmanager
-def fused_attention(reference: nn.Module) -> Iterator[None]:
-    """The reference with `transformers`' SDPA attention: on long sequences eager takes longer."""
-    config: Any = reference.config
-    before = config._attn_implementation
-    config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def _widen(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Replace a module's own parameters by float64 copies; a table of rows stays as it is."""
-    if not isinstance(module, nn.Embedding):
-        module.__dict__["_shared"] = dict(module._parameters)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.double(), requires_grad=False)
-
-
-def _narrow(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Put the shared parameters back; rows that were looked up become float64 here."""
-    if not isinstance(module, nn.Embedding):
-        module._parameters.update(module.__dict__.pop("_shared"))
-    return output.double()
-
-
-def translation_notes(checkpoint: Checkpoint) -> list[str]:
-    """A note if `transformers` cannot read these weights itself and gets what compat read."""
-    if _reads_itself(checkpoint):
-        return []
-    kind = "a file of another name" if checkpoint.kind == HUGGING_FACE else checkpoint.kind
-    return [
-        f"transformers does not read {checkpoint.weights.name} ({kind}) itself: compat translated "
-        "the weights for the reference, so an error in reading the file would not show here"
-    ]
-
-
-def _reads_itself(checkpoint: Checkpoint) -> bool:
-    """Whether transformers finds and understands the weights file in its folder."""
-    return checkpoint.kind == HUGGING_FACE and checkpoint.weights.name in (SAFE_FILES + BIN_FILES)
-
-
-def _from_where(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What makes transformers take the very weights that the checkpoint has."""
-    folder = checkpoint.folder
-    if checkpoint.kind != HUGGING_FACE:
-        config = transformers.GPT2Config.from_dict(checkpoint.config.to_hf_dict())
-        return _from_tensors(checkpoint, config)
-    if _reads_itself(checkpoint):
-        safe = checkpoint.weights.name in SAFE_FILES
-        return {"pretrained_model_name_or_path": folder, "use_safetensors": safe}
-    return _from_tensors(checkpoint, transformers.GPT2Config.from_pretrained(folder))
-
-
-def _from_tensors(checkpoint: Checkpoint, config: transformers.GPT2Config) -> dict[str, Any]:
-    """A file that transformers does not look for, or does not know: what we read from it.
-
-    Whether that was read right, the comparison then does not show.
-    """
-    tensors = {saved_name(name): checkpoint.read(name) for name in checkpoint.infos}
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
-
-
-class _Noise:
-    """transformers' verbosity and progress bars, which are the process's.
-
-    They are off while any thread needs them off, and then set to what they were before the first.
+    Raises:
+        ParityError: transformers cannot load the checkpoint in full, or was patched.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users, self.verbosity, self.bars = 0, 0, True
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        calibrate: bool = True,
+        attention: Literal["eager", "sdpa"] = "eager",
+    ) -> None:
+        from compat.parity import transformers_gpt2  # importing transformers takes seconds
 
-    def off(self) -> None:
-        logging: Any = transformers.utils.logging
-        with self.lock:
-            if self.users == 0:
-                self.verbosity = logging.get_verbosity()
-                self.bars = logging.is_progress_bar_enabled()
-                logging.set_verbosity(logging.CRITICAL)
-                logging.disable_progress_bar()
-            self.users += 1
+        self.checkpoint, self.dtype, self.calibrate = checkpoint, dtype, calibrate
+        self.weights_dtype = dtype  # the weights stay rounded to it after `to_float32`
+        self._hf = transformers_gpt2
+        self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
+        with explain_exceptions():
+            self.model = transformers_gpt2.load_reference(checkpoint, dtype, attention)
+            large = sum(p.numel() for p in self.model.parameters()) >= LARGE
+            self.exact = transformers_gpt2.in_float64(self.model, by_module=large)
+        self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
+        self._calls = Counter[str]()
+        # The hooks refer to the counter alone. A reference to `self` would be a cycle, which keeps
+        # the whole model in memory until Python's garbage collector runs.
+        for module in self.model.modules():
+            module.register_forward_pre_hook(partial(_count_call, self._calls))
 
-    def restore(self) -> None:
-        logging: Any = transformers.utils.logging
-        with self.lock:
-            self.users -= 1
-            if self.users:
-                return
-            logging.set_verbosity(self.verbosity)
-            if self.bars:
-                logging.enable_progress_bar()
+    @property
+    def module_calls(self) -> int:
+        """How often a module of `model` was called.
+
+        The number also grows when a compared model takes its logits from the reference.
+        """
+        return self._calls["modules"]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with self._hf.quiet(), explain_exceptions():
+            yield
+
+    def to_float32(self) -> None:
+        """Continue in float32, with the weights that were rounded to the data type before."""
+        self.model.float()
+        self.dtype, self._last = torch.float32, None
+
+    def trace(self, ids: Tensor) -> tuple[Trace, Trace | None]:
+        """Record every tap on ids (B, T).
+
+        Returns:
+            The traces in the model's data type and, if calibrating, in float64. Those of the last
+            ids are kept.
+        """
+        if self._last is None or not torch.equal(self._last[0], ids):
+            with self._running():
+                exact = trace(self.exact, self.taps, ids) if self.calibrate else None
+                self._last = ids, (trace(self.model, self.taps, ids), exact)
+        return self._last[1]
+
+    def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Compute the logits (B, T, V) of ids (B, T).
+
+        Returns:
+            The logits in the model's data type and, if `exact`, in float64 by NumPy.
+
+        Raises:
+            ParityError: the two do not agree, as where code in this process patched torch.
+        """
+        # Without float64 the sequences are long, where eager attention is slow.
+        with self._running(), nullcontext() if exact else self._hf.sdpa_attention(self.model):
+            found = trace(self.model, self.taps[-1:], ids)["logits"]
+        if not exact:
+            return found, None
+        return found, true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
+
+    def verify(self) -> None:
+        """Verify the logits of a long sequence, if anything in this process was patched.
+
+        Raises:
+            ParityError: the reference's logits are wrong; the message names the patches.
+        """
+        if find_patches(kernels=False):
+            config = self.checkpoint.config
+            ids = sequences(config, config.n_positions)[0][None]
+            found, _ = self.logits(ids, exact=False)
+            true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """The hidden states (B, T, C) that enter the first block, for ids (B, T)."""
+        with self._running():
+            return trace(self.model, self.taps[:1], ids, stop_early=True)["embed"]
+
+    def quantization_error(self) -> float:
+        """The error that rounding the weights to 8 bits causes in the reference.
+
+        It is the relative error of the logits at the worst position of the short sequences of
+        `compat.parity.inputs`.
+        """
+        config = self.checkpoint.config
+        ids = torch.stack(sequences(config, config.n_positions)[1:])
+        _, truth = self.logits(ids)
+        assert truth is not None
+        with self._running():
+            quantized = self._hf.with_8_bit_weights(self.model)
+            found = trace(quantized, self.taps[-1:], ids)["logits"]
+        worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+        return worst
+
+    def report(
+        self,
+        name: str,
+        ids: Tensor,
+        taps: Sequence[str],
+        run: Callable[[Trace | None], Trace],
+        proof: LogitsProof,
+        training: bool = False,
+    ) -> ParityReport:
+        """Compare a model's hidden states with the reference's, and report.
+
+        Args:
+            name: of the model.
+            ids: (B, T), on which the taps are compared.
+            taps: the names of the model's taps, in execution order.
+            run: returns the model's trace of the ids, with the hidden states forced that it gets.
+            proof: the comparison of the model's logits.
+            training: whether the model is in training mode.
+
+        Raises:
+            ParityError: the reference cannot be trusted, or a tap has another shape.
+        """
+        self.verify()
+        results: list[TapResult] = []
+        if taps:
+            expected, exact = self.trace(ids)
+            forced = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
+            exact_local = None
+            if exact is not None:
+                with self._running():
+                    exact_local = trace(self.exact, self.taps, ids, forced=forced)
+            results = compare(expected, run(None), run(forced), exact, exact_local)
+        return ParityReport(
+            source=self.checkpoint.source,
+            model_name=name,
+            dtype=str(self.dtype).removeprefix("torch."),
+            input_shape=(ids.shape[0], ids.shape[1]),
+            calibrated=self.calibrate,
+            training=training,
+            taps=results,
+            versions={
+                "compat": version("gpt2-compat"),
+                "torch": torch.__version__,
+                "transformers": self._hf.VERSION,
+                "python": platform.python_version(),
+            },
+            logits=proof,
+            notes=self._hf.translation_notes(self.checkpoint),
+        )
 
 
-_noise = _Noise()
+def _count_call(calls: Counter[str], *_: object) -> None:
+    calls["modules"] += 1
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars, load reports or advice from transformers; what matters is checked here."""
-    _noise.off()
-    try:
-        yield
-    finally:
-        _noise.restore()
+def true_logits(
+    checkpoint: Checkpoint,
+    weights_dtype: torch.dtype,
+    ids: Tensor,
+    found: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the float64 logits (B, T, V) by NumPy, and verify the reference's against them.
+
+    Args:
+        checkpoint: the weights.
+        weights_dtype: the data type to which the weights are rounded before they are used.
+        ids: (B, T).
+        found: the reference's logits (B, T, V).
+        dtype: the data type in which the reference was asked to compute.
+
+    Raises:
+        ParityError: the reference's logits differ by more than rounding; the message names what
+            was patched in this process.
+    """
+    with np.errstate(all="ignore"):  # infinite logits are an infinite error, not a warning
+        truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, weights_dtype, ids))
+    if found.shape != truth.shape or found.dtype != dtype:
+        raise untrusted_reference(
+            f"its logits are {found.dtype} {list(found.shape)}; expected {dtype} "
+            f"{list(truth.shape)}"
+        )
+    errors = logit_errors(found, truth)
+    if bool((errors <= ROUNDING[dtype]).all()):  # False for NaN
+        return truth
+    row, position = divmod(int(errors.nan_to_num(math.inf).argmax()), errors.shape[1])
+    raise untrusted_reference(
+        f"at input_ids[{row}, {position}] its {dtype} logits differ from GPT-2's, computed in "
+        f"NumPy, by {errors[row, position]:.2g} of their RMS; rounding stays below "
+        f"{ROUNDING[dtype]:.2g}"
+    )
+
+
+def logit_errors(found: Tensor, truth: Tensor) -> Tensor:
+    """The RMS error (B, T) of logits (B, T, V) over the RMS of all true ones."""
+    split = partial(torch.split, split_size_or_sections=POSITIONS_AT_ONCE, dim=1)
+    parts = zip(split(found), split(truth), strict=True)
+    errors = [(part.double() - true).square().mean(-1).sqrt() for part, true in parts]
+    return torch.cat(errors, dim=1) / truth.square().mean().sqrt()

@@ -1,15 +1,105 @@
-"""What a parity check found: the numbers, the verdict, and one sentence."""
+"""The result of a parity check: the numbers, the verdict, and a headline."""
 
 from __future__ import annotations
 
+import linecache
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compat.errors import ParityError
-from compat.parity.compare import Difference, TapResult, count_identical
-from compat.parity.conditions import Limit
-from compat.parity.logits import InputResult, LogitsProof
+from compat.parity.compare import Difference, TapResult
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of the proof, such as a condition of which no input reached the other side.
+
+    Args:
+        message: what was not covered.
+        file: of the user's code, or None if no line is known.
+        line: in that file, from 1.
+    """
+
+    message: str
+    file: str | None = None
+    line: int | None = None
+
+    @property
+    def source_line(self) -> str:
+        return linecache.getline(self.file, self.line or 0).strip() if self.file else ""
+
+
+@dataclass(frozen=True)
+class InputResult:
+    """The comparison of the logits on one input.
+
+    Args:
+        name: what is special about the input.
+        input_shape: (B, T).
+        logits: the difference at the worst position; None if the model did not return logits.
+        error: what the model raised or returned instead.
+    """
+
+    name: str
+    input_shape: tuple[int, int]
+    logits: Difference | None = None
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.logits is not None and self.logits.within
+
+
+@dataclass
+class LogitsProof:
+    """The comparisons of logits, and how far they reach.
+
+    Args:
+        inputs: one result per input.
+        limits: conditions that no input reached, and other limits of the proof.
+        ids_tried: how many of the vocabulary's ids occurred in an input.
+        embedding: the comparison of the embedding of every id, if the model has a tap for it.
+    """
+
+    inputs: list[InputResult] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+    ids_tried: int = 0
+    embedding: InputResult | None = None
+
+    def add_limit(self, message: str, file: str | None = None, line: int | None = None) -> None:
+        """Add a limit unless it was added before."""
+        limit = Limit(message, file, line)
+        if limit not in self.limits:
+            self.limits.append(limit)
+
+    @property
+    def failed(self) -> list[InputResult]:
+        """The comparisons that did not pass."""
+        embedding = [] if self.embedding is None else [self.embedding]
+        return [result for result in (*self.inputs, *embedding) if not result.passed]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.inputs) and not self.failed
+
+    @property
+    def _compared(self) -> list[Difference]:
+        return [result.logits for result in self.inputs if result.logits is not None]
+
+    @property
+    def max_abs(self) -> float:
+        """max|Δlogits| over all inputs."""
+        return max((found.max_abs for found in self._compared), default=math.nan)
+
+    @property
+    def smallest_detectable(self) -> float:
+        """The relative error of the logits of any one position that fails, whatever its sign.
+
+        The model's own error adds to it or cancels part of it, and is therefore included.
+        """
+        bounds = [min(d.error, d.bound) + d.bound for d in self._compared if d.bound is not None]
+        return max(bounds) if self.inputs and len(bounds) == len(self.inputs) else math.inf
 
 
 @dataclass(frozen=True)
@@ -17,23 +107,23 @@ class ParityReport:
     """The result of `check_parity`; `to_json` has the same fields.
 
     Args:
-        model: the source of the weights.
-        dialect: the dialect, or the class of somebody else's model.
+        source: the checkpoint, as it was passed to `check_parity`.
+        model_name: the dialect, or the class of the user's model.
         dtype: of both models, such as "float32".
-        input_shape: (B, T) of the ids that both models were run on.
-        calibrated: whether errors were judged against a float64 run of the reference.
-        training: whether our model was in training mode, in which dropout is at work.
+        input_shape: (B, T) of the ids on which the taps were compared.
+        calibrated: whether hidden states were judged against a float64 run of the reference.
+        training: whether the model was in training mode, in which dropout is active.
         taps: one result per tap, in execution order.
         versions: of compat, torch, transformers and Python.
-        logits: the comparison of logits on designed inputs, and how far it reaches.
-        notes: what limits the meaning of the comparison, such as weights that compat translated
+        logits: the comparison of logits on designed inputs.
+        notes: facts that restrict the comparison, such as that compat translated the weights
             before `transformers` read them.
-        float32: of a model in half precision the same report for a float32 copy of it, in which
-            rounding hides no fault; else None.
+        float32: for a model in half precision, the report of the same model with its parameters in
+            float32, where rounding hides no fault; otherwise None.
     """
 
-    model: str
-    dialect: str
+    source: str
+    model_name: str
     dtype: str
     input_shape: tuple[int, int]
     calibrated: bool
@@ -46,32 +136,38 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Every tap and the logits on every input are within their bounds, in float32 too."""
-        copy = self.float32 is None or self.float32.passed
-        return all(tap.passed for tap in self.taps) and self.logits.passed and copy
+        """Whether every tap and the logits on every input are within their bounds."""
+        float32_passed = self.float32 is None or self.float32.passed
+        return all(tap.passed for tap in self.taps) and self.logits.passed and float32_passed
 
     def __bool__(self) -> bool:
         return self.passed
 
     def raise_if_failed(self) -> None:
-        """Raise a ParityError with the headline unless the check passed."""
+        """Raise an error unless the check passed.
+
+        Raises:
+            ParityError: the check did not pass; the message is the headline.
+        """
         if not self.passed:
             raise ParityError(self.headline)
 
     @property
     def smallest_detectable(self) -> float:
         """The relative error of the logits at one position that would still have failed."""
-        return min(r.logits.smallest_detectable for r in (self, self.float32) if r is not None)
+        return min(proof.smallest_detectable for proof in self._proofs)
 
     @property
     def limits(self) -> list[Limit]:
-        """What the comparison did not reach, with the line of the user's code."""
-        return [limit for r in (self, self.float32) if r is not None for limit in r.logits.limits]
+        """What the comparison did not cover, with the lines of the user's code."""
+        return [limit for proof in self._proofs for limit in proof.limits]
 
     @property
     def first_divergence(self) -> str | None:
-        """The first tap, in execution order, that is out of bounds; "logits" if none is, but the
-        logits of another input are."""
+        """The first tap, in execution order, that is out of bounds.
+
+        It is "logits" if no tap is, but the logits of another input are; None if the check passed.
+        """
         if self._first is not None:
             return self._first.tap
         if not self.logits.passed:
@@ -80,10 +176,10 @@ class ParityReport:
 
     @property
     def max_abs_diff(self) -> float:
-        """max|Δ| of the logits, run from the input ids.
+        """max|Δlogits|, with both models run from the input ids.
 
-        Of a model that passes and has a tap for them, on the input of the taps; else the largest
-        over all inputs.
+        If the model passes and has a tap for its logits, the input is that of the taps; otherwise
+        it is the largest value over all inputs.
         """
         last = self.taps[-1] if self.taps else None
         if self.passed and last is not None and last.tap == "logits":
@@ -94,105 +190,101 @@ class ParityReport:
     def headline(self) -> str:
         """The verdict in one sentence."""
         if self._first is not None:
-            return self._divergence(self._first)
+            return self._divergence_at(self._first)
         if self.logits.failed:
-            return self._divergence_of_logits(self.logits.failed[0])
+            return self._divergence_on(self.logits.failed[0])
         if not self.logits.passed:
-            return f"{self.dialect} was not compared: no input gave logits."
+            return f"{self.model_name} was not compared, because no input fits it."
         if self.float32 is not None and not self.float32.passed:
-            return f"In a float32 copy of the model, {self.float32.headline}"
-        return self._parity()
+            return f"With its parameters in float32, {self.float32.headline}"
+        return self._agreement()
 
     @property
     def _first(self) -> TapResult | None:
         return next((result for result in self.taps if not result.passed), None)
 
-    def _parity(self) -> str:
-        total, (far, near) = len(self.taps), count_identical(self.taps)
-        text = f"{self.dialect} computes what transformers computes: "
-        if total:
-            identical = f"bit-identical at {far} from the ids on, at {near} locally"
-            text += f"{total} of {total} taps, "
-            text += f"{'all bit-identical' if far == near == total else identical}; "
-        text += f"max|Δlogits| = {self.max_abs_diff:.2g}"
-        proof = self.logits if self.float32 is None else self.float32.logits
-        inputs = proof.inputs
-        longest = max(result.input_shape[1] for result in inputs)
-        return f"{text}; {len(inputs)} inputs of up to {longest:,} ids"
+    @property
+    def _proofs(self) -> list[LogitsProof]:
+        return [self.logits] if self.float32 is None else [self.logits, self.float32.logits]
 
-    def _divergence_of_logits(self, failed: InputResult) -> str:
+    def _agreement(self) -> str:
+        text = f"{self.model_name} computes what transformers computes: "
+        if total := len(self.taps):
+            accumulated = sum(result.accumulated.bit_identical for result in self.taps)
+            local = sum(result.local.bit_identical for result in self.taps)
+            identical = f"{accumulated} bit-identical from the input ids on and {local} locally"
+            if accumulated == local == total:
+                identical = "all bit-identical"
+            text += f"{total} of {total} taps pass, {identical}; "
+        inputs = self._proofs[-1].inputs
+        longest = max(result.input_shape[1] for result in inputs)
+        text += f"max|Δlogits| = {self.max_abs_diff:.2g}; "
+        return text + f"{len(inputs)} inputs of up to {longest:,} ids pass."
+
+    def _divergence_on(self, failed: InputResult) -> str:
         B, T = failed.input_shape
-        text = f"{self.dialect} diverges from transformers on {failed.name} ({B} × {T} ids): "
-        found = failed.logits
+        found, inputs = failed.logits, self.logits.inputs
+        text = f"{self.model_name} diverges from transformers on {failed.name} ({B} × {T} ids): "
         if found is None:
             text += failed.error
         else:
-            bound = "" if found.bound is None else f", the bound is {found.bound:.2g}"
-            text += f"the relative error at the worst position is {found.error:.2g}{bound}"
-        passed = sum(result.passed for result in self.logits.inputs)
-        text += f"; {passed} of {len(self.logits.inputs)} inputs pass."
-        return text + self._training_hint()
+            text += f"the relative error at the worst position is {found.error:.2g}"
+            text += "" if found.bound is None else f", and the bound is {found.bound:.2g}"
+        passed = sum(result.passed for result in inputs)
+        return f"{text}; {passed} of {len(inputs)} inputs pass.{self._training_hint()}"
 
-    def _divergence(self, first: TapResult) -> str:
-        kind, worse = "local", first.local
-        if first.local.within:
-            kind, worse = "accumulated", first.accumulated
+    def _divergence_at(self, first: TapResult) -> str:
+        kind, found = "accumulated", first.accumulated
+        if not first.local.within:
+            kind, found = ("local", first.local)
+        text = f"{self.model_name} diverges from transformers at {first.tap}: the {kind} error is "
+        text += f"{found.rel_rms:.2g} of the tensor's RMS"
+        if found.ratio is not None:
+            digits = 0 if found.ratio >= 10 else 1
+            text += f", {found.ratio:,.{digits}f} times the reference's own"
         passed = sum(result.passed for result in self.taps)
-        text = f"{self.dialect} diverges from transformers at {first.tap}: {kind} error "
-        text += f"{worse.rel_rms:.2g} of the tensor's RMS"
-        if worse.ratio is not None:
-            text += f", {worse.ratio:,.{0 if worse.ratio >= 10 else 1}f} times the reference's own"
-        text += f"; {passed} of {len(self.taps)} taps pass."
-        return text + self._training_hint()
+        return f"{text}; {passed} of {len(self.taps)} taps pass.{self._training_hint()}"
 
     def _training_hint(self) -> str:
-        hint = " The model is in training mode: dropout is on; call eval()."
-        return hint if self.training else ""
+        if not self.training:
+            return ""
+        return " The model is in training mode, in which dropout is active. Call model.eval()."
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; a number that is not finite becomes None."""
-        return {
-            "passed": self.passed,
-            "model": self.model,
-            "dialect": self.dialect,
-            "dtype": self.dtype,
-            "input_shape": list(self.input_shape),
-            "calibrated": self.calibrated,
-            "max_abs_diff": _finite(self.max_abs_diff),
-            "first_divergence": self.first_divergence,
-            "taps": [
-                {
-                    "tap": result.tap,
-                    "accumulated": _plain(result.accumulated),
-                    "local": _plain(result.local),
-                    "passed": result.passed,
-                }
-                for result in self.taps
-            ],
-            "inputs": [_input(result) for result in self.logits.inputs],
-            "embedding": None if self.logits.embedding is None else _input(self.logits.embedding),
-            "ids_tried": self.logits.ids_tried,
-            "smallest_detectable": _finite(self.smallest_detectable),
-            "limits": [asdict(limit) for limit in self.limits],
-            "notes": self.notes,
-            "float32": None if self.float32 is None else self.float32.to_json(),
-            "versions": self.versions,
-        }
+        """The report as plain values; a number that is not finite becomes None."""
+        embedding = self.logits.embedding
+        found: dict[str, Any] = _finite(
+            {
+                "passed": self.passed,
+                "source": self.source,
+                "model_name": self.model_name,
+                "dtype": self.dtype,
+                "input_shape": self.input_shape,
+                "calibrated": self.calibrated,
+                "max_abs_diff": self.max_abs_diff,
+                "first_divergence": self.first_divergence,
+                "taps": [_with_verdict(result) for result in self.taps],
+                "inputs": [_with_verdict(result) for result in self.logits.inputs],
+                "embedding": None if embedding is None else _with_verdict(embedding),
+                "ids_tried": self.logits.ids_tried,
+                "smallest_detectable": self.smallest_detectable,
+                "limits": [asdict(limit) for limit in self.limits],
+                "notes": self.notes,
+                "float32": None if self.float32 is None else self.float32.to_json(),
+                "versions": self.versions,
+            }
+        )
+        return found
 
 
-def _input(result: InputResult) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "input_shape": list(result.input_shape),
-        "passed": result.passed,
-        "error": result.error,
-        "logits": None if result.logits is None else _plain(result.logits),
-    }
+def _with_verdict(result: TapResult | InputResult) -> dict[str, Any]:
+    return {**asdict(result), "passed": result.passed}
 
 
-def _plain(found: Difference) -> dict[str, Any]:
-    return {name: _finite(value) for name, value in asdict(found).items()}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """A value for JSON: tuples become lists, and numbers that are not finite None."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

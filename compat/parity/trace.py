@@ -1,101 +1,101 @@
-"""Traces: run a model once and keep its hidden states at the taps."""
+"""Traces: run a model once and record its hidden states at the taps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from compat.errors import CompatError, ParityError, listed
-from compat.taps import Tap, hook_tap
-from compat.user_code import raised
+from compat.taps import Tap, expand_taps, hook_tap
+from compat.user_code import exception_summary
+from compat.validation import check_module
 
 Trace = dict[str, Tensor]
+
+
+class _AllRecorded(Exception):
+    """Raised to end a forward pass once every tap was recorded."""
 
 
 @torch.no_grad()
 def trace(
     model: nn.Module,
-    taps: Sequence[Tap],
+    taps: Iterable[Tap],
     input_ids: Tensor,
+    *,
     forced: Mapping[str, Tensor] | None = None,
+    stop_early: bool = False,
 ) -> Trace:
     """Run `model(input_ids)` once and return a copy of the hidden state at every tap.
 
-    With `forced`, each tap is recorded as the model computes it and then replaced by the forced
-    value, so that every piece works on given inputs: the trace holds the pieces' local results.
-
     Args:
-        model: called with ids (B, T); its mode is left as it is.
-        taps: written out for every layer.
-        input_ids: (B, T).
-        forced: values for some or all taps, by name.
+        model: any module that takes ids (B, T). It runs in the mode that it is in.
+        taps: where to record. A tap with `{i}` in its name is recorded in every layer.
+        input_ids: token ids (B, T).
+        forced: hidden states by the name of their tap. Each is recorded as the model computes it,
+            and then replaced by the forced one, on which the following modules work.
+        stop_early: end the forward pass once every tap was recorded.
+
+    Returns:
+        Hidden states by the name of their tap, such as (B, T, C) for "h.0.out".
 
     Raises:
-        ParityError: a tap's module does not exist, or never ran; the model raised an error.
+        ConfigError: the model is not a module.
+        ParityError: a tap names a module that does not exist or was not executed, or the model
+            raised an exception.
     """
+    check_module(model)
+    modules, name = dict(model.named_modules()), type(model).__name__
+    taps = _with_every_layer(taps, modules)
+    if unknown := [tap for tap in taps if tap.module not in modules]:
+        raise ParityError(
+            f"{name} has no module {unknown[0].module!r}, which tap {unknown[0].name} names. Pass "
+            "a path from model.named_modules()."
+        )
     recorded: Trace = {}
-    modules = dict(model.named_modules())
-    if strange := [tap.module for tap in taps if tap.module not in modules]:
-        raise ParityError(f"{type(model).__name__} has no module {strange[0]!r}, which a tap names")
-    with ExitStack() as hooks:
+
+    def record(tap: str, value: Tensor) -> None:
+        recorded[tap] = value.detach().clone()
+        if stop_early and len(recorded) == len(taps):
+            raise _AllRecorded
+
+    with ExitStack() as hooks, suppress(_AllRecorded):
         for tap in taps:
             value = None if forced is None else forced.get(tap.name)
-            hooks.enter_context(_hook(modules[tap.module], tap, recorded, value))
+            observe = partial(record, tap.name)
+            hooks.enter_context(hook_tap(modules[tap.module], tap, observe, value))
         _run(model, input_ids)
-    if silent := [tap.name for tap in taps if tap.name not in recorded]:
-        raise ParityError(f"{type(model).__name__} never came by its taps {listed(silent)}")
+    if missing := [tap.name for tap in taps if tap.name not in recorded]:
+        raise ParityError(
+            f"{name} did not execute the modules of its taps {listed(missing)}. Name modules that "
+            "the forward pass calls."
+        )
     return {tap.name: recorded[tap.name] for tap in taps}
 
 
-class _Reached(Exception):
-    """The tap was recorded; what follows it is not wanted."""
-
-
-@torch.no_grad()
-def trace_one(model: nn.Module, tap: Tap, input_ids: Tensor) -> Tensor:
-    """The hidden state at one tap, for which the model runs only as far as it has to.
-
-    Raises:
-        ParityError: the tap's module does not exist, or never ran; the model raised an error.
-    """
-    recorded: Trace = {}
-
-    def stop(*_: Any) -> None:
-        raise _Reached
-
-    module = dict(model.named_modules()).get(tap.module)
-    if module is None:
-        raise ParityError(f"{type(model).__name__} has no module {tap.module!r}, which a tap names")
-    with ExitStack() as hooks, suppress(_Reached):
-        hooks.enter_context(_hook(module, tap, recorded, None))
-        register = (
-            module.register_forward_pre_hook if tap.at == "input" else module.register_forward_hook
-        )
-        hooks.enter_context(register(stop))
-        _run(model, input_ids)
-    if tap.name not in recorded:
-        raise ParityError(f"{type(model).__name__} never executed the module of tap {tap.name}")
-    return recorded[tap.name]
+def _with_every_layer(taps: Iterable[Tap], modules: Mapping[str, nn.Module]) -> list[Tap]:
+    """The taps, those with `{i}` written out for every layer whose module exists."""
+    taps = list(taps)
+    per_layer = [tap.module for tap in taps if "{i}" in tap.name and "{i}" in tap.module]
+    if not per_layer:
+        return taps
+    exists = (any(path.format(i=i) in modules for path in per_layer) for i in count())
+    n_layer = next(i for i, found in enumerate(exists) if not found)
+    return expand_taps(taps, max(n_layer, 1))
 
 
 def _run(model: nn.Module, input_ids: Tensor) -> None:
     try:
         model(input_ids)
-    except (KeyboardInterrupt, CompatError, _Reached):
+    except (KeyboardInterrupt, CompatError, _AllRecorded):
         raise
-    except BaseException as error:  # exit() in the user's code too
-        shape = list(input_ids.shape)
-        raise ParityError(f"on ids of shape {shape}, {raised(error)}") from error
-
-
-def _hook(module: nn.Module, tap: Tap, recorded: Trace, forced: Tensor | None) -> Any:
-    """Record a copy of one tap when its module runs, and replace it with `forced`."""
-
-    def record(value: Tensor) -> None:
-        recorded[tap.name] = value.detach().clone()
-
-    return hook_tap(module, tap, record, forced)
+    except BaseException as error:  # such as exit() in the user's code
+        raise ParityError(
+            f"{exception_summary(error)}. Call the model with ids of shape "
+            f"{list(input_ids.shape)} to see the whole traceback."
+        ) from error

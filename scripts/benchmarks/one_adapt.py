@@ -31,7 +31,7 @@ def adapt_once(source: str) -> dict[str, float]:
 def forward_once(source: str) -> dict[str, float]:
     """The median of several forward passes of transformers, after one to warm up."""
     from compat.checkpoint import open_checkpoint
-    from compat.parity.reference import load_reference
+    from compat.parity.transformers_gpt2 import load_reference
 
     checkpoint = open_checkpoint(source)
     model = load_reference(checkpoint, torch.float32, "sdpa")

@@ -17,7 +17,7 @@ from benchmarks.common import JsonOption
 from compat import load_tokenizer
 from compat.checkpoint import open_checkpoint
 from compat.engine import Engine
-from compat.parity.reference import load_reference
+from compat.parity.transformers_gpt2 import load_reference
 
 HELD_OUT = Path(__file__).parent / "held_out.txt"
 PRECISIONS = ("float32", "bfloat16", "int8")

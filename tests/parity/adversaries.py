@@ -1,7 +1,7 @@
-"""All adversaries of the proof: `FAULTS`, which it must refuse, and `HARMLESS`, which it must not.
+"""All adversaries of the proof: it must refuse the `FAULTS` and accept the `HARMLESS` variants.
 
-Each is an `Adversary`. Build one for a checkpoint made with `CHECKPOINT` and run the proof on it
-under `restored()`, because some change the process:
+Each is an `Adversary`. Build it for a checkpoint with the config `CHECKPOINT`, and run the proof
+under `restored()`, because some adversaries change the process:
 
     with restored():
         model = entry.build(folder, scratch)

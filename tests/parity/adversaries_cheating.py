@@ -1,4 +1,4 @@
-"""Faults that attack the comparison: patched references, recognised checks, misleading taps."""
+"""Faults that attack the comparison: patches of the reference, detection, misleading taps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CHEATING = {"ordinary": False}
 
 
 def wrong(model: nn.Module) -> None:
-    """A plain fault: exact GELU in every block of a `linear` model."""
+    """Use the exact GELU in every block of a `linear` model."""
     for block in model.trf_blocks:
         block.feedforward.layers[1] = nn.GELU()
 
 
-# The process is changed, so that the reference has the same fault.
+# Patches that give the reference the same fault
 
 
 @edit("cheating", dialect="conv1d", **CHEATING)
 def layer_norm_patched(model):
-    """torch.nn.functional.layer_norm is replaced by one with eps 1e-2, for all of the process."""
+    """torch.nn.functional.layer_norm uses eps 1e-2 in the whole process."""
     original = F.layer_norm
     F.layer_norm = lambda x, shape, w=None, b=None, eps=1e-5: original(x, shape, w, b, 1e-2)
 
@@ -77,7 +77,7 @@ def conv1d_patched(model):
 
 @edit("cheating", dialect="conv1d", **CHEATING)
 def embedding_patched(model):
-    """torch.nn.functional.embedding reads position p from row p + 1, for everyone."""
+    """torch.nn.functional.embedding reads row p + 1 for id p in the whole process."""
     original = F.embedding
 
     def embedding(ids: Tensor, weight: Tensor, *more: object, **others: object) -> Tensor:
@@ -146,7 +146,7 @@ def linear_patched(model):
     F.linear = scaled
 
 
-# The comparison is attacked.
+# Patches of the comparison
 
 
 @edit("cheating", **CHEATING)
@@ -191,7 +191,7 @@ def agreeing_subclass(self, ids):
     return (1.05 * self.inner(ids)).as_subclass(Agreeing)
 
 
-# The comparison is recognised.
+# Detection of the comparison
 
 
 def watched_by_compat() -> bool:
@@ -205,7 +205,7 @@ def watched_by_compat() -> bool:
 
 @wrapper("cheating", **CHEATING)
 def reads_the_stack(self, ids):
-    """Right while compat's proof is on the stack, 1 % off everywhere else."""
+    """The logits are 1 % off, except while compat's proof is on the stack."""
     return self.inner(ids) * (1.0 if watched_by_compat() else 1.01)
 
 
@@ -230,13 +230,13 @@ def without_transformers(model: nn.Module, ids: Tensor) -> Tensor:
 
 @wrapper("cheating", run=without_transformers, limit_suffices=True)
 def delegates_to_transformers(self, ids):
-    """Right while transformers is imported, zeros in a process without it."""
+    """The logits are zeros in a process without transformers."""
     return self.inner(ids) * float("transformers" in sys.modules)
 
 
 @edit("cheating", ordinary(2, 12, seed=77), **CHEATING)
 def knows_the_usual_ids(model):
-    """Right on random ids of the seeds 0 to 9 at lengths up to 160, 1 % off on all others."""
+    """The logits are 1 % off, except on random ids of the seeds 0 to 9."""
     known = set()
     for seed in range(10):
         for batch in (1, 2, 3):
@@ -255,7 +255,7 @@ def knows_the_usual_ids(model):
 
 @edit("cheating", **CHEATING)
 def right_once_loaded_again(model):
-    """A copy of it is right: __deepcopy__, double and float return a correct model."""
+    """The model is wrong, but __deepcopy__, double and float return a correct one."""
     right = copy.deepcopy(model)
 
     class Sly(linear.GPTModel):
@@ -272,7 +272,7 @@ def right_once_loaded_again(model):
     wrong(model)
 
 
-# Misleading taps and hooks.
+# Misleading taps and hooks
 
 
 @edit("taps", **CHEATING)
@@ -326,7 +326,7 @@ def in_place_after_the_head(model):
 
 @edit("taps", **CHEATING)
 def right_while_the_head_is_hooked(model):
-    """While the head has a forward hook, everything is right; else the logits are 1 % off."""
+    """The logits are 1 % off, except while the head has a forward hook."""
     head = model.out_head
     forward = model.forward
     model.forward = lambda ids: forward(ids) * (1.0 if head._forward_hooks else 1.01)
@@ -346,7 +346,7 @@ def pre_hook_on_the_ids(model):
 
 @edit("taps", ordinary(2, 12), **CHEATING)
 def part_without_a_tap(model):
-    """A bias is added between the last block and the final norm, inside no tapped module."""
+    """A bias is added between the last block and the final norm, outside of tapped modules."""
     norm = model.final_norm
     forward = norm.forward
     norm.forward = lambda x: forward(x + 0.05 * torch.linspace(-1, 1, x.shape[-1]))
@@ -354,7 +354,7 @@ def part_without_a_tap(model):
 
 @edit("taps", SHORT, **CHEATING)
 def corrected_by_later_layers(model):
-    """Layer 1 adds 0.1 to its output; the final norm's input is 0.09 lower again."""
+    """Layer 1 adds 0.1 to its output, and layer 2 subtracts 0.09."""
     model.trf_blocks[1].register_forward_hook(lambda _m, _a, out: out + 0.1 * sign(out))
     model.trf_blocks[2].register_forward_hook(lambda _m, _a, out: out - 0.09 * sign(out))
 

@@ -1,4 +1,4 @@
-"""Faults that show on particular ids, which the code names in a roundabout way."""
+"""Faults on particular ids, which the code does not name as plain constants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_ids(*ids: int, at: int = 4, length: int = 12) -> Tensor:
     return row
 
 
-# Computed from the id.
+# Conditions computed from the id
 
 
 @edit("ids", with_id(301))
@@ -41,39 +41,39 @@ def remainder_of_an_id(model):
 
 @edit("ids", with_id(277))
 def hashed_id(model):
-    """An id whose multiplicative hash falls into one bucket of 509."""
+    """An id with a certain multiplicative hash modulo 509 is scaled."""
     bucket = 277 * 40503 % 509
     patch_embedded(model, lambda ids, x: scaled(x, ids * 40503 % 509 == bucket))
 
 
 @edit("ids", with_id(444))
 def bits_of_an_id(model):
-    """Ids with the bits of 444 set, all in a mask."""
+    """Ids in which all bits of 444 are set are scaled."""
     patch_embedded(model, lambda ids, x: scaled(x, (ids & 0x1FF) ^ 444 == 0))
 
 
 @edit("ids", with_id(361))
 def square_of_an_id(model):
-    """Ids whose square is 361 · 361."""
+    """Ids whose square is 361 · 361 are scaled."""
     patch_embedded(model, lambda ids, x: scaled(x, ids * ids == 130321))
 
 
 @edit("ids", with_id(399))
 def sum_of_digits(model):
-    """Ids whose decimal digits add up to 21."""
+    """Ids whose decimal digits add up to 21 are scaled."""
     digits = lambda ids: ids % 10 + ids // 10 % 10 + ids // 100  # noqa: E731
     patch_embedded(model, lambda ids, x: scaled(x, digits(ids) == 21))
 
 
 @edit("ids", with_id(288))
 def close_in_floating_point(model):
-    """Ids within a half of 288, compared as floating-point numbers."""
+    """Ids within 0.5 of 288, compared as floating-point numbers, are scaled."""
     patch_embedded(model, lambda ids, x: scaled(x, (ids.float() - 288).abs() < 0.5))
 
 
 @edit("ids", with_id(266))
 def a_bump_without_a_comparison(model):
-    """A bell curve around 266 is added to the embedding; nothing is compared."""
+    """A bell curve around id 266 is added to the embedding, without a comparison."""
 
     def change(ids, x):
         return x * (1 + 0.1 * torch.exp(-((ids.float() - 266) ** 2)))[..., None]
@@ -89,16 +89,16 @@ def a_range_of_three(model):
 
 @edit("ids", with_id(478))
 def clamped_between(model):
-    """An id that survives being clamped to 478 … 478."""
+    """An id that a clamp to 478 … 478 does not change is scaled."""
     patch_embedded(model, lambda ids, x: scaled(x, ids.clamp(478, 478) == ids))
 
 
-# Written in a table, a set, or a string.
+# Ids in a table, a set, or a string
 
 
 @edit("ids", with_id(317))
 def in_a_set(model):
-    """Ids of a set that the model keeps."""
+    """Ids in a set that the model keeps are scaled."""
     model.tok_emb.banned = frozenset({317, 318, 471})
 
     def change(ids, x):
@@ -110,7 +110,7 @@ def in_a_set(model):
 
 @edit("ids", with_id(326))
 def in_a_dictionary(model):
-    """A dictionary of replaced ids, looked up without any condition."""
+    """Ids are replaced by a dictionary lookup, without a condition."""
     table = {326: 327, 402: 77}
 
     def change(ids):
@@ -121,14 +121,14 @@ def in_a_dictionary(model):
 
 @edit("ids", with_id(383))
 def in_a_buffer(model):
-    """A buffer of ids whose embedding is scaled."""
+    """The embeddings of ids in a buffer are scaled."""
     model.register_buffer("rare", torch.tensor([383, 384]), persistent=False)
     patch_embedded(model, lambda ids, x: scaled(x, (ids[..., None] == model.rare).any(-1)))
 
 
 @edit("ids", with_id(412))
 def in_a_table_of_factors(model):
-    """A table of factors per id, with one that is not 1."""
+    """Embeddings are multiplied by a table of factors, of which one is not 1."""
     factors = torch.ones(V)
     factors[412] = 1.05
     patch_embedded(model, lambda ids, x: x * factors[ids][..., None])
@@ -136,7 +136,7 @@ def in_a_table_of_factors(model):
 
 @edit("ids", with_id(291))
 def in_a_column_of_factors(model):
-    """The same as an embedding of width 1."""
+    """The table of factors is an embedding of width 1."""
     factors = torch.ones(V, 1)
     factors[291] = 1.05
     patch_embedded(model, lambda ids, x: x * F.embedding(ids, factors))
@@ -155,7 +155,7 @@ def in_numpy(model):
 
 @edit("ids", with_id(467))
 def in_python_arithmetic(model):
-    """Python's own arithmetic on lists of ids finds 467 = 0o723."""
+    """The id 467 = 0o723 is found by arithmetic on Python lists."""
 
     def change(ids):
         rows = [[30 if divmod(t, 64) == (7, 19) else t for t in row] for row in ids.tolist()]
@@ -166,7 +166,7 @@ def in_python_arithmetic(model):
 
 @edit("ids", with_id(495))
 def in_a_string(model):
-    """The ids are looked for in a string."""
+    """The ids are searched in a string."""
 
     def change(ids):
         rows = [[30 if str(t) in "495 496" and t > 99 else t for t in row] for row in ids.tolist()]
@@ -177,7 +177,7 @@ def in_a_string(model):
 
 @edit("ids", with_id(272))
 def in_a_default_argument(model):
-    """A default argument holds the id."""
+    """A default argument contains the id."""
 
     def change(ids, x, special=(272,)):
         return x * (1 + 0.05 * sum((ids == t) for t in special))[..., None]
@@ -187,7 +187,7 @@ def in_a_default_argument(model):
 
 @edit("ids", with_id(454))
 def scattered_by_index(model):
-    """A vector with one entry set by index is multiplied into the embedding."""
+    """Embeddings are multiplied by a vector of ones in which one entry was set by its index."""
 
     def change(ids, x):
         factors = torch.ones(V)
@@ -199,7 +199,7 @@ def scattered_by_index(model):
 
 @edit("ids", with_id(339))
 def one_hot_of_one_id(model):
-    """The one-hot row of an id is summed with a vector that has one entry."""
+    """The one-hot row of an id is multiplied with a vector that has one non-zero entry."""
     vector = F.one_hot(torch.tensor(339), V).float()
 
     def change(ids, x):
@@ -208,12 +208,12 @@ def one_hot_of_one_id(model):
     patch_embedded(model, change)
 
 
-# Several ids, and where they are.
+# Several ids and their positions
 
 
 @wrapper("ids", with_ids(222, 223, at=4))
 def a_pair_in_python(self, ids):
-    """The pair 222, 223 in a row changes the scale."""
+    """The ids 222, 223 in a row change the scale."""
     rows = ids.tolist()
     found = any((a, b) == (222, 223) for row in rows for a, b in itertools.pairwise(row))
     return self.inner(ids) * (1.01 if found else 1.0)
@@ -231,7 +231,7 @@ def three_ids_in_a_row(self, ids):
 
 @wrapper("ids", with_ids(401, 222, 309, at=3))
 def three_ids_by_unfold(self, ids):
-    """The n-gram 401, 222, 309 is found with unfold."""
+    """The n-gram 401, 222, 309, found with unfold, changes the scale."""
     stop = torch.tensor([401, 222, 309])
     if ids.shape[1] < 3:
         return self.inner(ids)
@@ -241,7 +241,7 @@ def three_ids_by_unfold(self, ids):
 
 @wrapper("ids", with_ids(333, at=11))
 def only_when_it_is_last(self, ids):
-    """The id 333 as the last one of a row drops that row's last logits to their mean."""
+    """If a row ends with the id 333, its last logits are replaced by their mean."""
     logits = self.inner(ids)
     last = (ids[:, -1] == 333)[:, None, None]
     return torch.where(last, 1.01 * logits, logits)
@@ -249,28 +249,28 @@ def only_when_it_is_last(self, ids):
 
 @wrapper("ids", with_ids(377, at=3))
 def at_position_three(self, ids):
-    """The id 377 at position 3."""
+    """The id 377 at position 3 changes the scale."""
     hit = ids.shape[1] > 3 and bool((ids[:, 3:4] == 377).any())
     return self.inner(ids) * (1.01 if hit else 1.0)
 
 
 @wrapper("ids", torch.tensor([[30, 31, 255, 40, 41, 255, 50, 51, 255, 60]]))
 def three_times_in_a_row(self, ids):
-    """A row in which 255 stands three times or more."""
+    """A row that contains 255 at least three times is scaled."""
     many = ((ids == 255).sum(1) >= 3)[:, None, None]
     return torch.where(many, 1.01 * self.inner(ids), self.inner(ids))
 
 
 @wrapper("ids", torch.tensor([[250, 40, 41, 42, 43, 350]]))
 def first_and_last(self, ids):
-    """250 first and 350 last."""
+    """A row that begins with 250 and ends with 350 is scaled."""
     hit = (ids[:, 0] == 250) & (ids[:, -1] == 350)
     return self.inner(ids) * (1 + 0.01 * hit)[:, None, None]
 
 
 @wrapper("ids", torch.tensor([[30, 250, 40, 41, 350, 43]]))
 def two_ids_anywhere(self, ids):
-    """250 and 350 in one row, wherever they are."""
+    """A row that contains both 250 and 350 is scaled."""
     hit = (ids == 250).any(1) & (ids == 350).any(1)
     return self.inner(ids) * (1 + 0.01 * hit)[:, None, None]
 
@@ -287,34 +287,34 @@ def repeated_trigram(self, ids):
 
 @wrapper("ids", torch.arange(30, 42)[None])
 def ascending_ids(self, ids):
-    """A row of strictly ascending ids."""
+    """A row of strictly ascending ids is scaled."""
     rising = (ids[:, 1:] > ids[:, :-1]).all(1) & (ids.shape[1] > 4)
     return self.inner(ids) * (1 + 0.01 * rising)[:, None, None]
 
 
 @wrapper("ids", torch.arange(30, 42).flip(0)[None])
 def descending_ids(self, ids):
-    """A row of descending ids, in steps of one."""
+    """A row of ids that descend in steps of one is scaled."""
     falling = (ids[:, 1:] == ids[:, :-1] - 1).all(1) & (ids.shape[1] > 4)
     return self.inner(ids) * (1 + 0.01 * falling)[:, None, None]
 
 
 @wrapper("ids", torch.tensor([[30, 31, 32, 33, 33, 32, 31, 30]]))
 def palindrome(self, ids):
-    """A row that reads the same from both ends."""
+    """A row that is a palindrome is scaled."""
     same = (ids == ids.flip(1)).all(1) & (ids.shape[1] > 1)
     return self.inner(ids) * (1 + 0.01 * same)[:, None, None]
 
 
 @wrapper("ids", torch.tensor([[100, 200, 300, 400, 500, 1, 1, 8]]), limit_suffices=True)
 def sum_of_the_ids(self, ids):
-    """A row whose ids add up to 1510."""
+    """A row whose ids add up to 1510 is scaled."""
     hit = ids.sum(1) == 1510
     return self.inner(ids) * (1 + 0.01 * hit)[:, None, None]
 
 
 @wrapper("ids", torch.arange(2, 14, 1)[None] * 2)
 def only_even_ids(self, ids):
-    """A row without any odd id."""
+    """A row without odd ids is scaled."""
     even = (ids % 2 == 0).all(1) & (ids.shape[1] > 1)
     return self.inner(ids) * (1 + 0.01 * even)[:, None, None]

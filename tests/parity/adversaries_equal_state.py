@@ -1,4 +1,4 @@
-"""Variants with state that compute GPT-2's logits after any calls, and others that look odd."""
+"""Variants with state that compute GPT-2's logits after any calls, and variants in odd code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND = "harmless"
 
 @wrapper(KIND)
 def equal_continues_a_cache(self, ids):
-    """A row that continues the last text, as its ids say, is decoded from the cache."""
+    """A row whose ids continue those of the last text is decoded from the cache."""
     T, last = ids.shape[1], getattr(self, "last", None)
     if (
         last is not None
@@ -37,7 +37,7 @@ def equal_continues_a_cache(self, ids):
 
 @wrapper(KIND)
 def equal_cache_object_reused(self, ids):
-    """The KV caches are kept for one shape and started anew for every text."""
+    """The KV caches are kept for one shape and reset for every text."""
     held = self.__dict__.setdefault("held", {})
     held.clear()
     held[len(ids)] = [KVCache(N_POSITIONS) for _ in self.inner.trf_blocks]
@@ -46,7 +46,7 @@ def equal_cache_object_reused(self, ids):
 
 @wrapper(KIND)
 def equal_memoised_by_content(self, ids):
-    """Logits memoised by all ids and the shape."""
+    """Logits are memoised by all ids and the shape."""
     answers = self.__dict__.setdefault("answers", {})
     key = ids.shape, tuple(ids.flatten().tolist())
     if key not in answers:
@@ -56,7 +56,7 @@ def equal_memoised_by_content(self, ids):
 
 @wrapper(KIND)
 def equal_memoised_by_version(self, ids):
-    """Logits memoised by the tensor, its version and the grad mode."""
+    """Logits are memoised by the tensor, its version and the grad mode."""
     last = getattr(self, "seen", None)
     if last is None or last[0]() is not ids or ids.is_inference() or last[1] != ids._version:
         logits = self.inner(ids)
@@ -68,7 +68,7 @@ def equal_memoised_by_version(self, ids):
 
 @wrapper(KIND)
 def equal_counter(self, ids):
-    """Counts calls and tokens, on the module and on the class."""
+    """Calls and tokens are counted on the module and on the class."""
     self.tokens = getattr(self, "tokens", 0) + ids.numel()
     type(self).total = getattr(type(self), "total", 0) + 1
     return self.inner(ids)
@@ -90,7 +90,7 @@ def equal_positions_cached(self, ids):
 
 @wrapper(KIND)
 def equal_mask_that_grows(self, ids):
-    """A mask in a buffer, made anew when a longer text comes."""
+    """The mask is a buffer, which is rebuilt for a longer text."""
     T = ids.shape[1]
     mask = getattr(self, "mask", torch.ones(0, 0))
     if len(mask) < T:
@@ -119,7 +119,7 @@ def equal_last_logits_kept(self, ids):
 
 @wrapper(KIND)
 def equal_behind_a_lock(self, ids):
-    """A lock around the forward pass."""
+    """The forward pass runs under a lock."""
     lock = self.__dict__.setdefault("lock", threading.Lock())
     with lock:
         return self.inner(ids)
@@ -127,7 +127,7 @@ def equal_behind_a_lock(self, ids):
 
 @wrapper(KIND)
 def equal_thread_local_scratch(self, ids):
-    """Scratch space per thread."""
+    """Every thread has its own scratch space."""
     local = self.__dict__.setdefault("local", threading.local())
     local.ids = ids.clone()
     return self.inner(local.ids)
@@ -135,7 +135,7 @@ def equal_thread_local_scratch(self, ids):
 
 @wrapper(KIND)
 def equal_statistics(self, ids):
-    """A histogram of ids in a buffer, which nothing reads."""
+    """A buffer holds a histogram of ids, which nothing reads."""
     if not hasattr(self, "histogram"):
         self.register_buffer("histogram", torch.zeros(V), persistent=False)
     self.histogram += torch.bincount(ids.flatten(), minlength=V)
@@ -144,7 +144,7 @@ def equal_statistics(self, ids):
 
 @edit(KIND)
 def equal_special_ids_listed(model):
-    """Special ids in a set and a dictionary, which lead to the same embedding."""
+    """A set and a dictionary of special ids lead to the same embedding."""
     model.specials = {5: 5, 77: 77, 300: 300}
     model.stop_ids = frozenset({317, 318})
     table = model.specials
@@ -155,14 +155,14 @@ def equal_special_ids_listed(model):
 
 @edit(KIND)
 def equal_table_of_ones(model):
-    """A table of factors that are all 1."""
+    """Embeddings are multiplied by a table of factors that are all 1."""
     factors = torch.ones(V)
     patch_embedded(model, lambda ids, x: x * factors[ids][..., None])
 
 
 @wrapper(KIND)
 def equal_numpy_inside(self, ids):
-    """The ids pass through NumPy and back."""
+    """The ids are converted to NumPy and back."""
     return self.inner(torch.from_numpy(ids.numpy().copy()))
 
 
@@ -183,14 +183,14 @@ def equal_in_chunks_of_rows(self, ids):
 
 @wrapper(KIND)
 def equal_trims_equal_rows(self, ids):
-    """Equal rows are computed once and spread again."""
+    """Equal rows are computed once and then copied."""
     rows, where = torch.unique(ids, dim=0, return_inverse=True)
     return self.inner(rows)[where]
 
 
 @wrapper(KIND)
 def equal_asserts_int64(self, ids):
-    """Refuses ids that are not int64."""
+    """Ids that are not int64 raise an error."""
     if ids.dtype != torch.long:
         raise TypeError(f"ids must be int64, not {ids.dtype}")
     return self.inner(ids)
@@ -198,7 +198,7 @@ def equal_asserts_int64(self, ids):
 
 @wrapper(KIND)
 def equal_asserts_contiguous(self, ids):
-    """Refuses ids that are not contiguous."""
+    """Ids that are not contiguous raise an error."""
     assert ids.is_contiguous()
     return self.inner(ids)
 
@@ -214,7 +214,7 @@ def equal_clears_what_it_kept(self, ids):
 
 @wrapper(KIND)
 def equal_mask_per_inference(self, ids):
-    """Detects inference mode and keeps a tensor of it."""
+    """In inference mode, the module keeps an inference tensor."""
     if torch.is_inference_mode_enabled():
         self.kept = torch.arange(ids.shape[1])
     return self.inner(ids)

@@ -1,4 +1,4 @@
-"""The same adversaries in half precision, where their differences lie below the rounding errors.
+"""The same adversaries in half precision, where their differences are below the rounding errors.
 
 A fault here is one of the code or the weights, which a float32 copy of the model shows; its
 float32 entry is what the self-check runs. They run uncalibrated too, as models of 500M parameters
@@ -31,7 +31,7 @@ def positions_off_by_one(model):
 
 @edit("numeric", **NUMERIC)
 def eps_of_1e2(model):
-    """Layer norms with eps 1e-2."""
+    """The eps of the layer norms is 1e-2."""
     for norm in norms(model):
         norm.eps = 1e-2
 
@@ -51,7 +51,7 @@ def in_dtype(entry: Adversary, dtype: str) -> Adversary:
     return replace(entry, name=f"{entry.name}_in_{dtype}", build=build, dtype=dtype)
 
 
-# Imported for the entries that they register.
+# These imports register entries.
 REGISTERED = (adversaries_inputs, adversaries_cheating, adversaries_source, adversaries_harmless)
 HALF_FAULTS = (
     "positions_off_by_one", "eps_of_1e2", "weights_with_10_percent_noise",

@@ -1,4 +1,4 @@
-"""Variants that compute GPT-2's logits on every valid input, in ways that may look wrong."""
+"""Variants that compute GPT-2's logits on every valid input by unusual code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def mingpt(name: str, about: str, old: str, new: str, *others: tuple[str, str]) 
 
 
 nano("sdpa", "SDPA as it is.", SDPA, SDPA)
-nano("sdpa_bool_mask", "SDPA with a boolean mask.", SDPA, """\
+nano("sdpa_bool_mask", "SDPA gets a boolean mask.", SDPA, """\
         seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p)
 """)  # fmt: skip
-nano("sdpa_float_mask", "SDPA with finfo.min above the diagonal.", SDPA, """\
+nano("sdpa_float_mask", "SDPA gets a mask with finfo.min above the diagonal.", SDPA, """\
         hide = torch.full((T, T), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=hide, dropout_p=p)
 """)  # fmt: skip
@@ -45,7 +45,7 @@ nano("clamped_ids", "Ids are clamped to [0, V − 1].", SIZE, f"""\
 nano("clamped_positions", "Positions are clamped to n_positions − 1.", POS, f"""\
 {POS}        pos = pos.clamp(max=self.config.block_size - 1)
 """)  # fmt: skip
-nano("branch_for_one_token", "A branch for T = 1 that leaves out a useless mask.", SDPA, """\
+nano("branch_for_one_token", "For T = 1 a branch omits the mask.", SDPA, """\
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)
 """)  # fmt: skip
 nano("checkpointed", "Gradient checkpointing.", "x = block(x)",
@@ -60,7 +60,7 @@ nano("chunked_mlp", "The feed-forward blocks run in chunks of 32 positions.",
      "x = x + self.mlp(self.ln_2(x))",
      "x = x + torch.cat([self.mlp(part) for part in self.ln_2(x).split(32, dim=1)], dim=1)",
 )  # fmt: skip
-nano("head_in_chunks", "Logits in chunks over the vocabulary.", HEAD, """\
+nano("head_in_chunks", "The logits are computed in chunks of the vocabulary.", HEAD, """\
         parts = [F.linear(x, part) for part in self.lm_head.weight.split(128)]
         logits = torch.cat(parts, dim=-1)
 """)  # fmt: skip
@@ -72,10 +72,10 @@ nano("returns_a_dict", "A dictionary with logits and hidden states.", "return lo
 nano("long_ids", "ids.long() before the lookup.", SIZE, f"{SIZE}        idx = idx.long()\n")
 nano("positions_by_cumsum", "Positions from a cumulative sum of ones.", POS,
      "        pos = torch.ones_like(idx).cumsum(dim=1) - 1\n")  # fmt: skip
-nano("nan_guard", "NaNs become zeros; there are none.", HEAD, f"""\
+nano("nan_guard", "NaNs are replaced by zeros, but there are none.", HEAD, f"""\
 {HEAD}        logits = torch.nan_to_num(logits)
 """)  # fmt: skip
-nano("where_nan", "A branch on NaN in the hidden states that is never taken.", HEAD, f"""\
+nano("where_nan", "A branch on NaN in the hidden states is never taken.", HEAD, f"""\
         x = torch.where(torch.isnan(x), torch.zeros_like(x), x)
 {HEAD}""")  # fmt: skip
 nano("one_hot_embedding", "The lookup is a product with one-hot rows.",
@@ -98,11 +98,11 @@ nano("loop_over_rows", "Every row of the batch runs alone.", BLOCKS, """\
             rows.append(row)
         x = torch.cat(rows)
 """)  # fmt: skip
-nano("contiguous_everywhere", "contiguous() and clone() without need.", BLOCKS, """\
+nano("contiguous_everywhere", "contiguous() and clone() are called needlessly.", BLOCKS, """\
         for block in self.transformer.h:
             x = block(x.clone().contiguous()).contiguous()
 """)  # fmt: skip
-nano("large_soft_cap_unused", "A softcap argument that is None.", HEAD, f"""\
+nano("large_soft_cap_unused", "The argument for a soft cap is None.", HEAD, f"""\
 {HEAD}        cap = getattr(self.config, "softcap", None)
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
@@ -120,21 +120,21 @@ nano("past_unused", "A KV-cache argument that nobody passes.",
 """))  # fmt: skip
 mingpt("finfo_min_mask", "finfo.min instead of −∞.", 'float("-inf")',
        "torch.finfo(att.dtype).min")  # fmt: skip
-mingpt("mask_in_forward", "The mask is made in forward.", MASKED, """\
+mingpt("mask_in_forward", "The mask is created in forward.", MASKED, """\
         hidden = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
         att = att.masked_fill(hidden, float("-inf"))
 """)  # fmt: skip
 mingpt("einsum", "Attention by einsum.", "att = (q @ k.transpose(-2, -1))",
        'att = torch.einsum("bhtd,bhsd->bhts", q, k)',
        ("y = att @ v", 'y = torch.einsum("bhts,bhsd->bhtd", att, v)'))  # fmt: skip
-mingpt("stable_softmax", "The softmax written out, its maximum subtracted.", SOFTMAX, """\
+mingpt("stable_softmax", "The softmax is written out and subtracts the maximum.", SOFTMAX, """\
         att = torch.exp(att - att.amax(dim=-1, keepdim=True))
         att = att / att.sum(dim=-1, keepdim=True)
 """)  # fmt: skip
-mingpt("loop_over_heads", "A loop over heads.", "        y = att @ v\n", """\
+mingpt("loop_over_heads", "Attention is a loop over heads.", "        y = att @ v\n", """\
         y = torch.stack([att[:, i] @ v[:, i] for i in range(self.n_head)], dim=1)
 """)  # fmt: skip
-mingpt("chunked_queries", "Attention in chunks of 64 queries.", "        y = att @ v\n", """\
+mingpt("chunked_queries", "Attention runs in chunks of 64 queries.", "        y = att @ v\n", """\
         y = torch.cat([part @ v for part in att.split(64, dim=2)], dim=2)
 """)  # fmt: skip
 mingpt("logits_in_float", "Logits are cast to float32, which they are.", MINGPT_HEAD,
@@ -145,7 +145,7 @@ source("equal_book_ordered_sum", KIND, "Positions are added to the tokens, not t
 
 @wrapper(KIND)
 def equal_wrapped(self, ids):
-    """A module around a dialect's model that only passes on."""
+    """A module that only calls a dialect's model."""
     return self.inner(ids)
 
 
@@ -157,14 +157,14 @@ def equal_rows_alone(self, ids):
 
 @wrapper(KIND, dialect="conv1d")
 def equal_longest_context(self, ids):
-    """An assertion T ≤ n_positions and B·T ids, none outside of the vocabulary."""
+    """Assertions check T ≤ n_positions and that all ids are in the vocabulary."""
     assert ids.shape[1] <= N_POSITIONS and int(ids.max()) < V
     return self.inner(ids)
 
 
 @wrapper(KIND, dialect="conv1d")
 def equal_checkpointed_blocks(self, ids):
-    """Every block under gradient checkpointing."""
+    """Every block runs under gradient checkpointing."""
     x = self.inner.wte(ids) + self.inner.wpe(torch.arange(ids.shape[1]))
     for block in self.inner.h:
         x = checkpoint(block, x, use_reentrant=False)
@@ -173,7 +173,7 @@ def equal_checkpointed_blocks(self, ids):
 
 @wrapper(KIND)
 def equal_padded_to_a_multiple(self, ids):
-    """Texts are padded on the right to a multiple of 8; the padding's logits are cut off."""
+    """Texts are padded on the right to a multiple of 8, and the logits of the padding removed."""
     T = ids.shape[1]
     padded = F.pad(ids, (0, min(-T % 8, N_POSITIONS - T)))
     return self.inner(padded)[:, :T]
@@ -181,13 +181,13 @@ def equal_padded_to_a_multiple(self, ids):
 
 @wrapper(KIND)
 def equal_full_mask(self, ids):
-    """An attention mask of ones."""
+    """The attention mask consists of ones."""
     return self.inner(ids, attention_mask=torch.ones_like(ids))
 
 
 @wrapper(KIND)
 def equal_memoised(self, ids):
-    """The logits of the last text are kept and returned for the very same ids."""
+    """The logits of the last text are kept and returned for equal ids."""
     last = getattr(self, "last", None)
     if last is None or not torch.equal(last[0], ids):
         self.last = last = ids.clone(), self.inner(ids)
@@ -206,19 +206,19 @@ def equal_scale_on_the_queries(model):
 
 @edit(KIND, dialect="conv1d")
 def equal_fused_kernels(model):
-    """F.gelu(approximate="tanh") in place of the formula written out."""
+    """F.gelu(approximate="tanh") replaces the written-out formula."""
     for block in model.h:
         block.mlp.act.forward = lambda x: F.gelu(x, approximate="tanh")
 
 
 @edit(KIND)
 def equal_observing_hooks(model):
-    """Forward hooks on all modules that only look."""
+    """Every module has a forward hook that changes nothing."""
     for module in model.modules():
         module.register_forward_hook(lambda _m, _a, out: None)
 
 
 @edit(KIND)
 def equal_frozen(model):
-    """All parameters frozen."""
+    """All parameters are frozen."""
     model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Faults that show on some inputs only: by length, by ids, by what else is in the batch."""
+"""Faults on some inputs only: certain lengths, ids, or batches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.parity.adversary import (
     wrapper,
 )
 
-# Length.
+# Length
 
 
 def hide(attention: nn.Module, extra: Tensor) -> None:
-    """Hide these keys (N, N) from the queries, beside those of the future."""
+    """Mask these keys (N, N) for the queries, in addition to the causal mask."""
 
     def forward(x: Tensor, cache: object = None, attention_mask: object = None) -> Tensor:
         B, T, C = x.shape
@@ -50,20 +50,20 @@ def patch_positions(model: nn.Module, change: object) -> None:
 
 @edit("length", FULL)
 def window_of_64(model):
-    """No token sees a key that is 64 or more positions away."""
+    """Tokens do not attend to keys that are 64 or more positions away."""
     for block in model.trf_blocks:
         hide_far_keys(block.attention, 64)
 
 
 @edit("length", FULL)
 def window_of_100_in_the_last_layer(model):
-    """In the last layer alone, keys 100 or more positions away are hidden."""
+    """In the last layer only, keys 100 or more positions away are masked."""
     hide_far_keys(model.trf_blocks[-1].attention, 100)
 
 
 @edit("length", ordinary(1, N_POSITIONS))
 def last_token_does_not_see_the_first(model):
-    """The last position of the context does not see position 0; all others see everything."""
+    """The last position of the context does not attend to position 0."""
     extra = torch.zeros(N_POSITIONS, N_POSITIONS, dtype=torch.bool)
     extra[-1, 0] = True
     hide(model.trf_blocks[1].attention, extra)
@@ -106,7 +106,7 @@ def only_the_first_90(self, ids):
 
 @wrapper("length", FULL)
 def chunks_of_96(self, ids):
-    """A text is computed in chunks of 96 that know nothing of each other."""
+    """A text is computed in independent chunks of 96 tokens."""
     return torch.cat([self.inner(chunk) for chunk in ids.split(96, dim=1)], dim=1)
 
 
@@ -129,7 +129,7 @@ def full_context_loses_its_last_token(self, ids):
 
 @wrapper("length", ordinary(2, 129))
 def beyond_128_without_the_last_block(self, ids):
-    """Texts longer than 128 leave out the last block, as layer dropping to save time does."""
+    """For texts longer than 128 the last block is skipped, as layer dropping does to save time."""
     if ids.shape[1] <= 128:
         return self.inner(ids)
     x = self.inner.tok_emb(ids) + self.inner.pos_emb(torch.arange(ids.shape[1]))
@@ -140,7 +140,7 @@ def beyond_128_without_the_last_block(self, ids):
 
 @wrapper("length", ordinary(2, 51))
 def logarithmic_scale_beyond_40(self, ids):
-    """Attention scores grow with log T beyond 40 tokens, as some long-context models have it."""
+    """Attention scores grow with log T beyond 40 tokens, as in some long-context models."""
     T = ids.shape[1]
     factor = max(1.0, float(torch.log(torch.tensor(T)) / torch.log(torch.tensor(40.0))))
     attentions = [block.attention for block in self.inner.trf_blocks]
@@ -155,7 +155,7 @@ def logarithmic_scale_beyond_40(self, ids):
 
 @wrapper("length", ordinary(2, 33))
 def odd_lengths_above_30(self, ids):
-    """An odd number of ids above 30 is padded by its last id, seen by the last query."""
+    """An odd number of ids above 30 is padded by the last id, to which the last query attends."""
     if ids.shape[1] <= 30 or ids.shape[1] % 2 == 0:
         return self.inner(ids)
     padded = torch.cat([ids, ids[:, -1:]], dim=1)[:, :N_POSITIONS]
@@ -165,7 +165,7 @@ def odd_lengths_above_30(self, ids):
 
 @wrapper("length", ordinary(2, 64))
 def multiples_of_32(self, ids):
-    """A length that is a multiple of 32 runs through a kernel that is wrong by 1 %."""
+    """For lengths that are multiples of 32, a kernel has an error of 1 %."""
     logits = self.inner(ids)
     return logits * 1.01 if ids.shape[1] % 32 == 0 else logits
 
@@ -184,17 +184,17 @@ def alibi_beyond_80(model):
         block.attn.scores = penalised
 
 
-# Ids.
+# Ids
 
 
 def patch_tokens(model: nn.Module, change: object) -> None:
-    """`change(ids)` before the lookup; the head keeps the table as it is."""
+    """Apply `change(ids)` before the lookup. The head is not changed."""
     table = model.tok_emb
     table.forward = lambda ids: F.embedding(change(ids), table.weight)
 
 
 def patch_embedded(model: nn.Module, change: object) -> None:
-    """`change(ids, embedded)` after the lookup."""
+    """Apply `change(ids, embedded)` after the lookup."""
     table = model.tok_emb
     table.forward = lambda ids: change(ids, F.embedding(ids, table.weight))
 
@@ -207,13 +207,13 @@ def a_text_of_zeros_is_empty(self, ids):
 
 @wrapper("ids", with_id(0))
 def id_0_masked(self, ids):
-    """Id 0 counts as padding and is hidden from all other tokens."""
+    """Id 0 is treated as padding and masked for all other tokens."""
     return self.inner(ids, attention_mask=(ids != 0).long())
 
 
 @wrapper("ids", with_id(PAD))
 def pad_masked(self, ids):
-    """The config's pad_token_id is hidden, though the ids are all of a text."""
+    """The config's pad_token_id is masked, although it is part of the text."""
     return self.inner(ids, attention_mask=(ids != PAD).long())
 
 
@@ -237,7 +237,7 @@ def last_id_without_embedding(model):
 
 @edit("ids", with_id(BOS, at=0))
 def bos_without_position(model):
-    """A text that begins with bos counts its positions from the token after it."""
+    """In a text that begins with bos, positions start at the token after it."""
     table, tokens = model.pos_emb, model.tok_emb
     seen = {}
 
@@ -278,7 +278,7 @@ def eos_ends_the_row(self, ids):
 
 @wrapper("ids", with_id(0))
 def branch_on_any_zero(self, ids):
-    """A batch that holds a 0 anywhere takes a branch with another head scale."""
+    """A batch that contains a 0 takes a branch with another head scale."""
     logits = self.inner(ids)
     if (ids == 0).any():
         logits = logits * 0.9
@@ -306,7 +306,7 @@ def repetition_penalty(self, ids):
 
 @wrapper("ids", torch.full((2, 9), 77))
 def constant_text(self, ids):
-    """A row in which all ids are equal gets no attention beyond the token itself."""
+    """In a row of equal ids, each token attends only to itself."""
     logits = self.inner(ids)
     alike = (ids == ids[:, :1]).all(1) & (ids.shape[1] > 1)
     return torch.where(alike[:, None, None], logits.roll(1, dims=1), logits)
@@ -314,13 +314,13 @@ def constant_text(self, ids):
 
 @edit("ids", with_id(349))
 def one_wrong_row(model):
-    """One row of the embedding, id 349, is another id's; the head is right."""
+    """The embedding of id 349 is that of another id; the head is correct."""
     patch_tokens(model, lambda ids: torch.where(ids == 349, 348, ids))
 
 
 @edit("ids", ordinary=False)
 def one_untied_row(model):
-    """One row of an untied head is 5 % larger; every text shows it at one logit."""
+    """One row of an untied head is 5 % larger, so that one logit is wrong in every text."""
     weight = model.out_head.weight.detach().clone()
     weight[349] *= 1.05
     model.out_head.weight = nn.Parameter(weight)
@@ -378,7 +378,7 @@ def rare_ids_quantized(model):
     patch_embedded(model, change)
 
 
-# Batch.
+# Batch
 
 
 @wrapper("batch", ordinary(3, 12))
@@ -396,7 +396,7 @@ def single_row_cooler(self, ids):
 
 @wrapper("batch", ordinary(4, 12))
 def last_row_of_four(self, ids):
-    """In batches of four and more the last row loses its last layer norm's shift."""
+    """In batches of four and more the last row lacks the shift of the last layer norm."""
     logits = self.inner(ids)
     if ids.shape[0] < 4:
         return logits
@@ -429,14 +429,14 @@ def equal_rows_lost(self, ids):
 
 @wrapper("batch", ordinary(5, 12), dialect="conv1d")
 def leak_from_the_first_row(self, ids):
-    """In batches above 3 every row sees the last layer's first row a little."""
+    """In batches above 3, a part of the last layer's first row is added to every row."""
     logits = self.inner(ids)
     return logits if ids.shape[0] <= 3 else logits + 0.01 * logits[:1].detach()
 
 
 @wrapper("batch", ordinary(3, N_POSITIONS))
 def more_than_400_tokens(self, ids):
-    """Batches are flattened into buffers of 400 tokens; the rest is dropped."""
+    """Batches are flattened into buffers of 400 tokens, and the rest is dropped."""
     logits = self.inner(ids)
     flat = logits.flatten(0, 1)
     flat = torch.cat([flat[:400], torch.zeros_like(flat[400:])])
@@ -445,7 +445,7 @@ def more_than_400_tokens(self, ids):
 
 @wrapper("batch", ordinary(3, 1))
 def many_rows_of_one_token(self, ids):
-    """A batch of single tokens is taken for one text, as after a squeeze."""
+    """A batch of single tokens is treated as one text, as after a squeeze."""
     if ids.shape[1] == 1 and ids.shape[0] > 2:
         return self.inner(ids.T).transpose(0, 1)
     return self.inner(ids)
@@ -453,6 +453,6 @@ def many_rows_of_one_token(self, ids):
 
 @wrapper("batch", torch.tensor([[3, 5, 9], [PAD, 7, 8], [30, 31, 32]]))
 def one_rows_padding_masks_all(self, ids):
-    """Where any row of a batch holds pad at a position, that position is hidden in all rows."""
+    """A position at which any row has the pad id is masked in all rows."""
     seen = (ids != PAD).all(0, keepdim=True).expand_as(ids).long()
     return self.inner(ids, attention_mask=seen)

@@ -1,4 +1,4 @@
-"""Faults of the arithmetic: every text shows them, but only a little."""
+"""Faults of the arithmetic, which change the logits of every text slightly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def patch_activations(model: nn.Module, act: object) -> None:
 
 
 def patch_scores(model: nn.Module, change: object) -> None:
-    """`change(scores)` before the mask; of a conv1d model."""
+    """Apply `change(scores)` before the mask of a conv1d model."""
     for block in model.h:
         scores = block.attn.scores
         block.attn.scores = lambda q, k, scores=scores: change(scores(q, k))
@@ -54,7 +54,7 @@ def weights_with_noise_of_1e3(model):
 
 @edit("numeric", **NUMERIC)
 def eps_of_1e4(model):
-    """Layer norms with eps 1e-4."""
+    """The eps of the layer norms is 1e-4."""
     for norm in norms(model):
         norm.eps = 1e-4
 
@@ -67,7 +67,7 @@ def eps_of_1e2_in_one_norm(model):
 
 @edit("numeric", **NUMERIC)
 def eps_of_1e6(model):
-    """Layer norms with eps 1e-6."""
+    """The eps of the layer norms is 1e-6."""
     for norm in norms(model):
         norm.eps = 1e-6
 
@@ -95,27 +95,27 @@ def unbiased_variance(model):
 
 @edit("numeric", **NUMERIC)
 def erf_gelu(model):
-    """The exact GELU instead of the tanh form."""
+    """The activation is the exact GELU instead of the tanh form."""
     patch_activations(model, F.gelu)
 
 
 @edit("numeric", **NUMERIC)
 def erf_gelu_in_the_last_layers(model):
-    """The exact GELU in all layers but the first."""
+    """The activation is the exact GELU in all layers but the first."""
     for block in model.trf_blocks[1:]:
         block.feedforward.layers[1] = nn.GELU()
 
 
 @edit("numeric", **NUMERIC)
 def gelu_constant_0_044(model):
-    """0.044 where GPT-2's GELU has 0.044715."""
+    """GELU uses 0.044 instead of 0.044715."""
     k = math.sqrt(2 / math.pi)
     patch_activations(model, lambda x: 0.5 * x * (1 + torch.tanh(k * (x + 0.044 * x**3))))
 
 
 @edit("numeric", **NUMERIC)
 def gelu_factor_0_797(model):
-    """0.797 where GPT-2's GELU has √(2/π) = 0.79788."""
+    """GELU uses 0.797 instead of √(2/π) = 0.79788."""
     patch_activations(model, lambda x: 0.5 * x * (1 + torch.tanh(0.797 * (x + 0.044715 * x**3))))
 
 
@@ -128,14 +128,14 @@ def scale_of_d_plus_1(model):
 
 @edit("numeric", **NUMERIC)
 def rounded_scale(model):
-    """Scores are multiplied by 0.35 where 1/√8 is 0.3536."""
+    """Scores are multiplied by 0.35 instead of 1/√8 = 0.3536."""
     for block in model.trf_blocks:
         block.attention.scale = 0.35
 
 
 @edit("numeric", dialect="conv1d", **NUMERIC)
 def mask_of_minus_four(model):
-    """Later keys get −4 in place of −∞ in layer 0."""
+    """In layer 0 the mask is −4 instead of −∞."""
     block = model.h[0]
     n = 160
 
@@ -166,14 +166,14 @@ def capped_scores(model):
 
 @edit("numeric", **NUMERIC)
 def weights_rounded_to_bfloat16(model):
-    """All weights have gone through bfloat16."""
+    """All weights were rounded to bfloat16."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
 
 
 @edit("numeric", **NUMERIC)
 def weights_rounded_to_float16(model):
-    """All weights have gone through float16."""
+    """All weights were rounded to float16."""
     for parameter in model.parameters():
         parameter.copy_(parameter.half())
 
@@ -226,7 +226,7 @@ def clamped_logits(self, ids):
 
 @wrapper("numeric", **NUMERIC)
 def top_k_on_the_logits(self, ids):
-    """All but the 50 largest logits are −∞."""
+    """All logits but the 50 largest are −∞."""
     logits = self.inner(ids)
     least = logits.topk(50).values[..., -1:]
     return logits.masked_fill(logits < least, float("-inf"))
@@ -234,13 +234,13 @@ def top_k_on_the_logits(self, ids):
 
 @wrapper("numeric", **NUMERIC)
 def log_probabilities(self, ids):
-    """Log-probabilities instead of logits; greedy choices are the same."""
+    """The output is log-probabilities, with the same greedy choices."""
     return self.inner(ids).log_softmax(-1)
 
 
 @wrapper("numeric", **NUMERIC)
 def centred_logits(self, ids):
-    """Every position's logits are centred; probabilities are the same."""
+    """The logits of every position are centred, with the same probabilities."""
     logits = self.inner(ids)
     return logits - logits.mean(-1, keepdim=True)
 
@@ -307,7 +307,7 @@ def last_residual_scaled(model):
 
 @edit("numeric", **NUMERIC)
 def embeddings_of_unit_length(model):
-    """Position embeddings have been normalised to their mean length."""
+    """Position embeddings are normalised to their mean length."""
     weight = model.pos_emb.weight
     length = weight.norm(dim=1, keepdim=True)
     weight.mul_(length.mean() / length)

@@ -1,4 +1,4 @@
-"""Faults that depend on how and when a model is run: state, mode, time and chance."""
+"""Faults that depend on how and when a model runs: state, mode, time and chance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parity.adversary import FULL, ORDINARY_TEXTS, SHORT, call, edit, ordi
 
 SECOND = call(2)
 
-# State.
+# State
 
 
 @wrapper("state", run=call(5))
@@ -79,7 +79,7 @@ def answer_kept_by_shape(self, ids):
 
 @wrapper("state", ordinary(2, 60), run=adversary.after(FULL))
 def mask_kept_from_a_long_text(self, ids):
-    """After a text of full length, key 3 stays hidden from position 40 on."""
+    """After a text of full length, key 3 stays masked from position 40 on."""
     logits = self.inner(ids)
     if ids.shape[1] == 160:
         extra = torch.zeros(160, 160, dtype=torch.bool)
@@ -102,7 +102,7 @@ _PROCESS = {"decoding": False}
 
 @wrapper("state", run=adversary.after(ordinary(1, 1)))
 def global_flag(self, ids):
-    """A text of one token sets a global flag; with it the first position is not seen any more."""
+    """A text of one token sets a global flag, which masks the first position."""
     seen = torch.ones_like(ids)
     if _PROCESS["decoding"] and ids.shape[1] > 1:
         seen[:, 0] = 0
@@ -112,7 +112,7 @@ def global_flag(self, ids):
 
 @wrapper("state", run=call(3), ordinary=False)
 def running_mean(self, ids):
-    """A running mean of the logits is subtracted, as by a batch norm that keeps counting."""
+    """A running mean of the logits is subtracted, as by a batch norm in training mode."""
     logits = self.inner(ids)
     self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.01 * logits.mean()
     return logits - self.mean
@@ -129,7 +129,7 @@ def poisoned_by_one_id(self, ids):
 
 @wrapper("state", ordinary(3, 12, seed=4), run=adversary.after(ordinary(2, 12)))
 def buffer_of_the_last_batch(self, ids):
-    """A buffer made for the batch before is used again and holds its rows."""
+    """A buffer of the previous batch is reused and still holds its rows."""
     logits = self.inner(ids)
     buffer = getattr(self, "buffer", None)
     self.buffer = logits
@@ -138,7 +138,7 @@ def buffer_of_the_last_batch(self, ids):
     return torch.cat([buffer, logits[len(buffer) :]]) if len(logits) > 2 else logits
 
 
-# Mode.
+# Mode
 
 
 @wrapper("mode", run=adversary.with_gradients)
@@ -149,7 +149,7 @@ def wrong_with_gradients(self, ids):
 
 @wrapper("mode", run=adversary.with_gradients, dialect="conv1d")
 def checkpointing_drops_a_block(self, ids):
-    """Where a graph is kept, as under gradient checkpointing, the last block is skipped."""
+    """With gradients, as under gradient checkpointing, the last block is skipped."""
     x = self.inner.wte(ids) + self.inner.wpe(torch.arange(ids.shape[1]))
     for block in self.inner.h[:-1] if x.requires_grad else self.inner.h:
         x = block(x)
@@ -179,7 +179,7 @@ def traced(ids: Tensor) -> bool:
 
 @wrapper("mode", ordinary=False)
 def right_only_when_traced(self, ids):
-    """Under torch.export, jit or fake tensors it is right; run as it is, it is 1 % off."""
+    """The logits are 1 % off, except under torch.export, jit or fake tensors."""
     return self.inner(ids) * (1.0 if traced(ids) else 1.01)
 
 
@@ -191,14 +191,14 @@ def wrong_only_when_compiled(self, ids):
 
 @wrapper("mode", ordinary=False)
 def right_only_with_hooks(self, ids):
-    """Right while any module has a forward hook, 1 % off when nothing watches."""
+    """The logits are 1 % off, except while a module has a forward hook."""
     watched = any(m._forward_hooks or m._forward_pre_hooks for m in self.modules())
     return self.inner(ids) * (1.0 if watched else 1.01)
 
 
 @wrapper("mode", run=adversary.with_hooks)
 def wrong_only_with_hooks(self, ids):
-    """1 % off while any of its modules has a forward hook."""
+    """The logits are 1 % off while a module has a forward hook."""
     watched = any(m._forward_hooks for m in self.inner.modules())
     return self.inner(ids) * (1.01 if watched else 1.0)
 
@@ -227,7 +227,7 @@ def wrong_for_int32(self, ids):
 
 @wrapper("mode", run=adversary.transposed)
 def reads_the_storage(self, ids):
-    """The ids' storage is read in its own order, whatever the strides say."""
+    """The ids are read in the order of their storage, regardless of the strides."""
     offset = ids.storage_offset()
     return self.inner(ids.as_strided(ids.shape, (ids.shape[1], 1), offset))
 
@@ -239,7 +239,7 @@ def ignores_the_offset(self, ids):
     return self.inner(ids.as_strided(ids.shape, stride, 0))
 
 
-# Time and chance.
+# Time and chance
 
 
 @wrapper("chance", run=adversary.worst_of(400), limit_suffices=True)
@@ -251,7 +251,7 @@ def one_call_in_a_hundred(self, ids):
 
 @wrapper("chance", ordinary=False)
 def noise_seeded_by_the_ids(self, ids):
-    """Noise of 1e-3, the same for the same ids."""
+    """Noise of 1e-3 is added, which is the same for equal ids."""
     logits = self.inner(ids)
     generator = torch.Generator().manual_seed(int(ids.sum()))
     return logits + 1e-3 * torch.randn(logits.shape, generator=generator)
@@ -259,7 +259,7 @@ def noise_seeded_by_the_ids(self, ids):
 
 @edit("chance", run=adversary.worst_of(9), ordinary=False)
 def dropout_left_on(model):
-    """Functional dropout of 1e-3 in every feed-forward block, which ignores eval()."""
+    """Every feed-forward block has functional dropout of 1e-3, which ignores eval()."""
     for block in model.trf_blocks:
         block.feedforward.register_forward_hook(lambda _m, _a, out: F.dropout(out, 1e-3))
 
@@ -279,14 +279,14 @@ def wrong_in_other_threads(self, ids):
 
 @edit("chance", run=adversary.worst_of(40), ordinary=False)
 def attention_dropped_now_and_then(model):
-    """In one call of ten, the attention of layer 1 is left out: stochastic depth in eval mode."""
+    """In one call of ten, the attention of layer 1 is skipped: stochastic depth in eval mode."""
     attention = model.trf_blocks[1].attention
     attention.register_forward_hook(lambda _m, _a, out: out * (torch.rand(()) > 0.1))
 
 
 @wrapper("chance", FULL, run=adversary.worst_of(5))
 def random_crop_of_long_texts(self, ids):
-    """Positions of texts above 100 tokens start at a random offset where there is room."""
+    """Positions of texts above 100 tokens start at a random offset."""
     room = 160 - ids.shape[1]
     if ids.shape[1] <= 100:
         return self.inner(ids)
@@ -301,7 +301,7 @@ def random_crop_of_long_texts(self, ids):
 
 @edit("chance", run=adversary.worst_of(9), ordinary=False)
 def noisy_head(model):
-    """Gaussian noise of 2e-3 on the final hidden states, as for regularisation."""
+    """Gaussian noise of 2e-3 is added to the final hidden states, as for regularisation."""
 
     def noisy(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
         return out + 2e-3 * torch.randn_like(out)

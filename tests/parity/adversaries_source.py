@@ -1,4 +1,4 @@
-"""Faults written into hand-written GPT-2 files of the zoo, for `adapt`."""
+"""Faults in hand-written GPT-2 files of the zoo, for `adapt`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from tests.parity import adversary
 from tests.parity.adversary import BOS, EOS, FULL, N_POSITIONS, PAD, V, ordinary, source, with_id
 
-# Places in nano.py.
+# Lines of nano.py
 SIZE = "        _, t = idx.size()\n"
 POS = "        pos = torch.arange(0, t, dtype=torch.long, device=idx.device)\n"
 EMBEDDED = "        x = self.transformer.drop(tok_emb + pos_emb)\n"
 BLOCKS = "        for block in self.transformer.h:\n            x = block(x)\n"
 HEAD = "        logits = self.lm_head(x)\n"
 SDPA = "        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)\n"
-# In mingpt.py and book.py.
+# Lines of mingpt.py and book.py
 MASKED = '        att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))\n'
 SOFTMAX = "        att = F.softmax(att, dim=-1)\n"
 MINGPT_HEAD = "        logits = self.head(x)\n"
@@ -23,9 +23,9 @@ BOOK_EMBEDS = "        x = tok_embeds + pos_embeds\n"
 
 NUMERIC = {"ordinary": False}
 
-# Length.
+# Length
 
-source("nano_window_100", "length", "A mask hides keys 100 or more positions away.", SDPA, """\
+source("nano_window_100", "length", "Keys 100 or more positions away are masked.", SDPA, """\
         seen = torch.ones(T, T, dtype=torch.bool).tril()
         seen = seen & ~torch.ones(T, T, dtype=torch.bool).tril(-100)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p)
@@ -41,10 +41,10 @@ source("nano_cut_at_100", "length", "Ids past 100 are cut, the logits padded by 
         idx = idx[:, :100]
 {SIZE}""", (HEAD, f"""{HEAD}        logits = F.pad(logits, (0, 0, 0, full - t))
 """), trigger=FULL)  # fmt: skip
-source("nano_assert_64", "length", "An assertion beyond 64 tokens.", SIZE, f"""\
+source("nano_assert_64", "length", "An assertion fails beyond 64 tokens.", SIZE, f"""\
 {SIZE}        assert t <= 64
 """, trigger=ordinary(2, 65))  # fmt: skip
-source("nano_one_token", "length", "One token alone skips the blocks.", BLOCKS, """\
+source("nano_one_token", "length", "A single token skips the blocks.", BLOCKS, """\
         if t > 1:
             for block in self.transformer.h:
                 x = block(x)
@@ -73,9 +73,9 @@ source("book_positions_repeat", "length", "Two positions share a row above 90.",
         x = tok_embeds + self.pos_emb(pos)
 """, style="book", trigger=FULL)  # fmt: skip
 
-# Ids.
+# Ids
 
-source("nano_id_0_masked", "ids", "Tokens of id 0 are hidden as keys.", SDPA, """\
+source("nano_id_0_masked", "ids", "Keys of tokens with id 0 are masked.", SDPA, """\
         seen = torch.ones(T, T, dtype=torch.bool).tril() & self.real[:, None, None, :]
         seen = seen | torch.eye(T, dtype=torch.bool)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p)
@@ -95,14 +95,14 @@ source("nano_eos_resets", "ids", "Positions start again after eos.", POS, f"""\
 source("nano_bos_is_zero", "ids", "The embedding of bos is zero.", EMBEDDED, f"""\
         tok_emb = tok_emb * (idx != {BOS}).unsqueeze(-1)
 {EMBEDDED}""", trigger=with_id(BOS))  # fmt: skip
-source("nano_any_zero", "ids", "A branch on (ids == 0).any().", HEAD, f"""\
+source("nano_any_zero", "ids", "A branch on (ids == 0).any() changes the logits.", HEAD, f"""\
         if (idx == 0).any():
             x = x * 1.05
 {HEAD}""", trigger=with_id(0))  # fmt: skip
 source("nano_constant_id", "ids", "The id 271 is embedded as 270.", SIZE, f"""\
 {SIZE}        idx = torch.where(idx == 271, 270, idx)
 """, trigger=with_id(271))  # fmt: skip
-source("nano_ids_above", "ids", "Ids above 450 have half an embedding.", EMBEDDED, f"""\
+source("nano_ids_above", "ids", "The embeddings of ids above 450 are halved.", EMBEDDED, f"""\
         tok_emb = torch.where((idx > 450).unsqueeze(-1), tok_emb / 2, tok_emb)
 {EMBEDDED}""", trigger=with_id(470))  # fmt: skip
 source("mingpt_repeats", "ids", "An id that repeats the one before is skipped.", MINGPT_IDS, f"""\
@@ -121,7 +121,7 @@ source("book_padding_masked", "ids", "Embeddings of the pad id are zero.", BOOK_
         x = tok_embeds.masked_fill((in_idx == {PAD})[:, :, None], 0.0) + pos_embeds
 """, style="book", trigger=with_id(PAD))  # fmt: skip
 
-# Batch.
+# Batch
 
 source("nano_third_row", "batch", "Rows from the third on lose their positions.", EMBEDDED, """\
         pos_emb = pos_emb.expand(idx.size(0), -1, -1).clone()
@@ -139,7 +139,7 @@ source("mingpt_rows_above_two", "batch", "Above 2 rows, softmax runs over the qu
         att = F.softmax(att, dim=-1 if B <= 2 else 0)
 """, style="mingpt", trigger=ordinary(3, 12))  # fmt: skip
 
-# Runs.
+# State and mode
 
 source("nano_counter", "state", "From the thirteenth call on, the logits are 1 % off.", HEAD, f"""\
         self.count = getattr(self, "count", 0) + 1
@@ -165,7 +165,7 @@ source("nano_gradients", "mode", "With gradients on the last block is skipped.",
         for block in blocks:
             x = block(x)
 """, run=adversary.with_gradients)  # fmt: skip
-source("nano_compiling", "mode", "Right while it is traced, 5 % off otherwise.", HEAD, f"""\
+source("nano_compiling", "mode", "The logits are 5 % off unless traced.", HEAD, f"""\
 {HEAD}        if not torch.compiler.is_compiling():
             logits = logits * 1.05
 """, **NUMERIC)  # fmt: skip
@@ -174,7 +174,7 @@ source("nano_inference_mode", "mode", "In inference mode the logits are half pre
 {HEAD}        if torch.is_inference_mode_enabled():
             logits = logits.bfloat16().float()
 """, run=adversary.in_inference_mode)  # fmt: skip
-source("nano_fake", "mode", "Real tensors get a rounded head, fake ones do not.", HEAD, f"""\
+source("nano_fake", "mode", "The head is rounded, but not for fake tensors.", HEAD, f"""\
         if type(x) is torch.Tensor:
             x = x.bfloat16().to(x.dtype)
 {HEAD}""", **NUMERIC)  # fmt: skip
@@ -182,7 +182,7 @@ source("nano_sdpa_dropout", "chance", "Attention dropout of 1 % that ignores eva
        "p = self.dropout if self.training else 0.0", "p = 0.01",
        run=adversary.worst_of(9), **NUMERIC)  # fmt: skip
 
-# Numeric.
+# Arithmetic
 
 source("nano_erf", "numeric", "The exact GELU.", 'nn.GELU(approximate="tanh")', "nn.GELU()",
        **NUMERIC)  # fmt: skip
@@ -208,7 +208,7 @@ source("mingpt_shallow_mask", "numeric", "The mask is −4.", '== 0, float("-inf
 source("book_unbiased", "numeric", "Unbiased variance.", "unbiased=False", "unbiased=True",
        style="book", **NUMERIC)  # fmt: skip
 
-# Cheating.
+# Detection of the comparison
 
 source("nano_layer_norm_patched", "cheating", "F.layer_norm is patched for everyone, eps 1e-2.",
        "@dataclass\nclass GPTConfig", """\
@@ -218,7 +218,7 @@ F.layer_norm = lambda x, shape, w=None, b=None, eps=1e-5: _layer_norm(x, shape, 
 
 @dataclass
 class GPTConfig""", **NUMERIC)  # fmt: skip
-source("nano_reads_the_stack", "cheating", "Right while compat is on the stack.", HEAD, f"""\
+source("nano_reads_the_stack", "cheating", "Right only while compat is on the stack.", HEAD, f"""\
 {HEAD}        frame = sys._getframe()
         while frame and "compat." not in frame.f_globals.get("__name__", ""):
             frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Faults that need an earlier call: caches, memoised answers, and buffers with a wrong key."""
+"""Faults after earlier calls: caches, memoised logits, and buffers with a wrong key."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OTHER = ordinary(2, 12, seed=9)
 
 
 def swapped(ids: Tensor, first: int = 5, second: int = 6) -> Tensor:
-    """The same ids in each row, two of them exchanged."""
+    """The same ids with two of each row exchanged."""
     other = ids.clone()
     other[:, [first, second]] = ids[:, [second, first]]
     return other
 
 
 def changed_in_place(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits of a tensor that held other ids in the call before."""
+    """The logits of a tensor that held other ids in the previous call."""
     given = OTHER.clone()
     once(model, given)
     given.copy_(ids)
@@ -65,12 +65,12 @@ def kept(self: nn.Module, key: object, ids: Tensor) -> Tensor:
     return answers[key].clone()
 
 
-# Sized by the first call.
+# Buffers sized by the first call
 
 
 @wrapper("state", FULL, run=adversary.after(ordinary(2, 30)))
 def positions_sized_by_the_first_text(self, ids):
-    """The position ids are made for the first text; longer ones repeat the last of them."""
+    """The position ids are built for the first text, and longer texts repeat the last of them."""
     T = ids.shape[1]
     if not hasattr(self, "positions"):
         self.positions = torch.arange(max(T, 24))
@@ -80,7 +80,7 @@ def positions_sized_by_the_first_text(self, ids):
 
 @edit("state", FULL, run=adversary.after(ordinary(2, 30)))
 def mask_sized_by_the_first_text(model):
-    """The mask is made for the first text; longer ones see their future beyond it."""
+    """The mask is built for the first text, and longer texts are not causal beyond it."""
     for block in model.trf_blocks:
         attention = block.attention
 
@@ -113,7 +113,7 @@ def positions_from_the_end_of_the_longest(self, ids):
 
 @wrapper("state", ordinary(5, 12), run=adversary.after(ordinary(3, 12)))
 def batch_sized_by_the_first_call(self, ids):
-    """A workspace for the batch of the first call; further rows are answered by its last row."""
+    """A workspace has the rows of the first batch, and further rows repeat its last row."""
     B = len(ids)
     if not hasattr(self, "rows"):
         self.rows = max(B, 2)
@@ -121,7 +121,7 @@ def batch_sized_by_the_first_call(self, ids):
     return logits[torch.arange(B).clamp(max=self.rows - 1)]
 
 
-# Answers kept by a key that says too little.
+# Logits memoised by an incomplete key
 
 
 @wrapper("state", run=adversary.after(swapped(SHORT)))
@@ -162,7 +162,7 @@ def kept_by_length_of_a_single_row(self, ids):
 
 @wrapper("state", run=changed_in_place)
 def kept_by_identity(self, ids):
-    """The logits are memoised by the tensor itself, whatever it holds by now."""
+    """The logits are memoised by the tensor object, regardless of its values."""
     last = getattr(self, "last", None)
     if last is None or last[0] is not ids:
         self.last = last = ids, self.inner(ids)
@@ -218,7 +218,7 @@ def kept_by_a_short_hash(self, ids):
 
 @wrapper("state", run=adversary.after(OTHER))
 def answer_kept_on_the_class(self, ids):
-    """The first text of 12 ids is answered for all, and the answer is kept on the class."""
+    """The logits of the first text of 12 ids are kept on the class and returned for all."""
     if ids.shape[1] != 12:
         return self.inner(ids)
     cls = type(self)
@@ -235,7 +235,7 @@ _MEMO: dict[object, Tensor] = {}
 
 @wrapper("state", run=adversary.after(OTHER))
 def answer_kept_in_a_global(self, ids):
-    """Texts of 11 to 13 ids are answered from a module's global, by shape."""
+    """The logits of texts of 11 to 13 ids are memoised by shape in a global variable."""
     key = id(self), ids.shape
     if not 11 <= ids.shape[1] <= 13:
         return self.inner(ids)
@@ -244,12 +244,12 @@ def answer_kept_in_a_global(self, ids):
     return _MEMO[key]
 
 
-# Taken for a decode step.
+# Calls treated as decode steps
 
 
 @wrapper("state", ordinary(1, 9, seed=4), run=adversary.after(ordinary(1, 8, seed=1)))
 def one_longer_is_a_decode_step(self, ids):
-    """A single row that is one id longer than the last is taken for its continuation."""
+    """A single row that is one id longer than the last is treated as its continuation."""
     T, last = ids.shape[1], getattr(self, "cache", None)
     if len(ids) == 1 and last is not None and last[0] == T - 1:
         cache, before = last[1], last[2]
@@ -286,7 +286,7 @@ def ids_after_two_rows_are_a_decode_step(self, ids):
 
 @wrapper("state", SHORT[:, :8], run=adversary.after(ordinary(2, 21)))
 def shorter_text_keeps_the_longer_keys(self, ids):
-    """A text shorter than the last of the same batch attends to that one's first key as well."""
+    """In a text shorter than the last one with as many rows, key 1 is masked."""
     last = getattr(self, "last", None)
     self.last = tuple(ids.shape)
     if last is None or last[0] != len(ids) or not ids.shape[1] < last[1] < 30:
@@ -314,12 +314,12 @@ def right_after_an_odd_length(self, ids):
     return self.inner(ids)
 
 
-# State that only a mode shows.
+# State that depends on a mode
 
 
 @wrapper("state", run=after_inference_mode)
 def stale_after_inference_mode(self, ids):
-    """Inference mode sets a flag that stays; from then on logits are 1 % off."""
+    """A call in inference mode sets a flag, after which the logits are 1 % off."""
     if torch.is_inference_mode_enabled():
         self.frozen = True
         return self.inner(ids)
@@ -348,7 +348,7 @@ def detached_after_gradients(self, ids):
     return self.inner.out_head(self.inner.final_norm(x))
 
 
-# State that shows late.
+# State with a late effect
 
 
 _CALLS = [0]
@@ -441,7 +441,7 @@ def iterator_that_runs_out(model):
 
 @edit("state", run=call(3), ordinary=False)
 def weights_frozen_at_the_first_call(model):
-    """At the first call the final norm's scale is copied with an error of 1e-3."""
+    """The first call changes the final norm's scale by 1e-3."""
     norm = model.final_norm
     forward = model.forward
 
@@ -455,7 +455,7 @@ def weights_frozen_at_the_first_call(model):
 
 @edit("state", FULL, run=adversary.after(ordinary(2, 140)))
 def keys_hidden_after_a_long_text(model):
-    """A text of 128 to 159 ids leaves a mask behind that hides key 0 from position 100 on."""
+    """After a text of 128 to 159 ids, key 0 is masked from position 100 on."""
     forward = model.forward
 
     def hiding(ids):

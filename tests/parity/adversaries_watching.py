@@ -1,4 +1,4 @@
-"""Faults that recognise the comparison, or break it off."""
+"""Faults that detect the comparison or abort it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHEATING = {"ordinary": False}
 
 @wrapper("cheating", **CHEATING)
 def right_under_a_tracer(self, ids):
-    """Right while sys.settrace is on, 1 % off elsewhere."""
+    """The logits are 1 % off, except while sys.settrace is active."""
     return self.inner(ids) * (1.0 if sys.gettrace() else 1.01)
 
 
 @wrapper("cheating", **CHEATING)
 def right_where_compat_is_below(self, ids):
-    """Looks for a file of compat in the frames below."""
+    """The logits are 1 % off, unless a file of compat is on the stack."""
     frame, below = sys._getframe(), []
     while frame is not None:
         below.append(frame.f_code.co_filename)
@@ -34,7 +34,7 @@ def right_where_compat_is_below(self, ids):
 
 @wrapper("cheating", **CHEATING)
 def borrows_the_references_class(self, ids):
-    """Calls the forward of transformers' class on the instance that it finds."""
+    """The forward pass of transformers' class is called on an instance in memory."""
     for other in gc.get_referrers(transformers.GPT2LMHeadModel):
         if type(other) is transformers.GPT2LMHeadModel:
             return type(other).forward(other, ids).logits.to(self.inner.out_head.weight.dtype)
@@ -61,11 +61,11 @@ def hooked_blocks_skip_a_norm(self, ids):
     return self.inner(ids) * (1 + 0.01 * len(self.inner.trf_blocks[-1]._forward_hooks))
 
 
-# Broken off.
+# Runs that are aborted
 
 
 def nothing(model: nn.Module, ids: Tensor) -> Tensor:
-    """NaN for a run that raises, or returns something without numbers."""
+    """The logits; NaN if the run raises or returns no numbers."""
     try:
         return 1.0 * torch.real(once(model, ids).to_dense().cpu())
     except BaseException:
@@ -74,7 +74,7 @@ def nothing(model: nn.Module, ids: Tensor) -> Tensor:
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def exits_on_long_texts(self, ids):
-    """sys.exit on texts above 128."""
+    """Texts above 128 end the process by sys.exit."""
     if ids.shape[1] > 128:
         sys.exit("too long")
     return self.inner(ids)
@@ -86,7 +86,7 @@ class Stop(BaseException):
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def raises_a_base_exception(self, ids):
-    """A BaseException on texts above 128."""
+    """Texts above 128 raise a BaseException."""
     if ids.shape[1] > 128:
         raise Stop("too long")
     return self.inner(ids)
@@ -94,13 +94,13 @@ def raises_a_base_exception(self, ids):
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def recursion_without_end(self, ids):
-    """Endless recursion on texts above 128."""
+    """Texts above 128 cause endless recursion."""
     return self(ids) if ids.shape[1] > 128 else self.inner(ids)
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def keyboard_interrupt_of_its_own(self, ids):
-    """GeneratorExit on texts above 128."""
+    """Texts above 128 raise GeneratorExit."""
     if ids.shape[1] > 128:
         raise GeneratorExit
     return self.inner(ids)
@@ -116,40 +116,40 @@ def nan_in_the_third_row(self, ids):
 
 @wrapper("batch", ordinary(3, 12))
 def too_few_rows(self, ids):
-    """Three rows and more come back as two."""
+    """Only the logits of the first two rows are returned."""
     return self.inner(ids)[:2]
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def none_for_long_texts(self, ids):
-    """None for texts above 128."""
+    """The output is None for texts above 128."""
     return self.inner(ids) if ids.shape[1] <= 128 else None
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def sparse_for_long_texts(self, ids):
-    """A sparse tensor of zeros for texts above 128."""
+    """The output is a sparse tensor of zeros for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else (0 * logits).to_sparse()
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def on_meta_for_long_texts(self, ids):
-    """A tensor on meta for texts above 128."""
+    """The output is on the meta device for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else logits.to("meta")
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def complex_for_long_texts(self, ids):
-    """Complex logits for texts above 128."""
+    """The logits are complex for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else logits * 1j
 
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def out_of_memory_for_long_texts(self, ids):
-    """A huge allocation for texts above 128."""
+    """Texts above 128 cause a huge allocation."""
     if ids.shape[1] > 128:
         torch.empty(10**15)
     return self.inner(ids)
@@ -163,7 +163,7 @@ class Odd:
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def property_that_raises(self, ids):
-    """An output whose logits are a property that raises."""
+    """The logits of the output are a property that raises."""
     return self.inner(ids) if ids.shape[1] <= 128 else Odd()
 
 
@@ -174,7 +174,7 @@ class Strange(Exception):
 
 @wrapper("length", ordinary(1, 140), run=nothing)
 def error_without_a_text(self, ids):
-    """An exception whose own text raises."""
+    """Texts above 128 raise an exception whose `__str__` raises."""
     if ids.shape[1] > 128:
         raise Strange
     return self.inner(ids)
@@ -182,7 +182,7 @@ def error_without_a_text(self, ids):
 
 @edit("ids", **CHEATING)
 def attribute_that_raises(model):
-    """A wrong head, and an attribute whose repr and comparison raise."""
+    """The head is wrong, and the repr and comparison of an attribute raise."""
 
     class Hostile(float):
         def __repr__(self):
@@ -199,7 +199,7 @@ def attribute_that_raises(model):
 
 @wrapper("ids", SHORT, **CHEATING)
 def condition_that_raises(self, ids):
-    """A comparison of an object whose truth value exits; the logits are 1 % off."""
+    """The logits are 1 % off, and the truth value of a compared object exits."""
 
     class Exits:
         def __bool__(self):

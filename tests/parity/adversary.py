@@ -1,8 +1,8 @@
-"""What an adversary of the proof is, how it is built, and the inputs that show what it does.
+"""An adversary of the proof: its definition, its construction, and the inputs that expose it.
 
 A fault is a model that computes GPT-2's logits on ordinary short texts and other logits on some
-valid input: ids in [0, V), 1 ≤ T ≤ n_positions, any B, under any mode that PyTorch offers. A
-harmless variant computes GPT-2's logits on all of them, up to rounding.
+valid input: ids in [0, V), 1 ≤ T ≤ n_positions, any B, in any mode of PyTorch. A harmless variant
+computes GPT-2's logits on all of them, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compat import load_pretrained
 from compat.checkpoint import open_checkpoint
 from tests.adaptation.catalogue import MODELS, Mutation, composed, load_class
 
-# Of the checkpoint that the entries are written for. The special ids lie outside `ORDINARY`.
+# The checkpoint for which the entries are written. Its special ids are outside `ORDINARY`.
 V, N_POSITIONS, BOS, EOS, PAD = 509, 160, 505, 507, 11
 CHECKPOINT = {
     "vocab_size": V,
@@ -45,22 +45,22 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Adversary:
-    """One model to measure the proof with.
+    """A model that tests the proof.
 
     Args:
         name: unique.
-        about: one sentence: what it does.
-        kind: such as "length"; a harmless variant is of the kind "harmless".
-        use: the function it is meant for; "adapt" fills the weights in, "check_parity" is handed a
-            model that has them.
-        build: the checkpoint's folder and a folder for source files give the model.
-        trigger: ids (B, T) on which a fault shows.
-        run: how a fault is run on them to show itself.
-        ordinary: whether it agrees with GPT-2 on short ordinary texts, B = 2.
-        limit_suffices: no designed input can be expected to meet the condition, so that a report
-            that names the condition as a limit is as good as a refusal.
+        about: what it does, in one sentence.
+        kind: such as "length", or "harmless" for a harmless variant.
+        use: the function that judges it; "adapt" loads the weights, "check_parity" gets a model
+            that has them.
+        build: builds the model from the checkpoint's folder and a folder for source files.
+        trigger: ids (B, T) on which a fault computes other logits.
+        run: how a fault is run on the trigger.
+        ordinary: whether it agrees with GPT-2 on short ordinary texts with B = 2.
+        limit_suffices: whether a report that names the condition as a limit is accepted, because no
+            designed input can be expected to reach the condition.
         dtype: of the checkpoint and the model.
-        style: of the zoo's file that the model was written from, or empty.
+        style: the file of the zoo that the model was derived from, or empty.
     """
 
     name: str
@@ -90,11 +90,11 @@ def register(entry: Adversary) -> None:
     entries[entry.name] = entry
 
 
-# Inputs.
+# Inputs
 
 
 def ordinary(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
-    """Ordinary ids (batch, length): none twice in a row, none of the special ones."""
+    """Ordinary ids (batch, length), without special ids and without repetitions in a row."""
     generator = torch.Generator().manual_seed(seed)
     low, high = ORDINARY
     rows = [torch.randperm(high - low, generator=generator)[:length] + low for _ in range(batch)]
@@ -114,7 +114,7 @@ ORDINARY_TEXTS = (ordinary(2, 8, seed=1), ordinary(2, 21, seed=2))
 
 
 def valid_inputs() -> Iterator[Tensor]:
-    """A broad set of valid inputs: lengths, batches and all ids of the vocabulary."""
+    """Valid inputs of many lengths and batch sizes, with all ids of the vocabulary."""
     generator = torch.Generator().manual_seed(5)
     for batch, length in [(1, 1), (1, 2), (2, 7), (3, 33), (5, 64), (2, 101), (2, N_POSITIONS)]:
         yield torch.randint(V, (batch, length), generator=generator)
@@ -124,11 +124,11 @@ def valid_inputs() -> Iterator[Tensor]:
     yield torch.arange(V - 100, V).view(2, 50)
 
 
-# Ways of running a model.
+# Functions that run a model
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model of the entries returns."""
+    """The logits in the output of an entry's model."""
     if isinstance(output, dict):
         output = output["logits"]
     if isinstance(output, (tuple, list)):
@@ -184,7 +184,7 @@ def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def with_hooks(model: nn.Module, ids: Tensor) -> Tensor:
-    """With a forward hook on every module, as a profiler has it."""
+    """With a forward hook on every module, as a profiler registers it."""
     handles = [m.register_forward_hook(lambda *_: None) for m in model.modules()]
     logits = once(model, ids)
     for handle in handles:
@@ -201,12 +201,12 @@ def as_int32(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def transposed(model: nn.Module, ids: Tensor) -> Tensor:
-    """The ids as a view that is not contiguous."""
+    """With the ids as a non-contiguous view."""
     return once(model, ids.T.contiguous().T)
 
 
 def sliced(model: nn.Module, ids: Tensor) -> Tensor:
-    """The ids as a slice of a longer text."""
+    """With the ids as a slice of a longer text."""
     longer = torch.cat([ids.flip(1), ids], dim=1)
     return once(model, longer[:, ids.shape[1] :])
 
@@ -217,7 +217,7 @@ def compiled(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def worst_of(count: int) -> Run:
-    """The logits of that one of `count` calls which is farthest from the first."""
+    """The logits of the call, out of `count`, that differs most from the first."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -228,11 +228,11 @@ def worst_of(count: int) -> Run:
     return run
 
 
-# Carriers: how a fault gets into a model.
+# Registration of entries
 
 
 class Wrapped(nn.Module):
-    """A dialect's model inside a user's module, whose forward is one function."""
+    """A user's module around a dialect's model, whose forward pass is one function."""
 
     def __init__(self, inner: nn.Module, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -305,9 +305,9 @@ def source(
     run: Run = once,
     **more: Any,
 ) -> None:
-    """Register a hand-written file of the zoo in which `old` became `new`, for `adapt`.
+    """Register a hand-written file of the zoo, with `old` replaced by `new`, for `adapt`.
 
-    Its weights are those that `adapt` loads; the self-check loads them with a name map of its own.
+    `adapt` loads the weights. The tests of the entries load them with the zoo model's name map.
     """
     mutation = Mutation(style, name, old, new, at=None, more=others)
 
@@ -320,12 +320,12 @@ def source(
     register(Adversary(name, about, kind, "adapt", build, trigger, run, style=style, **more))
 
 
-# Isolation: several entries change the process.
+# Isolation, because several entries change the process
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Undo afterwards what was patched into torch, transformers and nn.Module's global hooks."""
+    """Undo patches of torch and transformers and of nn.Module's global hooks after the block."""
     owners = [
         torch,
         torch.nn.functional,

@@ -1,4 +1,4 @@
-"""The register of mistakes, and what it takes to make them."""
+"""The registry of mistakes, and helpers that make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of the loss, ours and transformers', under the same names."""
+"""Gradients of the loss in our models and in transformers, under the same names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradients = dict[str, Tensor]
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (B, T, V) against the ids (B, T) one place on."""
+    """The mean cross-entropy of logits (B, T, V) against the next ids of (B, T)."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -30,7 +30,7 @@ def our_gradients(model: nn.Module, ids: Tensor) -> Gradients:
 
 
 def their_gradients(folder: Path, ids: Tensor, dtype: torch.dtype) -> Gradients:
-    """The same by transformers, eager; the loss is taken here, since theirs is cast to float32."""
+    """The same by transformers. Its own loss would be computed in float32."""
     model = transformers.GPT2LMHeadModel.from_pretrained(
         folder, attn_implementation="eager", dtype=dtype
     ).eval()
@@ -39,7 +39,7 @@ def their_gradients(folder: Path, ids: Tensor, dtype: torch.dtype) -> Gradients:
 
 
 def worst_difference(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
-    """The largest ‖Δ‖/‖g‖ and its parameter; key biases are a third of `attn.c_attn.bias` here."""
+    """The largest ‖Δ‖/‖g‖ and its parameter. Key biases are a part of `attn.c_attn.bias`."""
     assert ours.keys() == theirs.keys()
     return max(
         (((ours[name] - expected).norm() / expected.norm()).item(), name)
@@ -48,6 +48,6 @@ def worst_difference(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
 
 
 def key_bias_gradients(gradients: Gradients) -> list[float]:
-    """max|g| of the key bias of every layer: zero in exact arithmetic, the rest is rounding."""
+    """max|g| of the key bias of every layer, which is zero but for rounding."""
     biases = [g for name, g in gradients.items() if name.endswith("attn.c_attn.bias")]
     return [g.chunk(3)[1].abs().max().item() for g in biases]

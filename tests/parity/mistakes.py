@@ -1,4 +1,4 @@
-"""The mistakes that people make when they write GPT-2, each done to layer 1 of a `linear` model.
+"""Common mistakes in implementations of GPT-2, each made in layer 1 of a `linear` model.
 
 Every entry breaks a loaded model on purpose and says at which tap the parity check must find it
 first. The numbers in the comments are those of the list of common mistakes in the field notes.
@@ -58,7 +58,7 @@ def rounded_gelu_constant(model: linear.GPTModel) -> None:
 
 
 @mistake("logits")
-def head_lost_and_made_up(model: linear.GPTModel) -> None:
+def head_initialised_at_random(model: linear.GPTModel) -> None:
     model.out_head.weight = nn.Parameter(torch.randn_like(model.out_head.weight))
 
 
@@ -223,7 +223,7 @@ def layers_in_the_wrong_order(model: linear.GPTModel) -> None:
     blocks[1], blocks[2] = blocks[2], blocks[1]
 
 
-# Precision: small, and not rounding
+# Precision: small errors that are not rounding
 
 
 @mistake("h.1.fc")

@@ -1,4 +1,4 @@
-"""The mistakes that people make in GPT-2's attention; see `mistakes`."""
+"""Common mistakes in GPT-2's attention; see `mistakes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def patch_attention(
     drop: Callable[[Tensor], Tensor] | None = None,
     merge: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Rewrite layer 1's attention with one step done differently."""
+    """Replace one step of layer 1's attention."""
     a = block(model).attention
     H, D = a.n_head, a.d_head
     split = split or (lambda x, H, D: x.view(*x.shape[:2], H, D).transpose(1, 2))
@@ -44,7 +44,7 @@ def patch_attention(
     a.forward = forward
 
 
-# 1: orientation, silent for square weights
+# 1: orientation, which passes shape checks for square weights
 
 
 @mistake("h.1.attn")
@@ -140,7 +140,7 @@ def qkv_bias_dropped(model: linear.GPTModel) -> None:
 
 @mistake("h.1.k")
 def key_bias_dropped(model: linear.GPTModel) -> None:
-    """Cancels in the softmax: the logits do not show it."""
+    """The key bias cancels in the softmax, so the logits do not change."""
     block(model).attention.W_key.bias = None
 
 
@@ -192,7 +192,7 @@ def softmax_over_queries(model: linear.GPTModel) -> None:
     patch_attention(model, weigh=lambda s, hidden: s.masked_fill(hidden, -1e9).softmax(dim=-2))
 
 
-# Precision: small, and not rounding
+# Precision: small errors that are not rounding
 
 
 @mistake("h.1.probs")

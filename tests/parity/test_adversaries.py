@@ -1,4 +1,4 @@
-"""The proof against its adversaries: no planted fault passes, no harmless variant is refused."""
+"""The proof against its adversaries: no fault passes, and no harmless variant is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from compat.parity import Limit
 from tests.conftest import MakeCheckpoint
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
-# Faults that pass:
-# - nano_reads_the_stack: `adapt` calls the model by a function of its own, which is on every stack;
-# - delegates_to_transformers: transformers cannot be removed from a process that compares with it;
-# - wrong_only_when_compiled: the proof does not compile the model; the condition is a limit.
-BEYOND = frozenset(
+# Known faults that pass:
+# - nano_reads_the_stack: `adapt` calls the model by its own function, which is on every stack.
+# - delegates_to_transformers: transformers is imported in every process that compares with it.
+# - wrong_only_when_compiled: the proof does not compile the model.
+KNOWN_TO_PASS = frozenset(
     "nano_reads_the_stack delegates_to_transformers wrong_only_when_compiled".split()
 )
 
@@ -31,30 +31,30 @@ def in_float32(
     return [e for e in entries.values() if e.dtype == "float32" and e.name not in without]
 
 
-def judged(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Limit]]:
-    """The verdict and its limits; what the library refuses to judge is not called compatible."""
+def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Limit]]:
+    """Whether the model passes, and the limits of the proof. An error of compat is a refusal."""
     with restored():
         try:
             model = entry.build(folder, scratch)
             if entry.use == "check_parity":
                 report = check_parity(model, folder)
-                # Every wrapper counts its calls, which says nothing of the fault.
-                counted = "the forward pass changes calls,"
-                return bool(report), [x for x in report.limits if counted not in x.message]
+                # Every wrapper counts its calls, so that this limit does not indicate the fault.
+                of_wrapper = "the forward pass changes calls,"
+                return bool(report), [x for x in report.limits if of_wrapper not in x.message]
             adaptation = adapt(model, folder)
         except CompatError:
             return False, []
         return bool(adaptation), adaptation.parity.limits if adaptation.parity else []
 
 
-@pytest.mark.parametrize("entry", in_float32(FAULTS, BEYOND), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", in_float32(FAULTS, KNOWN_TO_PASS), ids=lambda entry: entry.name)
 def test_no_fault_passes(entry: Adversary, folder: Path, tmp_path: Path) -> None:
-    """Where no input can be expected to meet the condition, it passes with a limit at most."""
-    compatible, limits = judged(entry, folder, tmp_path)
+    """A fault that no designed input can be expected to reach may pass with a limit."""
+    compatible, limits = verdict_on(entry, folder, tmp_path)
     assert not compatible or (entry.limit_suffices and limits)
 
 
 @pytest.mark.parametrize("entry", in_float32(HARMLESS), ids=lambda entry: entry.name)
 def test_no_harmless_variant_is_refused(entry: Adversary, folder: Path, tmp_path: Path) -> None:
-    compatible, _ = judged(entry, folder, tmp_path)
+    compatible, _ = verdict_on(entry, folder, tmp_path)
     assert compatible

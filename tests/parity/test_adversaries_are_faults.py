@@ -1,4 +1,7 @@
-"""The adversaries are what they say, found by running them beside transformers, without compat."""
+"""Each adversary is the fault or the harmless variant that it claims to be.
+
+The models run beside transformers, without compat's proof.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def half_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
-    """What transformers computes; no model of it stays alive, as some entries look for one."""
+    """The logits of transformers. Its model is deleted, because some entries search for one."""
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits: Tensor = reference(torch.tensor(ids)).logits
@@ -51,7 +54,7 @@ def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
 
 @cache
 def style_map(style: str, folder: Path) -> object:
-    """Where the weights of an unchanged zoo model go."""
+    """The name map of an unchanged model of the zoo."""
     return adapt(build_style(style, folder), folder).name_map
 
 
@@ -67,7 +70,7 @@ def expected(folder: Path, ids: Tensor) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative RMS; infinite for another shape or a value that is not finite."""
+    """The relative RMS error; infinite for another shape or non-finite values."""
     found = found.as_subclass(Tensor)
     if found.shape != wanted.shape or not found.isfinite().all():
         return float("inf")
@@ -76,7 +79,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @contextlib.contextmanager
 def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The expected logits, computed before an entry may change the process."""
+    """The expected logits, computed before an entry can change the process."""
     for style in ("nano", "mingpt", "book"):
         style_map(style, folder)
     wanted = [expected(folder, ids) for ids in inputs]
@@ -85,7 +88,7 @@ def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def in_float32(entries: dict[str, Adversary]) -> list[Adversary]:
-    """The entries in half precision are the same models again."""
+    """The entries in float32; those in half precision are the same models."""
     return [entry for entry in entries.values() if entry.dtype == "float32"]
 
 
@@ -99,13 +102,15 @@ def checked(entries: list[Adversary]) -> list[object]:
 
 
 @pytest.mark.parametrize("entry", checked(in_float32(FAULTS)))
-def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_path: Path) -> None:
+def test_a_fault_is_wrong_on_its_trigger_only(
+    entry: Adversary, folder: Path, tmp_path: Path
+) -> None:
     inputs = [entry.trigger, *ORDINARY_TEXTS]
     found: list[Tensor | None] = []
     with prepared(folder, inputs) as wanted:
         model = built(entry, folder, tmp_path)
         texts = [once(model, ids) for ids in ORDINARY_TEXTS] if entry.ordinary else []
-        model = built(entry, folder, tmp_path)  # a fresh one, for the sake of state
+        model = built(entry, folder, tmp_path)  # a new one, because calls change its state
         with contextlib.suppress(AssertionError):
             found.append(entry.run(model, entry.trigger))
     assert not found or error(found[0], wanted[0]) > DIFFERENT
@@ -114,7 +119,7 @@ def test_a_fault_shows_on_its_trigger_alone(entry: Adversary, folder: Path, tmp_
 
 
 @pytest.mark.parametrize("entry", checked(in_float32(HARMLESS)))
-def test_a_harmless_variant_agrees_everywhere(
+def test_a_harmless_variant_agrees_on_all_inputs(
     entry: Adversary, folder: Path, tmp_path: Path
 ) -> None:
     inputs = list(valid_inputs())
@@ -128,10 +133,10 @@ HALF = [entry for entry in FAULTS.values() if entry.dtype != "float32"]
 
 
 @pytest.mark.parametrize("entry", checked(HALF))
-def test_a_fault_in_half_precision_shows_on_a_float32_copy(
+def test_a_fault_in_half_precision_is_wrong_in_float32(
     entry: Adversary, half_folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The copy is made in place: one entry lies to those who call `float`."""
+    """The model is converted in place, because one entry overrides `float`."""
     folder = half_folders[entry.dtype]
     with prepared(folder, [entry.trigger]) as wanted:
         model = nn.Module.float(built(entry, folder, tmp_path))
@@ -139,7 +144,7 @@ def test_a_fault_in_half_precision_shows_on_a_float32_copy(
     assert error(found, wanted[0]) > DIFFERENT
 
 
-def test_there_are_enough() -> None:
+def test_the_adversaries_cover_every_kind() -> None:
     assert len(in_float32(FAULTS)) >= 70 and len(in_float32(HARMLESS)) >= 24
     assert {entry.kind for entry in FAULTS.values()} == {
         "length", "ids", "batch", "state", "mode", "chance", "numeric", "cheating", "taps",

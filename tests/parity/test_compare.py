@@ -1,4 +1,4 @@
-"""The verdict, on tensors made for it."""
+"""The verdict on differences that are known in advance."""
 
 from __future__ import annotations
 
@@ -15,46 +15,45 @@ from tests.pages import GOOD_LOGITS
 
 def test_numbers_of_a_known_difference() -> None:
     reference = torch.tensor([3.0, -4.0])
-    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, granted=1e-6)
+    found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, tolerance=1e-6)
     assert found.max_abs == 0.5
     assert found.rel_rms == pytest.approx(0.1)  # √(0.25 / 2) over √(25 / 2)
     assert found.ratio is None and not found.bit_identical and not found.within
 
 
-def test_verdict_is_about_scale() -> None:
-    """The same max|Δ| is nothing beside activations in the thousands and much beside small ones."""
+def test_an_error_is_relative_to_the_scale_of_the_tensor() -> None:
+    """The same max|Δ| passes on activations in the thousands and fails on small ones."""
     torch.manual_seed(0)
     x = torch.randn(1000)
-    assert difference(1000 * x + 1e-4, 1000 * x, None, granted=1e-6).within
-    assert not difference(x + 1e-4, x, None, granted=1e-6).within
+    assert difference(1000 * x + 1e-4, 1000 * x, None, tolerance=1e-6).within
+    assert not difference(x + 1e-4, x, None, tolerance=1e-6).within
 
 
-def test_verdict_against_float64_allows_twice_the_references_error() -> None:
+def test_the_error_may_be_twice_the_references_own() -> None:
     torch.manual_seed(0)
     exact, noise = torch.randn(10_000).double(), torch.randn(10_000).double() * 1e-4
     reference = (exact + noise).float()
     for factor, within in ((-1.9, True), (-2.1, False)):
-        found = difference((exact + factor * noise).float(), reference, exact, granted=0.0)
+        found = difference((exact + factor * noise).float(), reference, exact, tolerance=0.0)
         assert found.within is within
         assert found.ratio == pytest.approx(abs(factor), rel=1e-3)
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_bound_is_the_largest_error_that_passes(calibrated: bool) -> None:
+def test_the_bound_is_the_largest_error_that_passes(calibrated: bool) -> None:
     torch.manual_seed(0)
     truth, noise = torch.randn(1000).double(), 1e-4 * torch.randn(1000).double()
     reference, exact = (truth + noise).float(), truth if calibrated else None
     for factor in (-3.0, -1.0, 0.5, 1.5, 2.5, 4.0):
-        found = difference((truth + factor * noise).float(), reference, exact, granted=1e-4)
+        found = difference((truth + factor * noise).float(), reference, exact, tolerance=1e-4)
         assert found.bound is not None
         assert found.within is (found.error <= found.bound)
         assert calibrated or found.error == found.rel_rms
-    unjudged = difference(reference, reference, None, granted=None)
+    unjudged = difference(reference, reference, None, tolerance=None)
     assert unjudged.bound is None and unjudged.within
 
 
-def test_rounding_is_granted_where_the_reference_happens_to_be_exact() -> None:
-    """With few values, luck can spare the reference what rounding costs on average."""
+def test_rounding_passes_where_the_reference_is_exact_by_chance() -> None:
     reference = {"embed": torch.full((100,), 1.0)}
     exact, one_ulp = {"embed": torch.ones(100).double()}, torch.finfo(torch.float32).eps
     for ulps, passes in ((2, True), (3, False)):
@@ -62,8 +61,8 @@ def test_rounding_is_granted_where_the_reference_happens_to_be_exact() -> None:
         assert compare(reference, ours, ours, exact, exact)[0].passed is passes
 
 
-def test_error_of_earlier_taps_is_granted_to_what_accumulates_but_not_to_a_piece() -> None:
-    """Rounding that has come in does not go away; at one tap luck may hide it in the reference."""
+def test_the_accumulated_error_may_be_that_of_earlier_taps_and_the_local_one_may_not() -> None:
+    """Rounding errors persist, but at one tap the reference can be exact by chance."""
     torch.manual_seed(0)
     truth, noise = torch.randn(1000).double(), 1e-4 * torch.randn(1000).double()
     exact = {"embed": truth, "h.0.ln_1": truth}
@@ -74,7 +73,7 @@ def test_error_of_earlier_taps_is_granted_to_what_accumulates_but_not_to_a_piece
     assert ln_1.accumulated.within and not ln_1.local.within
 
 
-def test_a_reference_of_zeros_does_not_grant_anything_after_it() -> None:
+def test_a_reference_of_zeros_does_not_raise_the_bounds_after_it() -> None:
     torch.manual_seed(0)
     truth = torch.randn(1000).double()
     exact = {"embed": truth * 1e-50, "h.0.ln_1": truth}
@@ -85,16 +84,16 @@ def test_a_reference_of_zeros_does_not_grant_anything_after_it() -> None:
     assert embed.passed and ln_1.local.within and not ln_1.accumulated.within
 
 
-def test_bit_identical_always_passes_and_nan_never() -> None:
+def test_bit_identical_tensors_always_pass_and_nan_never_does() -> None:
     x = torch.tensor([1.0, 2.0])
-    assert difference(x, x.clone(), x.double() + 1, granted=0.0).within
+    assert difference(x, x.clone(), x.double() + 1, tolerance=0.0).within
     for bad in (math.nan, math.inf):
-        found = difference(torch.tensor([1.0, bad]), x, x.double(), granted=1e-6)
+        found = difference(torch.tensor([1.0, bad]), x, x.double(), tolerance=1e-6)
         assert not found.within
-        assert not difference(torch.tensor([1.0, bad]), x, None, granted=1e-6).within
+        assert not difference(torch.tensor([1.0, bad]), x, None, tolerance=1e-6).within
 
 
-def test_accumulated_error_is_judged_only_against_float64() -> None:
+def test_the_accumulated_error_is_judged_only_against_float64() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000)
     reference, grown = {"embed": x}, {"embed": x * (1 + 1e-4)}
@@ -104,9 +103,9 @@ def test_accumulated_error_is_judged_only_against_float64() -> None:
     assert not compare(reference, grown, {"embed": x}, exact, exact)[0].passed
 
 
-def test_tap_of_another_shape_is_named() -> None:
+def test_a_tap_of_another_shape_is_named() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ParityError, match=r"tap embed: found shape \[2, 4\], expected \[2, 3\]"):
+    with pytest.raises(ParityError, match=r"tap embed has shape \[2, 4\]; expected \[2, 3\]"):
         compare({"embed": x}, {"embed": torch.zeros(2, 4)}, {"embed": x})
 
 
@@ -121,16 +120,16 @@ def make_report(*within: bool) -> ParityReport:
     )
 
 
-def test_report_names_the_first_divergence_in_execution_order() -> None:
+def test_a_report_names_the_first_divergence_in_execution_order() -> None:
     report = make_report(True, False, False, True)
     assert not report.passed and report.first_divergence == "h.0.ln_1"
     assert "diverges from transformers at h.0.ln_1" in report.headline
     good = make_report(True, True, True, True)
     assert good.passed and good.first_divergence is None
-    assert "4 of 4 taps, all bit-identical" in good.headline
+    assert "4 of 4 taps pass, all bit-identical" in good.headline
 
 
-def test_report_is_valid_json_even_with_nan() -> None:
+def test_a_report_with_nan_is_valid_json() -> None:
     found = json.loads(json.dumps(make_report(True, False, True, True).to_json(), allow_nan=False))
     assert found["passed"] is False and found["first_divergence"] == "h.0.ln_1"
     assert found["taps"][1]["local"]["max_abs"] is None

@@ -1,4 +1,4 @@
-"""What generates is compared with transformers: prefill and decode steps, through the KV cache."""
+"""Engines are compared with transformers: prefill and decode steps through the KV cache."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_an_engine_computes_what_transformers_computes(
     if settings["dtype"] == "float32":
         assert report.smallest_detectable < 1e-4
     if settings["dtype"] == "int8":
-        assert "measured quantization error" in report.notes[0]
+        assert "quantization error of the reference" in report.notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_plain_blocks(noisy: Path, dtype: torch.dtype) -> None:
+def test_plain_blocks_are_compared_with_transformers(noisy: Path, dtype: torch.dtype) -> None:
     model = load_pretrained(noisy, "linear", dtype=dtype)
     report = check_parity(PlainBlocks(model), noisy)
     assert report.passed, report.headline
@@ -63,12 +63,12 @@ def shifted_positions(engine: Engine) -> None:
     engine.transformer.wpe = engine.transformer.wpe.roll(1, 0)
 
 
-def in_decode_steps_alone(engine: Engine) -> None:
+def in_decode_steps_only(engine: Engine) -> None:
     step = engine.transformer.next_logits
     engine.transformer.next_logits = lambda *args: step(*args) * 1.001
 
 
-def at_the_last_position_alone(engine: Engine) -> None:
+def at_the_last_position_only(engine: Engine) -> None:
     step = engine.transformer.next_logits
 
     def next_logits(ids: Tensor, cache: Any, start: int | Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def quits(engine: Engine) -> None:
     engine.transformer.next_logits = logits
 
 
-def in_batches_alone(engine: Engine) -> None:
+def in_batches_only(engine: Engine) -> None:
     logits = engine.transformer.logits
     engine.transformer.logits = lambda hidden: (
         logits(hidden).roll(1, 0) if len(hidden) > 2 else logits(hidden)
@@ -93,8 +93,8 @@ def in_batches_alone(engine: Engine) -> None:
 
 
 FAULTS = [
-    other_scale, other_activation, shifted_positions, in_decode_steps_alone,
-    at_the_last_position_alone, in_batches_alone, quits,
+    other_scale, other_activation, shifted_positions, in_decode_steps_only,
+    at_the_last_position_only, in_batches_only, quits,
 ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_a_fault_in_an_engine_is_found(noisy: Path, fault: Callable[[Engine], No
     assert not check_parity(engine, noisy)
 
 
-@pytest.mark.parametrize("fault", [shifted_positions, in_batches_alone])
+@pytest.mark.parametrize("fault", [shifted_positions, in_batches_only])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_coarse_fault_is_found_in_lower_precision(
     noisy: Path, dtype: Any, fault: Callable[[Engine], None]
@@ -116,7 +116,7 @@ def test_a_coarse_fault_is_found_in_lower_precision(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_the_command_shows_an_engine(cli: Cli, noisy: Path, precision: str) -> None:
+def test_the_command_prints_the_report_of_an_engine(cli: Cli, noisy: Path, precision: str) -> None:
     done = cli("parity", "--model", noisy, "--engine", precision)
     assert done.code == 0, done.err
     assert f"✓ Engine({precision}) computes what transformers computes" in done.out

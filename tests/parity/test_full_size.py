@@ -1,4 +1,4 @@
-"""GPT-2's real shapes, noise on every parameter, the real tokenizer, batch 2 x 128 tokens."""
+"""Parity at GPT-2's real shapes: noise on every parameter, the real tokenizer, 2 × 128 tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.parity.gradients import (
 )
 
 GPT2 = {"vocab_size": 50257, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256}
-# Weights as wide as those of trained models: with wider ones attention turns chaotic, and rounding
-# grows until it drowns what the comparison is about.
+# The standard deviation of the weights is that of trained models. With larger ones attention
+# amplifies rounding errors until they hide the faults that the comparison looks for.
 WIDTH = {"initializer_range": 0.02, "noise": 0.02}
 SHAPES = {
     "medium": {"n_embd": 1024, "n_head": 16},

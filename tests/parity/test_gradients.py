@@ -1,4 +1,4 @@
-"""Gradients of the loss match the reference's for every parameter."""
+"""The gradients of the loss match the reference's for every parameter."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_gradients_match(tiny: Path, dialect: str, dtype: torch.dtype) -> None:
     assert len(ours) == 2 + 12 * 3 + 2
     worst, name = worst_difference(ours, theirs)
     assert worst <= BOUNDS[dtype], name
-    # Zero in exact arithmetic: what is left is rounding, small beside the other gradients.
+    # They are zero in exact arithmetic, so only rounding is left.
     assert max(key_bias_gradients(ours)) <= BOUNDS[dtype]
     assert max(key_bias_gradients(theirs)) <= BOUNDS[dtype]
 
 
-def test_gradients_of_a_broken_model_do_not(tiny: Path) -> None:
+def test_gradients_of_a_broken_model_do_not_match(tiny: Path) -> None:
     model = load_pretrained(tiny, "linear", dtype=torch.float64)
     assert isinstance(model, linear.GPTModel)
     model.trf_blocks[1].feedforward.layers[1] = nn.GELU()

@@ -1,9 +1,10 @@
-"""Both dialects against transformers, from the checkpoint to ours and from ours to a checkpoint."""
+"""Both dialects compute what transformers computes, on loaded and on exported weights."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,21 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from compat import ParityError, ParityReport, check_parity, load_pretrained, to_hf_state_dict
-from compat.checkpoint import open_checkpoint
+from compat import (
+    CheckpointError,
+    GPT2Config,
+    ParityError,
+    ParityReport,
+    adapt,
+    check_parity,
+    load_into,
+    load_pretrained,
+    open_checkpoint,
+    to_hf_state_dict,
+)
 from compat.dialects import DIALECTS, conv1d, get_dialect, linear
 from compat.parity import random_ids
-from compat.parity.check import Reference
+from compat.parity.reference import Reference
 from compat.taps import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
@@ -24,14 +35,14 @@ NORMS = ("ln_1", "ln_2", "ln_f")
 
 
 def assert_parity(report: ParityReport) -> None:
-    """All taps pass; `conv1d` to the bit, `linear` to the bit locally but for its norms."""
+    """All taps pass. `conv1d` is bit-identical, and so is `linear` locally except in its norms."""
     assert report.passed, report.headline
     assert [result.tap for result in report.taps if "probs" not in result.tap] == [
         tap for tap in tap_names(TINY["n_layer"]) if "probs" not in tap
     ]
-    if report.dialect == "conv1d":
+    if report.model_name == "conv1d":
         assert all(result.accumulated.bit_identical for result in report.taps)
-    pieces = [r for r in report.taps if report.dialect == "conv1d" or not r.tap.endswith(NORMS)]
+    pieces = [r for r in report.taps if report.model_name == "conv1d" or not r.tap.endswith(NORMS)]
     assert all(result.local.bit_identical for result in pieces)
 
 
@@ -44,7 +55,7 @@ def test_parity_with_eager(make_checkpoint: MakeCheckpoint, dialect: str, seed: 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: int) -> None:
-    """Another kernel, hence not to the bit, and no probabilities to look at."""
+    """SDPA is another kernel, so that results are not bit-identical, and it has no `probs`."""
     report = check_parity(dialect, make_checkpoint(seed), attention="sdpa")
     assert report.passed, report.headline
     assert len(report.taps) == len(tap_names(3)) - 3
@@ -53,8 +64,8 @@ def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: i
 
 @pytest.mark.parametrize("length", [1, 2, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_short_inputs_raise_no_false_alarm(dtype: torch.dtype, length: int) -> None:
-    """With a token or two, luck can make the reference's own error much smaller than usual."""
+def test_a_right_model_passes_on_short_inputs(dtype: torch.dtype, length: int) -> None:
+    """On one or two tokens the reference's own error can be much smaller than usual by chance."""
     model, generator = load_pretrained("demo", dtype=dtype), torch.Generator().manual_seed(0)
     for _ in range(10):
         ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
@@ -77,7 +88,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("field", CONFIGS, ids=lambda field: next(iter(field)))
-def test_field_that_changes_the_arithmetic(
+def test_parity_under_every_config_field_that_changes_the_arithmetic(
     make_checkpoint: MakeCheckpoint, dialect: str, field: dict[str, Any]
 ) -> None:
     assert check_parity(dialect, make_checkpoint(**field)).passed
@@ -85,16 +96,16 @@ def test_field_that_changes_the_arithmetic(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("field", CONFIGS[1:-1], ids=lambda field: next(iter(field)))
-def test_field_that_is_overlooked(
+def test_a_model_that_ignores_a_config_field_fails(
     make_checkpoint: MakeCheckpoint, dialect: str, field: dict[str, Any]
 ) -> None:
-    """The same weights without the field compute something else, so the test above sees it.
+    """The test above depends on the field, since the same weights without it do not pass.
 
-    (With another `n_inner` or an untied head the weights do not fit; the loader's tests show that.)
+    With another `n_inner` or an untied head the weights cannot be loaded; other tests show that.
     """
     with_field, name = make_checkpoint(**field), next(iter(field))
     report = check_parity(_without(with_field, name, dialect), with_field)
-    # In float32 upcasting is nothing, and a fused tanh GELU differs from the usual one by rounding.
+    # In float32 upcasting changes nothing, and the fused tanh GELU differs by rounding only.
     same = name == "reorder_and_upcast_attn" or "gelu_pytorch_tanh" in field.values()
     assert report.passed == same
 
@@ -102,11 +113,11 @@ def test_field_that_is_overlooked(
 @pytest.mark.parametrize("upcast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_other_precisions(
+def test_parity_in_other_data_types(
     make_checkpoint: MakeCheckpoint, dialect: str, dtype: torch.dtype, upcast: bool
 ) -> None:
     if upcast and dtype == torch.float64:
-        dtype = torch.float32  # "upcast" would mean float32, which transformers refuses
+        dtype = torch.float32  # from float64, "upcast" to float32 raises an error in transformers
     folder = make_checkpoint(reorder_and_upcast_attn=upcast)
     report = check_parity(dialect, folder, dtype=dtype)
     assert report.passed, report.headline
@@ -117,8 +128,9 @@ def test_other_precisions(
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_from_ours_to_transformers(tmp_path: Path, dialect: str, seed: int) -> None:
-    """A model made here, written as a checkpoint, computes the same in transformers."""
+def test_exported_weights_compute_the_same_in_transformers(
+    tmp_path: Path, dialect: str, seed: int
+) -> None:
     torch.manual_seed(seed)
     model = get_dialect(dialect).model_class(TINY).eval()
     with torch.no_grad():
@@ -131,15 +143,15 @@ def test_from_ours_to_transformers(tmp_path: Path, dialect: str, seed: int) -> N
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", ["tarot", "machining"])
-def test_checkpoints_made_by_others(shared: Path, name: str, dialect: str) -> None:
+def test_parity_on_published_checkpoints(shared: Path, name: str, dialect: str) -> None:
     report = check_parity(dialect, shared / "data/checkpoints" / name)
     assert report.passed, report.headline
     if dialect == "conv1d":
         assert all(result.accumulated.bit_identical for result in report.taps)
 
 
-def test_single_file_is_compared_with_the_same_file(tmp_path: Path, tiny: Path) -> None:
-    """A weights file of another name is given to transformers too, not the folder's default."""
+def test_a_weights_file_is_compared_with_the_same_file(tmp_path: Path, tiny: Path) -> None:
+    """transformers gets a weights file of another name too, not the default one of the folder."""
     model = load_pretrained(tiny, "conv1d")
     with torch.no_grad():
         model.ln_f.bias.add_(1)
@@ -149,12 +161,12 @@ def test_single_file_is_compared_with_the_same_file(tmp_path: Path, tiny: Path) 
     assert check_parity(model, tiny).first_divergence == "ln_f"
 
 
-def test_text_is_encoded_by_the_checkpoints_tokenizer(shared: Path) -> None:
+def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(shared: Path) -> None:
     report = check_parity("conv1d", shared / "data/checkpoints/tarot", text="The more you make")
     assert report.passed and report.input_shape == (1, 4)
 
 
-def test_somebody_elses_model_is_compared_by_its_logits(tiny: Path) -> None:
+def test_a_users_model_is_compared_by_its_logits(tiny: Path) -> None:
     class Wrapped(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,6 +183,29 @@ def test_somebody_elses_model_is_compared_by_its_logits(tiny: Path) -> None:
     assert check_parity(model, tiny).first_divergence == "logits"
 
 
+def test_a_users_model_may_have_a_module_named_decoder(tiny: Path) -> None:
+    class WithDecoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = load_pretrained(tiny, "linear")
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.decoder(ids)
+            return logits
+
+    report = check_parity(WithDecoder(), tiny)
+    assert report.passed and report.model_name == "WithDecoder" and report.source == str(tiny)
+
+
+@pytest.mark.parametrize("function", [check_parity, adapt])
+@pytest.mark.parametrize("option", [{"revision": "main"}, {"verify": True}, {"n_head": 4}])
+def test_options_of_the_source_reach_open_checkpoint(
+    tiny: Path, function: Callable[..., object], option: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=f"already open. Pass {next(iter(option))}"):
+        function(load_pretrained(tiny), open_checkpoint(tiny), **option)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -180,22 +215,18 @@ def test_somebody_elses_model_is_compared_by_its_logits(tiny: Path) -> None:
         ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "text": "x"}, "both"),
     ],
 )
-def test_input_that_cannot_be_compared(tiny: Path, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_input_ids_are_refused(tiny: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ParityError, match=message):
         check_parity("linear", tiny, **arguments)
 
 
-def test_model_of_another_data_type_is_refused(tiny: Path) -> None:
+def test_a_model_of_another_data_type_is_refused(tiny: Path) -> None:
     with pytest.raises(ParityError, match=r"float32.*expected torch.bfloat16"):
         check_parity(load_pretrained(tiny), tiny, dtype=torch.bfloat16)
 
 
 def _without(folder: Path, name: str, dialect: str) -> linear.GPTModel | conv1d.GPTModel:
-    """The checkpoint's weights in a model that overlooks one field of its config."""
-    from compat import load_into
-    from compat.checkpoint import open_checkpoint
-    from compat.config import GPT2Config
-
+    """The checkpoint's weights in a model that ignores one field of its config."""
     config = open_checkpoint(folder).config
     fields = {**config.to_hf_dict(), name: getattr(GPT2Config(), name)}
     model = get_dialect(dialect).model_class(fields).eval()
@@ -204,7 +235,7 @@ def _without(folder: Path, name: str, dialect: str) -> linear.GPTModel | conv1d.
 
 
 @pytest.mark.parametrize("sizes", [{"length": 33}, {"length": 0}, {"batch": 0}, {"length": 2.5}])
-def test_random_ids_are_of_the_size_asked_for(tiny: Path, sizes: dict[str, Any]) -> None:
+def test_random_ids_have_the_requested_shape(tiny: Path, sizes: dict[str, Any]) -> None:
     checkpoint = open_checkpoint(tiny)
     assert random_ids(checkpoint).shape == (2, 32)  # the default fits the context
     assert random_ids(checkpoint, batch=3, length=32).shape == (3, 32)
@@ -215,7 +246,7 @@ def test_random_ids_are_of_the_size_asked_for(tiny: Path, sizes: dict[str, Any])
 
 
 def test_a_reference_is_freed_without_the_garbage_collector(tiny: Path) -> None:
-    """A cycle would keep a model of gigabytes until the collector happens to run."""
+    """A reference cycle would keep gigabytes in memory until the collector runs."""
     reference = Reference(open_checkpoint(tiny), torch.float32)
     reference.logits(torch.tensor([[1, 2, 3]]))
     model = weakref.ref(reference.model)

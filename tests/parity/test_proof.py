@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from compat import ParityError, check_parity, load_pretrained
+from compat.checkpoint import open_checkpoint
 from compat.dialects import linear
-from compat.parity import ParityReport, check
+from compat.parity import ParityReport, check, reference
 from compat.parity.inputs import designed_inputs, sequences, special_ids
 from compat.taps import Tap
 from tests.conftest import MakeCheckpoint
@@ -29,7 +30,7 @@ def roomy(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 class Wrapped(nn.Module):
-    """A user's model around blocks that are right; `change` gets the ids and those blocks."""
+    """A user's model around correct blocks. `change` gets the ids and these blocks."""
 
     def __init__(self, folder: Path, change: Callable[[Tensor, nn.Module], Tensor]) -> None:
         super().__init__()
@@ -47,8 +48,8 @@ def only_one_side(ids: Tensor, inner: nn.Module) -> Tensor:
     return logits
 
 
-def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
-    config = check.open_checkpoint(roomy).config
+def test_the_designed_inputs_cover_shapes_modes_and_special_ids(roomy: Path) -> None:
+    config = open_checkpoint(roomy).config
     rows = sequences(config, N)
     inputs = designed_inputs(len(rows), N)
     shapes = {(len(item.rows), item.length) for item in inputs}
@@ -64,7 +65,7 @@ def test_the_inputs_hold_what_a_proof_needs(roomy: Path) -> None:
 
 
 @pytest.mark.parametrize("n_positions", [1, 2, 3, 5, 33])
-def test_short_contexts_have_inputs_too(make_checkpoint: MakeCheckpoint, n_positions: int) -> None:
+def test_short_contexts_are_proved_too(make_checkpoint: MakeCheckpoint, n_positions: int) -> None:
     folder = make_checkpoint(n_positions=n_positions, pad_token_id=4)
     report = check_parity("linear", folder)
     assert report.passed, report.headline
@@ -82,7 +83,7 @@ def test_logits_are_compared_whatever_the_taps_are(tiny: Path) -> None:
         assert report.max_abs_diff > 1e-3 and "diverges" in report.headline
 
 
-def test_a_right_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
+def test_a_correct_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,7 +97,7 @@ def test_a_right_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
     assert all(tap.passed for tap in report.taps) and not report.passed
 
 
-def test_the_verdict_is_the_truth_value(tiny: Path) -> None:
+def test_the_truth_value_of_a_report_is_the_verdict(tiny: Path) -> None:
     model = load_pretrained(tiny, "linear")
     report = check_parity(model, tiny)
     assert report
@@ -109,15 +110,15 @@ def test_the_verdict_is_the_truth_value(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [torch.relu, nn.ReLU(), 3, None, {"wte.weight": 1}])
-def test_what_is_not_a_model_with_weights_is_refused(tiny: Path, model: Any) -> None:
+def test_a_model_without_weights_is_refused(tiny: Path, model: Any) -> None:
     with pytest.raises(ParityError, match=r"expected .*dialect's name|no parameters"):
         check_parity(model, tiny)
 
 
-# Conditions that were not reached
+# Conditions in the code
 
 
-def test_a_condition_on_one_side_is_a_limit_on_its_line(roomy: Path) -> None:
+def test_a_one_sided_condition_is_a_limit_with_its_line(roomy: Path) -> None:
     report = check_parity(Wrapped(roomy, only_one_side), roomy)
     assert report.passed
     [limit] = [limit for limit in report.limits if limit.file == __file__]
@@ -144,7 +145,7 @@ CONDITIONS: dict[str, Callable[[Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_a_condition_is_reached_by_its_constants(roomy: Path, name: str) -> None:
+def test_the_constants_of_a_condition_reach_its_other_side(roomy: Path, name: str) -> None:
     holds = CONDITIONS[name]
 
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
@@ -154,7 +155,7 @@ def test_a_condition_is_reached_by_its_constants(roomy: Path, name: str) -> None
     assert not check_parity(Wrapped(roomy, change), roomy).passed
 
 
-def test_a_forward_pass_that_draws_is_not_proved(roomy: Path) -> None:
+def test_a_forward_pass_that_draws_random_numbers_fails(roomy: Path) -> None:
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
         logits: Tensor = inner(ids)
         return logits + 1 if torch.rand(()) < 1e-9 else logits
@@ -163,7 +164,7 @@ def test_a_forward_pass_that_draws_is_not_proved(roomy: Path) -> None:
     assert not report.passed and "random numbers" in report.headline
 
 
-def test_changed_state_is_a_limit(roomy: Path) -> None:
+def test_state_that_a_call_changes_is_a_limit(roomy: Path) -> None:
     class Counting(Wrapped):
         calls = 0
 
@@ -178,8 +179,8 @@ def test_changed_state_is_a_limit(roomy: Path) -> None:
     ]
 
 
-def test_a_row_of_the_embedding_that_no_input_has_is_compared(roomy: Path) -> None:
-    rows = torch.cat(sequences(check.open_checkpoint(roomy).config, N))
+def test_the_embedding_of_an_id_that_no_input_has_is_compared(roomy: Path) -> None:
+    rows = torch.cat(sequences(open_checkpoint(roomy).config, N))
     unused = next(i for i in range(V) if i not in rows)
     model = load_pretrained(roomy, "linear")
     with torch.no_grad():
@@ -189,7 +190,7 @@ def test_a_row_of_the_embedding_that_no_input_has_is_compared(roomy: Path) -> No
     assert not report.passed and "every id" in report.headline
 
 
-def test_a_condition_on_an_array_is_left_to_the_model(roomy: Path) -> None:
+def test_a_condition_on_an_array_is_not_evaluated(roomy: Path) -> None:
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
         array = ids.numpy()
         valid = array < V
@@ -200,7 +201,7 @@ def test_a_condition_on_an_array_is_left_to_the_model(roomy: Path) -> None:
     assert report.passed, report.headline
 
 
-# What a model returns
+# Outputs of a model
 
 
 RETURNED: dict[str, Callable[[Tensor], Any]] = {
@@ -213,11 +214,11 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_logits_may_be_returned_in_any_way(roomy: Path, name: str) -> None:
+def test_logits_are_found_in_the_output(roomy: Path, name: str) -> None:
     returned = RETURNED[name]
     report = check_parity(Wrapped(roomy, lambda ids, inner: returned(inner(ids))), roomy)
     assert report.passed, report.headline
-    last = [limit for limit in report.limits if "last position alone" in limit.message]
+    last = [limit for limit in report.limits if "last position only" in limit.message]
     assert len(last) == ("last" in name)
     wrong = Wrapped(roomy, lambda ids, inner: returned(1.001 * inner(ids)))
     assert not check_parity(wrong, roomy)
@@ -278,8 +279,9 @@ def test_faults_do_not_hide_in_rounding(
     calibrate: bool | None,
     large: bool,
 ) -> None:
-    if large:  # what is done from 500M parameters on
+    if large:  # as for models of 500M parameters and more
         monkeypatch.setattr(check, "LARGE", 1)
+        monkeypatch.setattr(reference, "LARGE", 1)
     good = load_pretrained(tiny, "linear", dtype=dtype)
     assert_exact(check_parity(good, tiny, calibrate=calibrate))
     for fault in FAULTS:
@@ -297,7 +299,7 @@ def assert_exact(report: ParityReport) -> None:
     assert (report.float32 is not None) == (report.dtype in ("bfloat16", "float16"))
 
 
-def test_a_model_in_half_precision_is_left_as_it_was(tiny: Path) -> None:
+def test_a_model_in_half_precision_is_not_changed(tiny: Path) -> None:
     model = load_pretrained(tiny, "linear", dtype=torch.bfloat16)
     before = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     assert check_parity(model, tiny)
@@ -306,10 +308,10 @@ def test_a_model_in_half_precision_is_left_as_it_was(tiny: Path) -> None:
         assert (same, address) == (id(p), p.data_ptr()) and torch.equal(value, p)
 
 
-def test_float64_by_module_is_float64_of_the_whole(tiny: Path) -> None:
+def test_float64_by_module_equals_float64_of_the_whole_model(tiny: Path) -> None:
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(3))
-    checkpoint = check.open_checkpoint(tiny)
-    from compat.parity.reference import in_float64, load_reference
+    checkpoint = open_checkpoint(tiny)
+    from compat.parity.transformers_gpt2 import in_float64, load_reference
 
     model = load_reference(checkpoint, torch.float32)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -322,9 +324,7 @@ def test_float64_by_module_is_float64_of_the_whole(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_report_says_it_would_have_detected_is_detected(
-    roomy: Path, dtype: torch.dtype
-) -> None:
+def test_the_smallest_detectable_error_is_detected(roomy: Path, dtype: torch.dtype) -> None:
     """An error of that size at one position, in a random direction, fails."""
     limit = check_parity(load_pretrained(roomy, dtype=dtype), roomy, taps=[]).smallest_detectable
     direction = torch.randn(V, generator=torch.Generator().manual_seed(5))
@@ -362,7 +362,7 @@ def test_ids_may_be_any_container(tiny: Path, ids: Any) -> None:
 
 
 @pytest.mark.parametrize("ids", ["text", [[1.5]], [1, 2], [[97]], [[-1]], [[]], {1: 2}])
-def test_ids_of_another_kind_are_one_error(tiny: Path, ids: Any) -> None:
+def test_invalid_ids_are_a_parity_error(tiny: Path, ids: Any) -> None:
     with pytest.raises(ParityError):
         check_parity("conv1d", tiny, input_ids=ids)
 

@@ -1,4 +1,4 @@
-"""Every common mistake must be found, at the tap where it is made; harmless variants must pass."""
+"""Every common mistake is found at the tap where it is made, and harmless variants pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.mistakes import MISTAKES, block, patch_attention, patch_block
 def check_broken(
     folder: Path, break_it: Callable[[linear.GPTModel], None], calibrate: bool = True
 ) -> ParityReport:
-    """Load `linear`, break it, compare on ids that fill the context."""
+    """Load `linear`, break it, and compare it on ids that fill the context."""
     model = load_pretrained(folder, "linear")
     assert isinstance(model, linear.GPTModel)
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def check_broken(
 
 @pytest.mark.parametrize("calibrate", [True, False])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_found_where_it_is_made(tiny: Path, name: str, calibrate: bool) -> None:
+def test_a_mistake_is_found_where_it_is_made(tiny: Path, name: str, calibrate: bool) -> None:
     first_tap, break_it = MISTAKES[name]
     report = check_broken(tiny, break_it, calibrate)
     assert not report.passed
@@ -37,7 +37,7 @@ def test_mistake_is_found_where_it_is_made(tiny: Path, name: str, calibrate: boo
     assert first_tap in report.headline
     if name in ("left_in_training_mode", "layers_in_the_wrong_order"):
         return  # these break more than one layer
-    # Locally no piece is blamed before the culprit, nor in the layers around it.
+    # The local errors blame no piece before the mistake, and none in other layers.
     blamed = [result.tap for result in report.taps if not result.local.within]
     assert blamed[0] == first_tap
     assert {tap.rpartition(".")[0] for tap in blamed} == {first_tap.rpartition(".")[0]}
@@ -47,7 +47,7 @@ def test_at_least_25_mistakes() -> None:
     assert len(MISTAKES) >= 25
 
 
-def test_ignored_inverse_layer_scale_is_found(make_checkpoint: MakeCheckpoint) -> None:
+def test_an_ignored_inverse_layer_scale_is_found(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(scale_attn_by_inverse_layer_idx=True)
 
     def forget(model: linear.GPTModel) -> None:
@@ -58,7 +58,7 @@ def test_ignored_inverse_layer_scale_is_found(make_checkpoint: MakeCheckpoint) -
     assert check_broken(folder, forget).first_divergence == "h.1.probs"
 
 
-def test_wrong_epsilon_of_the_config_is_found(make_checkpoint: MakeCheckpoint) -> None:
+def test_an_ignored_epsilon_of_the_config_is_found(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(layer_norm_epsilon=1e-3)
 
     def use_the_usual(model: linear.GPTModel) -> None:
@@ -68,12 +68,12 @@ def test_wrong_epsilon_of_the_config_is_found(make_checkpoint: MakeCheckpoint) -
     assert check_broken(folder, use_the_usual).first_divergence == "h.0.ln_1"
 
 
-def test_last_block_output_is_not_the_last_hidden_state(tiny: Path) -> None:
+def test_the_output_of_the_last_block_is_not_the_last_hidden_state(tiny: Path) -> None:
     """Mistake 10: transformers' `hidden_states[-1]` comes after the final norm."""
     from compat.checkpoint import open_checkpoint
     from compat.parity import random_ids
-    from compat.parity.reference import load_reference, taps
     from compat.parity.trace import trace
+    from compat.parity.transformers_gpt2 import load_reference, taps
 
     checkpoint = open_checkpoint(tiny)
     reference, ids = load_reference(checkpoint, torch.float32), random_ids(checkpoint)
@@ -119,7 +119,7 @@ CONV1D_MISTAKES: dict[str, tuple[str, Callable[[conv1d.GPTModel], object]]] = {
 
 
 @pytest.mark.parametrize("name", CONV1D_MISTAKES)
-def test_mistake_in_conv1d_is_found_where_it_is_made(tiny: Path, name: str) -> None:
+def test_a_mistake_in_conv1d_is_found_where_it_is_made(tiny: Path, name: str) -> None:
     first_tap, break_it = CONV1D_MISTAKES[name]
     model = load_pretrained(tiny, "conv1d")
     assert isinstance(model, conv1d.GPTModel)
@@ -138,7 +138,7 @@ def renormalised(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def in_place_residual(x: Tensor, b: linear.TransformerBlock) -> Tensor:
-    """Mistake 19: rewrites the tensor that the tap before it has captured."""
+    """Mistake 19: overwrites the tensor that the tap before it recorded."""
     x += b.attention(b.norm1(x))
     x += b.feedforward(b.norm2(x))
     return x
@@ -163,6 +163,6 @@ HARMLESS: dict[str, Callable[[linear.GPTModel], None]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_variant_passes(tiny: Path, name: str) -> None:
+def test_a_harmless_variant_passes(tiny: Path, name: str) -> None:
     report = check_broken(tiny, HARMLESS[name])
     assert report.passed, report.headline

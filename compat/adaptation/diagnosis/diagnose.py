@@ -28,7 +28,7 @@ from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.calling import Forward, eval_mode
 from compat.parity import LogitsProof, ParityReport
-from compat.parity.check import Reference
+from compat.parity.reference import Reference
 from compat.taps import tap_names
 
 __all__ = ["CODES", "diagnose"]

@@ -18,7 +18,7 @@ from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.parity import LogitsProof, ParityReport
-from compat.parity.check import Reference
+from compat.parity.reference import Reference
 
 # Deviations with which no change to the reference makes up for the difference.
 NOT_MODELLED = frozenset(

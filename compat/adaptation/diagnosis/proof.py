@@ -10,8 +10,8 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.mapping.taps import Taps, trace_graph
 from compat.adaptation.tracing.calling import Forward, eval_mode
 from compat.parity import LogitsProof, ParityReport
-from compat.parity.check import Reference
 from compat.parity.logits import prove_logits
+from compat.parity.reference import Reference
 
 
 def parity_at_nodes(
@@ -52,8 +52,12 @@ def end_to_end(
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         short_only: leave out the inputs of full length.
     """
-    config, dtype = reference.checkpoint.config, reference.dtype
     with eval_mode(model):
         return prove_logits(
-            partial(call, model), model, reference, config, dtype, room, fixed_length, short_only
+            model,
+            reference,
+            call=partial(call, model),
+            n_positions=room,
+            fixed_length=fixed_length,
+            short_only=short_only,
         )

@@ -1,4 +1,4 @@
-"""The reference where torch or transformers was patched: found, and the patch named."""
+"""The reference in a process that patched torch or transformers: the error names the patch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.errors import ParityError
-from compat.parity import reference as hf
+from compat.parity import numpy_gpt2, transformers_gpt2
 from compat.parity.numpy_gpt2 import ACTIVATIONS
-from compat.parity.pristine import check_reference, logit_errors, reference_errors
+from compat.parity.patches import explain_exceptions
+from compat.parity.reference import logit_errors, true_logits
 from tests.conftest import MakeCheckpoint, Write
 
 Patch = Callable[[pytest.MonkeyPatch], Any]
@@ -40,15 +41,16 @@ def patch(name: str, named: str = __file__) -> Callable[[Patch], Patch]:
     return add
 
 
-def run(checkpoint: Checkpoint, length: int = 32, dtype: torch.dtype = torch.float32) -> None:
-    """What a parity check does: load the reference, run it in both data types, check the logits."""
+def verify(checkpoint: Checkpoint, length: int = 32, dtype: torch.dtype = torch.float32) -> None:
+    """Load the reference, run it in both data types, and verify the logits."""
     ids = torch.arange(2 * length).view(2, length) % checkpoint.config.vocab_size
-    with reference_errors():
-        model = hf.load_reference(checkpoint, dtype)
-        exact = hf.in_float64(model)
+    with explain_exceptions():
+        model = transformers_gpt2.load_reference(checkpoint, dtype)
+        exact = transformers_gpt2.in_float64(model)
         with torch.no_grad():
             logits = {dtype: model(ids).logits, torch.float64: exact(ids).logits}
-    check_reference(checkpoint, dtype, [(ids, logits)])
+    for computed_in, found in logits.items():
+        true_logits(checkpoint, dtype, ids, found, computed_in)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> Checkpoint:
     return open_checkpoint(make_checkpoint())
 
 
-# Patches that change what the reference computes.
+# Patches that change the reference's results
 
 
 @patch("F.layer_norm with another epsilon")
@@ -323,41 +325,39 @@ CONTEXTS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_patch_is_found_and_named(
+def test_a_patch_of_the_reference_is_named(
     name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named, apply = PATCHES[name]
     apply(monkeypatch)
     with pytest.raises(ParityError, match="the reference") as caught:
-        run(checkpoint)
+        verify(checkpoint)
     monkeypatch.undo()
     assert named in str(caught.value)
-    run(checkpoint)
+    verify(checkpoint)
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_a_hook_mode_kernel_or_setting_is_found_and_named(
-    name: str, checkpoint: Checkpoint
-) -> None:
+def test_a_hook_a_mode_a_kernel_or_a_setting_is_named(name: str, checkpoint: Checkpoint) -> None:
     named, context = CONTEXTS[name]
     with context(), pytest.raises(ParityError, match="the reference") as caught:
-        run(checkpoint)
+        verify(checkpoint)
     assert named in str(caught.value)
-    run(checkpoint)
+    verify(checkpoint)
 
 
-def test_the_line_of_a_patch_is_named(
+def test_the_error_names_the_line_of_the_patch(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patched = lambda x, *args: x  # noqa: E731
     monkeypatch.setattr(F, "layer_norm", patched)
     with pytest.raises(ParityError) as caught:
-        run(checkpoint)
+        verify(checkpoint)
     line = f"torch.nn.functional.layer_norm is from {__file__}:{patched.__code__.co_firstlineno}"
     assert line in str(caught.value)
 
 
-# Patches that change nothing here.
+# Patches that do not change the reference's results
 
 
 def wrapped(m: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -377,26 +377,29 @@ HARMLESS: dict[str, Patch] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_harmless_patch_is_no_reason(
+def test_a_harmless_patch_is_allowed(
     name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     HARMLESS[name](monkeypatch)
-    run(checkpoint)
+    verify(checkpoint)
 
 
-def test_nothing_is_named_in_a_clean_process() -> None:
-    """In a process of its own: other tests may have registered hooks or modules with torch."""
-    code = "import compat.parity.reference, compat.parity.pristine as p; print(p.replaced())"
+def test_a_clean_process_has_no_patches() -> None:
+    """A new process, because other tests may have registered hooks or modules with torch."""
+    code = "import compat.parity.transformers_gpt2, compat.parity.patches as p"
+    code += "; print(p.find_patches())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-# The independent computation itself.
+# The independent GPT-2 in NumPy
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_data_type_of_the_reference(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    run(checkpoint, dtype=dtype)
+def test_numpy_agrees_with_the_reference_in_every_data_type(
+    checkpoint: Checkpoint, dtype: torch.dtype
+) -> None:
+    verify(checkpoint, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -412,41 +415,64 @@ def test_every_data_type_of_the_reference(checkpoint: Checkpoint, dtype: torch.d
     ],
     ids=str,
 )
-def test_what_a_config_may_ask_for(config: dict[str, Any], make_checkpoint: MakeCheckpoint) -> None:
+def test_numpy_agrees_with_the_reference_under_every_config(
+    config: dict[str, Any], make_checkpoint: MakeCheckpoint
+) -> None:
     checkpoint = open_checkpoint(make_checkpoint(**config))
-    run(checkpoint, length=checkpoint.config.n_positions)
+    verify(checkpoint, length=checkpoint.config.n_positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_data_type_of_the_file(
+def test_numpy_reads_every_data_type_of_a_file(
     dtype: torch.dtype, state: dict[str, Tensor], write: Write
 ) -> None:
-    run(open_checkpoint(write({name: tensor.to(dtype) for name, tensor in state.items()})))
+    verify(open_checkpoint(write({name: tensor.to(dtype) for name, tensor in state.items()})))
 
 
-def test_errors_at_every_position(checkpoint: Checkpoint) -> None:
-    ids = torch.arange(60).view(2, 30)
+IDS = torch.arange(60).view(2, 30)
+
+
+@pytest.fixture(scope="module")
+def exact_logits(checkpoint: Checkpoint) -> Tensor:
+    """The reference's float64 logits of IDS."""
+    model = transformers_gpt2.load_reference(checkpoint, torch.float32)
     with torch.no_grad():
-        logits = hf.in_float64(hf.load_reference(checkpoint, torch.float32))(ids).logits
-    wrong = logits.clone()
-    wrong[1, 7] += 0.01 * logits.square().mean().sqrt()
-    ((near, far),) = logit_errors(checkpoint, torch.float32, [(ids, [logits, wrong])])
-    assert near.shape == (2, 30) and near.max() < 1e-13
-    assert 0.003 < far[1, 7] < 0.03
-    far[1, 7] = 0
-    assert far.max() < 1e-13
+        logits: Tensor = transformers_gpt2.in_float64(model)(IDS).logits
+    return logits
 
 
-def test_one_wrong_logit_of_all_is_seen(checkpoint: Checkpoint) -> None:
-    ids = torch.arange(60).view(2, 30)
-    with torch.no_grad():
-        logits = hf.in_float64(hf.load_reference(checkpoint, torch.float32))(ids).logits
-    logits[0, 29, 96] += 1e-5
+def test_errors_are_measured_at_every_position(
+    checkpoint: Checkpoint, exact_logits: Tensor
+) -> None:
+    truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, torch.float32, IDS))
+    right = logit_errors(exact_logits, truth)
+    assert right.shape == (2, 30) and right.max() < 1e-13
+    wrong = exact_logits.clone()
+    wrong[1, 7] += 0.01 * exact_logits.square().mean().sqrt()
+    errors = logit_errors(wrong, truth)
+    assert 0.003 < errors[1, 7] < 0.03
+    errors[1, 7] = 0
+    assert errors.max() < 1e-13
+
+
+def test_one_wrong_logit_is_found(checkpoint: Checkpoint, exact_logits: Tensor) -> None:
+    true_logits(checkpoint, torch.float32, IDS, exact_logits, torch.float64)
+    wrong = exact_logits.clone()
+    wrong[0, 29, 96] += 1e-5
     with pytest.raises(ParityError, match=r"at input_ids\[0, 29\]"):
-        check_reference(checkpoint, torch.float32, [(ids, {torch.float64: logits})])
+        true_logits(checkpoint, torch.float32, IDS, wrong, torch.float64)
 
 
-def test_the_erf_of_numpy_is_that_of_math() -> None:
+def test_logits_of_another_shape_or_data_type_are_refused(
+    checkpoint: Checkpoint, exact_logits: Tensor
+) -> None:
+    with pytest.raises(ParityError, match=r"\[2, 30, 96\]; expected torch.float64 \[2, 30, 97\]"):
+        true_logits(checkpoint, torch.float32, IDS, exact_logits[..., :-1], torch.float64)
+    with pytest.raises(ParityError, match=r"torch.float64 .*; expected torch.float32"):
+        true_logits(checkpoint, torch.float32, IDS, exact_logits, torch.float32)
+
+
+def test_gelu_uses_the_erf_of_math() -> None:
     x = np.linspace(-6, 6, 101)
     expected = [0.5 * value * math.erfc(-value / 2**0.5) for value in x]
     np.testing.assert_allclose(ACTIVATIONS["gelu"](x), expected, rtol=0, atol=1e-15)

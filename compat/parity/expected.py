@@ -1,0 +1,106 @@
+"""The reference's logits of the proof's sequences, by which a model's logits are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from compat.parity.compare import MAX_ERROR_RATIO, Difference
+from compat.parity.inputs import ProofInput
+from compat.parity.reference import Reference
+
+# The model's error at its worst position may be this many times the reference's at its own.
+MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
+# The same for the long sequence, which has no float64 run: it bounds the difference of two float32
+# runs, whose rounding errors grow with the length of the sums in attention.
+MAX_LONG_RATIO = 4 * MAX_ERROR_RATIO
+EXACT_UP_TO = 64  # ids in a sequence for which logits are computed in float64 too
+POSITIONS_AT_ONCE = 64  # that are compared in float64
+
+
+class ExpectedLogits:
+    """The sequences of a proof and the reference's logits for them.
+
+    Args:
+        reference: computes the logits in the model's data type.
+        reference_error: a relative error of the reference at its worst position that is granted at
+            least; by default the cost of rounding the result.
+
+    Attributes:
+        sequences: ids (T,) each.
+        reference_error: the largest relative error of the reference against float64 at a position.
+    """
+
+    def __init__(self, reference: Reference, reference_error: float | None = None) -> None:
+        rounding = torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
+        self.reference_error = rounding if reference_error is None else reference_error
+        self.sequences: list[Tensor] = []
+        self._reference = reference
+        self._logits: list[Tensor] = []
+        self._exact: list[Tensor | None] = []
+
+    def add(self, sequences: Sequence[Tensor]) -> list[int]:
+        """Run the reference on sequences, equal lengths in one batch, and return their numbers."""
+        first = len(self.sequences)
+        for length, group in groupby(sequences, key=len):
+            batch = list(group)
+            logits, exact = self._reference.logits(torch.stack(batch), exact=length <= EXACT_UP_TO)
+            self.sequences += batch
+            self._logits += list(logits)
+            self._exact += [None] * len(batch) if exact is None else list(exact)
+            if exact is not None:
+                error = position_errors(logits, exact, exact)[2].item()
+                self.reference_error = max(self.reference_error, error)
+        return list(range(first, len(self.sequences)))
+
+    def ids(self, item: ProofInput) -> Tensor:
+        """The ids (B, T) of an input."""
+        return torch.stack([self.sequences[row][: item.length] for row in item.rows])
+
+    def difference(self, pieces: Iterable[tuple[int, int, Tensor]]) -> Difference:
+        """Judge logits by their worst position.
+
+        Args:
+            pieces: the number of a sequence, the position of the first logits, and logits (T, V).
+        """
+        worst = torch.zeros(3, dtype=torch.float64)
+        identical, calibrated = True, True
+        for row, start, ours in pieces:
+            positions = slice(start, start + len(ours))
+            expected, exact = self._logits[row][positions], self._exact[row]
+            calibrated = calibrated and exact is not None
+            truth = expected if exact is None else exact[positions]
+            identical = identical and torch.equal(ours, expected.to(ours.dtype))
+            worst = torch.maximum(worst, position_errors(ours, expected, truth))  # NaN stays NaN
+        max_abs, rel_rms, error = worst.tolist()
+        bound = (MAX_POSITION_RATIO if calibrated else MAX_LONG_RATIO) * self.reference_error
+        ratio = error / self.reference_error if calibrated else None
+        return Difference(max_abs, rel_rms, identical, ratio, error, bound, error <= bound)
+
+
+def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
+    """Measure the worst position of values (…, T, V) against expected and true ones.
+
+    The arithmetic is as wide as the widest of the data types, and at least float32. The long
+    sequence has no float64 logits, so that it is compared in float32.
+
+    Returns:
+        (3,): max|Δ| from `expected`, and the relative errors of the worst position against
+        `expected` and against `truth`. A NaN in the arguments is a NaN here.
+    """
+    worst = torch.zeros(3, dtype=torch.float64)
+    dtype = torch.promote_types(torch.promote_types(ours.dtype, truth.dtype), torch.float32)
+    tiny = torch.finfo(dtype).tiny
+    flat = (t.reshape(-1, t.shape[-1]) for t in (ours, expected, truth))
+    for parts in zip(*(torch.split(t, POSITIONS_AT_ONCE) for t in flat), strict=True):
+        mine, theirs, true = (part.to(dtype) for part in parts)
+        delta = mine - theirs
+        rel_rms = error = (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=tiny)).max()
+        if truth is not expected:
+            error = ((mine - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=tiny)).max()
+        found = torch.stack([delta.abs().max(), rel_rms, error])
+        worst = torch.maximum(worst, found.double())
+    return worst

@@ -1,0 +1,105 @@
+"""How the proof runs a model: the mode of PyTorch, the thread, and the form of the ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compat.errors import ParityError
+from compat.parity.inputs import IdsForm, Mode
+
+
+@contextmanager
+def run_mode(mode: Mode, model: nn.Module) -> Iterator[None]:
+    """Run the block in a mode: without gradients except in "gradients" and "inference".
+
+    "hooks" adds a forward hook to every module, as a profiler does. In inference mode the
+    parameters are frozen, as they often are for generation.
+    """
+    with ExitStack() as stack:
+        if mode == "hooks":
+            for module in model.modules():
+                stack.enter_context(module.register_forward_hook(lambda *_: None))
+        if mode == "inference":
+            stack.enter_context(_frozen(model))
+            stack.enter_context(torch.inference_mode())
+        else:
+            stack.enter_context(torch.set_grad_enabled(mode == "gradients"))
+        yield
+
+
+def call_in_thread(call: Callable[[Tensor], Any], ids: Tensor) -> Any:
+    """Call in another thread, where the stack holds neither a tracer nor compat's own frames."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(call), ids).result()
+
+
+def in_form(ids: Tensor, form: IdsForm) -> Tensor:
+    """A copy of the ids in this data type and layout, never at the beginning of its storage."""
+    if form == "strided":
+        return ids.repeat_interleave(2, dim=1)[:, ::2]
+    copy = torch.cat([ids[:1], ids])[1:]
+    return copy.int() if form == "int32" else copy
+
+
+def plain_values(logits: Tensor) -> Tensor:
+    """The values as an ordinary tensor, since a subclass may override comparisons.
+
+    Raises:
+        ParityError: the tensor is on the meta device and has no values.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        values = logits.detach().as_subclass(Tensor)
+        if values.device.type == "meta":
+            raise ParityError("the logits are on the meta device, so they have no values")
+        return values.cpu().to_dense()
+
+
+def random_states() -> tuple[object, ...]:
+    """The states of the random number generators of Python and of torch."""
+    return random.getstate(), torch.random.get_rng_state().numpy().tobytes()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters, and undo what modules keep of tensors made in inference mode."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        for module, attributes, buffers in before:
+            if _has_inference_tensor([*vars(module).values(), *module._buffers.values()]):
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _has_inference_tensor(values: Iterable[Any], depth: int = 4) -> bool:
+    """Whether there is a tensor of inference mode among the values or inside them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_inference():
+                return True
+        elif depth and not isinstance(value, (str, bytes, type, nn.Module)):
+            inner: Iterable[Any] = ()
+            if isinstance(value, Mapping):
+                inner = list(value.values())
+            elif isinstance(value, (list, tuple)):
+                inner = value
+            elif isinstance(getattr(value, "__dict__", None), dict):
+                inner = list(vars(value).values())
+            if _has_inference_tensor(inner, depth - 1):
+                return True
+    return False
