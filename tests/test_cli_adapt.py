@@ -41,7 +41,7 @@ def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
     assert set(done.err.split()) == {"built", "called"}
     first = done.out.splitlines()[0]
     assert first.startswith("✓ mapped 40 of 40 tensors   ✓ parity at ")
-    assert ", and logits on 20 inputs; max|Δlogits| = " in first
+    assert ", and logits on 22 inputs; max|Δlogits| = " in first
     assert "✗" not in done.out
 
 
