@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compat.checkpoint import Checkpoint
 from compat.decoding import kernels
+from compat.parity import check
+from compat.parity.reference import Reference
 from tests.command_line import Cli, run
+from tests.shared_reference import SharedReference
 
 pytest.register_assert_rewrite("tests.checkpoint_files", "tests.loading_common")
 
@@ -112,6 +117,32 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     for variable in ("FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     return partial(run, capsys)
+
+
+@pytest.fixture(scope="module")
+def _references() -> dict[tuple[object, ...], Reference]:
+    return {}
+
+
+@pytest.fixture
+def shared_reference(
+    _references: dict[tuple[object, ...], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`adapt` and `check_parity` use one reference for each checkpoint of the test module.
+
+    Only for tests in which nobody patches torch or transformers.
+    """
+
+    def reference(checkpoint: Checkpoint, dtype: torch.dtype, *rest: Any) -> Reference:
+        if dtype in check.HALF:  # `to_float32` changes it
+            return Reference(checkpoint, dtype, *rest)
+        key = str(checkpoint.weights), dtype, rest
+        if key not in _references:
+            _references[key] = SharedReference(checkpoint, dtype, *rest)
+        return _references[key]
+
+    for module in ("compat.adaptation.adapt", "compat.parity.check"):
+        monkeypatch.setattr(import_module(module), "Reference", reference)
 
 
 @pytest.fixture(autouse=True)

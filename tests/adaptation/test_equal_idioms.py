@@ -31,6 +31,8 @@ from tests.adaptation.equal_idioms import (
 )
 from tests.conftest import MakeCheckpoint
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 
 @pytest.mark.parametrize("name", IDIOMS)
 def test_an_equal_model_is_proved(tiny: Path, name: str) -> None:

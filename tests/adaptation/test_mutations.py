@@ -11,6 +11,8 @@ from compat.adaptation import CODES
 from tests.adaptation.catalogue import MODELS, MUTATIONS, Mutation, composed
 from tests.adaptation.common import REFUSED, build
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
 
 # Deviations that the reference cannot be changed to reproduce, or that have nothing to reproduce.

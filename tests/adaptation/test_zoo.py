@@ -25,6 +25,8 @@ from tests.adaptation.common import (
 from tests.conftest import MakeCheckpoint
 from tests.loading_common import identical
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 each = pytest.mark.parametrize("style", ACCEPTED)
 
 

@@ -1,4 +1,4 @@
-"""2,000 mutations load as their files say or are refused; wrong loaders are found."""
+"""1,000 mutations load as their files say or are refused; wrong loaders are found."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from tests.fuzz import harness
 from tests.fuzz.harness import run
 from tests.fuzz.mutations import KINDS, mutation, seed_files
 
-SEEDS, OF_EACH = (1, 2), 1000
+CASES = 1000
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_mutation_loads_as_its_files_say_or_is_refused(seed: int) -> None:
-    report = run(OF_EACH, seed)
+def test_a_mutation_loads_as_its_files_say_or_is_refused() -> None:
+    report = run(CASES, seed=1)
     assert report.failures == [], "\n".join(report.lines())
-    assert sum(report.counts.values()) == OF_EACH
+    assert sum(report.counts.values()) == CASES
     for kind in KINDS:  # neither all refused nor all harmless, or there is little to see
         of_kind = {what: n for (k, what), n in report.counts.items() if k == kind}
-        assert 3 <= of_kind.pop("loaded") <= OF_EACH / len(KINDS) / 2
-        assert sum(of_kind.values()) >= OF_EACH / len(KINDS) / 2
+        assert 3 <= of_kind.pop("loaded") <= CASES / len(KINDS) / 2
+        assert sum(of_kind.values()) >= CASES / len(KINDS) / 2
 
 
 def test_a_mutation_depends_only_on_its_seed_number_and_kind() -> None:

@@ -19,6 +19,8 @@ from tests.parity.gradients import (
     worst_difference,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 GPT2 = {"vocab_size": 50257, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256}
 # The standard deviation of the weights is that of trained models. With larger ones attention
 # amplifies rounding errors until they hide the faults that the comparison looks for.
