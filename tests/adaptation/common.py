@@ -53,10 +53,10 @@ def adapted(style: str, folder: Path) -> Adapted:
 
 
 @cache
-def reference_logits(ids: tuple[tuple[int, ...], ...]) -> Tensor:
+def reference_logits(ids: tuple[tuple[int, ...], ...], n_layer: int) -> Tensor:
     """What transformers makes of these ids with the tiny checkpoint's weights."""
     with torch.no_grad():
-        logits: Tensor = noisy_reference()(torch.tensor(ids)).logits
+        logits: Tensor = noisy_reference(n_layer=n_layer)(torch.tensor(ids)).logits
     return logits
 
 
@@ -86,10 +86,10 @@ def _tensors(output: object) -> Iterator[Tensor]:
         yield from _tensors(output.logits)
 
 
-def error_of(model: nn.Module) -> float:
+def error_of(model: nn.Module, n_layer: int = LAYERS) -> float:
     """The relative RMS error of a model's logits on fresh ids, against transformers."""
     ids = fresh_ids()
-    expected = reference_logits(tuple(map(tuple, ids.tolist()))).double()
+    expected = reference_logits(tuple(map(tuple, ids.tolist())), n_layer).double()
     difference = logits_of(model, ids).double() - expected
     return (difference.square().mean() / expected.square().mean()).sqrt().item()
 

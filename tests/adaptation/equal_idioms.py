@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-V, N, C, H, L = 97, 32, 24, 4, 3
+V, N, C, H, L = 97, 32, 24, 4, 2
 D = C // H
 
 

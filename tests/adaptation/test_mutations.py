@@ -10,8 +10,16 @@ from compat import Adaptation, Finding, adapt
 from compat.adaptation import CODES
 from tests.adaptation.catalogue import MODELS, MUTATIONS, Mutation, composed
 from tests.adaptation.common import REFUSED, build
+from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
+
+
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint: MakeCheckpoint) -> Path:
+    """Two layers are enough for a deviation in one of them."""
+    return make_checkpoint(n_layer=2)
+
 
 TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
 

@@ -74,7 +74,7 @@ def check(style: str, fresh: Callable[[], str], tiny: Path, folder: Path) -> Non
     assert error_of(model) < 1e-5
 
 
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=5)
 @given(style=st.sampled_from(STYLES), seed=st.integers(0, 10_000))
 def test_names_without_a_meaning(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, style: str, seed: int
@@ -82,7 +82,7 @@ def test_names_without_a_meaning(
     check(style, strange(seed), tiny, tmp_path_factory.mktemp("renamed"))
 
 
-@settings(quick, max_examples=5)
+@settings(quick, max_examples=3)
 @given(style=st.sampled_from(STYLES), seed=st.integers(0, 10_000))
 def test_misleading_names(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, style: str, seed: int

@@ -31,6 +31,8 @@ from compat.parity.reference import Reference
 from compat.taps import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 NORMS = ("ln_1", "ln_2", "ln_f")
 
 

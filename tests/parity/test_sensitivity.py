@@ -15,6 +15,8 @@ from compat.dialects import conv1d, linear
 from tests.conftest import MakeCheckpoint
 from tests.parity.mistakes import MISTAKES, block, patch_attention, patch_block
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 
 def check_broken(
     folder: Path, break_it: Callable[[linear.GPTModel], None], calibrate: bool = True

@@ -34,7 +34,7 @@ MUTATIONS = [
       "nn.Embedding((args.n_tokens + 63) // 64 * 64,", "(args.n_tokens + 63) // 64 * 64",
       ("self.embed(tokens)", "self.embed.weight.T")),
     # n_layer_mismatch
-    M("mingpt", "n_layer_mismatch", "for _ in range(n_layer)]", "for _ in range(2)]", "range(2)",
+    M("mingpt", "n_layer_mismatch", "for _ in range(n_layer)]", "for _ in range(1)]", "range(1)",
       ("self.blocks = nn.Sequential(", "x = self.blocks(x)")),
     M("einsum_heads", "n_layer_mismatch", "range(cfg.layers)", "range(4)", "range(4)",
       ("for block in self.blocks",)),
