@@ -1,4 +1,4 @@
-"""How memory grows over 600 ids, in bytes: long_text.py FOLDER SETTINGS [hoard].
+"""How memory grows over 350 ids, in bytes: long_text.py FOLDER SETTINGS [hoard].
 
 In a process of its own, whose allocator has nothing left over from other tests.
 """
@@ -26,7 +26,7 @@ def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
     decoder = engine.decoder()
     logits = decoder.start([[464]])
     before = 0
-    for step in range(700):
+    for step in range(450):
         if step == 100:
             before = memory()
         if hoard is not None:

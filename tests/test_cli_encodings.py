@@ -34,11 +34,10 @@ ENCODINGS = {
     "cp1252": {"PYTHONIOENCODING": "cp1252"},
     "C locale": {"LC_ALL": "C"},
     "C locale in ASCII": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-    "Latin-1, strict": {"PYTHONIOENCODING": "latin-1:strict"},
     "UTF-8": {"PYTHONIOENCODING": "utf-8:strict"},
 }
 COMPLETE = ("ascii", "UTF-8")  # with the commands that take seconds
-CODECS = {"cp1252": "cp1252", "Latin-1, strict": "latin-1", "UTF-8": "utf-8", "C locale": "utf-8"}
+CODECS = {"cp1252": "cp1252", "UTF-8": "utf-8", "C locale": "utf-8"}
 
 
 def run_all(commands: list[list[str]], folder: Path, encoding: str) -> list[tuple[int, str, str]]:

@@ -36,7 +36,7 @@ def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> 
 
 
 def growth(folder: Path, settings: dict[str, Any], *how: str) -> int:
-    """Of memory over 600 ids, in bytes."""
+    """Of memory over 350 ids, in bytes."""
     argv = [sys.executable, "-m", "tests.long_text", str(folder), json.dumps(settings), *how]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)
     return int(done.stdout)
@@ -50,10 +50,10 @@ def talkative(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells the memory")
 @pytest.mark.parametrize("settings", [{}, {"dtype": "int8"}, {"speculate": "lookup"}], ids=str)
-def test_700_ids_take_no_more_memory_than_their_cache(
+def test_450_ids_take_no_more_memory_than_their_cache(
     talkative: Path, settings: dict[str, Any]
 ) -> None:
     cache = 2 * 2 * 1024 * 96 * 4  # layers, keys and values, positions, channels
     assert growth(talkative, settings) < cache + 4e6
     if not settings:
-        assert growth(talkative, settings, "hoard") > 100e6  # a leak would be seen
+        assert growth(talkative, settings, "hoard") > 50e6  # a leak would be seen

@@ -292,8 +292,8 @@ def pruned_weights(model):
 
 @edit("numeric", **NUMERIC)
 def heads_swapped_in_one_layer(model):
-    """Two heads' outputs are swapped before the projection of layer 2."""
-    attention = model.trf_blocks[2].attention
+    """Two heads' outputs are swapped before the projection of the last layer."""
+    attention = model.trf_blocks[-1].attention
     swapped = torch.cat([torch.arange(8, 16), torch.arange(8), torch.arange(16, 32)])
     attention.out_proj.register_forward_pre_hook(lambda _m, args: (args[0][..., swapped],))
 
