@@ -312,7 +312,7 @@ def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
     """Map by the order of module calls, and judge by the logits alone.
 
     Raises:
-        Untraceable: there is no such map either.
+        Untraceable: the calls do not lead to a map either.
     """
     try:
         name_map = map_by_calls(run.model, run.call, run.ids, run.config)

@@ -16,7 +16,7 @@ class Format:
     Args:
         name: short name, as `inspect` reports it.
         phrase: the name in a sentence.
-        advice: the next step, as a sentence; "" if there is no special one.
+        advice: the next step for this format, as a sentence; "" for the usual one.
         endings: file name endings that promise this format.
         magic: first bytes that identify it.
     """

@@ -90,8 +90,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header and where the data starts.
 
     Raises:
-        ValueError: There is no header, it is too large, or it repeats a key, of which the library
-            would silently take the last.
+        ValueError: The header is missing, is too large, or repeats a key. The library would
+            silently use the last value of a repeated key.
     """
     with path.open("rb") as file:
         size, length = os.fstat(file.fileno()).st_size, file.read(8)

@@ -145,11 +145,9 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     after_head = graph.between([graph.output], [context.anatomy.head])
     unusual = [node for node in after_head if node in graph.live and kind(node) not in usual]
     guards = [node for node in unusual if kind(node) in NAN_GUARDS]
-    if guards and {kind(node) for node in unusual} <= NAN_GUARDS | {"where", "masked_fill"}:
-        unusual = guards
-    else:
-        unusual = [node for node in unusual if node not in guards]
-    for node in unusual[:1]:
+    others = [node for node in unusual if node not in guards]
+    only_guards = guards and all(kind(node) in ("where", "masked_fill") for node in others)
+    for node in (guards if only_guards else others)[:1]:
         evidence = "found in the graph, whether or not it changed a logit"
         place = source.running(graph, [node])
         yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
