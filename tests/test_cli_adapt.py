@@ -136,7 +136,7 @@ def test_json_has_every_field(cli: Cli, tiny: Path, tmp_path: Path, file: str, c
     assert (found["mapped"], found["tensors"], found["unmatched"]) == (40, 40, [])
     assert len(found["name_map"]) == 40
     assert found["parity"]["passed"] is (code == 0)
-    assert found["seconds"].keys() >= {"export", "map", "load", "parity", "diagnose"}
+    assert found["seconds"].keys() >= {"trace", "map", "load", "parity", "diagnose"}
     breaking = [finding for finding in found["findings"] if finding["severity"] == "breaks"]
     assert [finding["code"] for finding in breaking] == ["erf_gelu"] * code
     for finding in breaking:
@@ -206,7 +206,7 @@ def test_the_benchmark_times_every_stage() -> None:
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     found = json.loads(done.stdout)
     assert (done.stderr, found["runs"]) == (b"", 1)
-    assert found["seconds"].keys() >= {"export", "map", "load", "reference", "parity", "diagnose"}
+    assert found["seconds"].keys() >= {"trace", "map", "load", "reference", "parity", "diagnose"}
     assert sum(found["seconds"].values()) == pytest.approx(found["total"])
     assert found["total"] < found["process"]
     assert found["ratio"] == pytest.approx(found["total"] / (6 * found["forward"] + 10))

@@ -90,7 +90,7 @@ def test_findings_show_the_line_and_the_fix_as_code() -> None:
 
 
 def test_findings_come_before_the_drawings_and_timings_last() -> None:
-    page = adapt_page(adaptation(report_of(BAD), finding(), seconds={"export": 1.25}))
+    page = adapt_page(adaptation(report_of(BAD), finding(), seconds={"trace": 1.25}))
     parts = ["Not compatible", "<article", "<svg", "<h2>Mapping", "export 1.2 s", "torch 2"]
     positions = [page.index(part) for part in parts]
     assert positions == sorted(positions)

@@ -83,8 +83,8 @@ def raising(model: nn.Module, ids: Tensor) -> Tensor:
     raise RuntimeError("by the user's code")
 
 
-class Untraced(MyGPT2):
-    """Branches on its logits, so that torch.export stops."""
+class Branching(MyGPT2):
+    """Branches on its logits."""
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = super().forward(ids)
@@ -93,7 +93,7 @@ class Untraced(MyGPT2):
 
 CALLS: dict[str, Callable[[Path, Path], Any]] = {
     "adapt": lambda folder, new: adapt(MyGPT2(), folder),
-    "adapt, untraced": lambda folder, new: adapt(Untraced(), folder),
+    "adapt, a branch": lambda folder, new: adapt(Branching(), folder),
     "adapt, raising": lambda folder, new: adapt(MyGPT2(), folder, forward=raising),
     "check_parity": lambda folder, new: check_parity("linear", folder),
     "check_parity, no checkpoint": lambda folder, new: check_parity("linear", new),
@@ -145,7 +145,7 @@ def test_other_threads_are_heard_while_adapt_runs(
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        adapt(Untraced(), tiny)
+        adapt(Branching(), tiny)
     finally:
         stop.set()
         thread.join()
@@ -154,7 +154,7 @@ def test_other_threads_are_heard_while_adapt_runs(
 
 
 def test_two_adapts_at_once(tiny: Path) -> None:
-    models = [MyGPT2(), Untraced()]
+    models = [MyGPT2(), Branching()]
     before, verdicts = state(), {}
 
     def one(index: int) -> None:

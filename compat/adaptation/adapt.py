@@ -47,8 +47,8 @@ from compat.adaptation.tracing.calling import (
     eval_mode,
     find_signature,
 )
-from compat.adaptation.tracing.export import Untraceable, to_graph
 from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
     drop_zero_terms,
     keep_every_position,
@@ -173,7 +173,7 @@ def _adapt(
 ) -> Adaptation:
     """`adapt` for a model in float32 or float64."""
     config, seconds = checkpoint.config, dict[str, float]()
-    with _timed(seconds, "export"):
+    with _timed(seconds, "trace"):
         ids = random_ids(checkpoint, 0, 2, example_length or _example_length(config))
         # The first and last ids may stand for padding, and be masked.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))

@@ -376,6 +376,10 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants: set[int] = set()
         self._sizes = frozenset(sizes)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
+
     def __torch_dispatch__(
         self,
         func: Any,

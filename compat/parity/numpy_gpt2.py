@@ -88,7 +88,7 @@ def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
     head = tokens if config.tie_word_embeddings else _values(checkpoint.read(HEAD))
     found = np.empty((*x.shape[:2], len(head)))
     for rows in _slices(len(head), ROWS):
-        found[..., rows] = x @ _rounded(head[rows], dtype).T
+        found[..., rows] = _product(x, _rounded(head[rows], dtype).T)
     return found
 
 
@@ -104,7 +104,7 @@ def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: in
         return _layer_norm(x, weight, bias, config.layer_norm_epsilon)
 
     def linear(x: Array, name: str) -> Array:
-        y: Array = x @ weights[f"{name}.weight"]
+        y = _product(x, weights[f"{name}.weight"])
         y += weights[f"{name}.bias"]
         return y
 
@@ -113,6 +113,11 @@ def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: in
     x = x + linear(heads, "attn.c_proj")
     act = ACTIVATIONS[config.activation_function]
     return x + linear(act(linear(norm(x, "ln_2"), "mlp.c_fc")), "mlp.c_proj")
+
+
+def _product(x: Array, weight: Array) -> Array:
+    """(B, T, C) @ (C, N) as one matrix product; NumPy would multiply each row of the batch."""
+    return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
 
 
 def _attention(qkv: Array, n_head: int, scale: float) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
-from compat.adaptation.tracing.calling import plain_kernels
 from compat.adaptation.tracing.contractions import Contraction, contraction
 
 Function = Callable[..., Tensor]
@@ -39,10 +39,12 @@ class Recorder(Interpreter):
 
 def found_in(function: Function, *shapes: tuple[int, ...]) -> list[tuple[Contraction, Recorder]]:
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    with plain_kernels():  # which also silences torch's own warnings
+    with warnings.catch_warnings(action="ignore"):  # of torch.export about itself
         program = torch.export.export(Wrapped(function), tuple(inputs)).run_decompositions({})
     recorder = Recorder(program.graph_module)
     recorder.run(*inputs)
+    for node, value in recorder.seen.items():
+        node.meta["shape"] = tuple(value.shape) if isinstance(value, Tensor) else ()
     found = [contraction(node) for node in program.graph.nodes if node.op == "call_function"]
     return [(one, recorder) for one in found if one is not None]
 

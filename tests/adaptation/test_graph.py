@@ -16,8 +16,8 @@ from compat.adaptation.diagnosis.attention_formula import AttentionFormula, atte
 from compat.adaptation.mapping.assignments import find_assignments
 from compat.adaptation.mapping.linear_maps import LinearMap, linear_map, token_view
 from compat.adaptation.tracing.calling import find_signature
-from compat.adaptation.tracing.export import to_graph
 from compat.adaptation.tracing.graph import Graph
+from compat.adaptation.tracing.record import to_graph
 from tests.adaptation.catalogue import MODELS, MUTATIONS, composed
 from tests.adaptation.common import build, tiny_config
 

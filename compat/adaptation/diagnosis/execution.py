@@ -43,16 +43,6 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(tap, source.running(graph, drawn))
 
 
-@deviation(
-    "{found}, so the model was traced with make_fx",
-    "Ignore this finding unless you need torch.export.",
-    severity="info",
-)
-def export_stopped(context: DiagnosisContext) -> Iterator[Deviation]:
-    for message in context.graph.stopped:
-        yield Deviation(None, source.named(message), {"found": message})
-
-
 # Entries without a detector, which `findings` reports after the model has run.
 CODES.update(
     train_mode=Code(

@@ -33,7 +33,7 @@ def calling(graph: Graph, node: Node, other: Node) -> Place | None:
         if frame != beside:  # in different functions, the line before called both
             return frame if frame.function == beside.function else before
         before = frame
-    if frames == others and len(frames) > 1 and _module_path(node) != _module_path(other):
+    if frames == others and len(frames) > 1 and _module_paths(node) != _module_paths(other):
         return frames[-2]  # two modules of one class
     return before or (frames[-1] if frames else None)
 
@@ -41,7 +41,7 @@ def calling(graph: Graph, node: Node, other: Node) -> Place | None:
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     """The line that calls a norm, not a line within it."""
     frames = graph.places(norm.end)
-    module = next((model.get_submodule(path) for path in _module_paths(norm.end, model)), None)
+    module = next((model.get_submodule(path) for path in _module_paths(norm.end)), None)
     if module is not None and _is_users(module) and norm.scale is not None:
         pointer = graph.values[norm.scale].data_ptr()
         owned = [p for p in module._parameters.values() if p is not None]
@@ -55,29 +55,13 @@ def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     return frames[-1] if frames else None
 
 
-def _module_path(node: Node) -> str:
-    """The path of the module that computes a node, as the tracer writes it."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def _module_paths(node: Node, model: nn.Module) -> list[str]:
+def _module_paths(node: Node) -> list[str]:
     """The paths of the modules that compute a node, the innermost first, without the model's."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [re.sub(r"^model\.?", "", str(path)) for path, _ in stack.values()]
-    return [path for path in reversed(paths) if path and _has(model, path)]
+    return list(reversed(node.meta.get("modules", ())))
 
 
 def _is_users(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.")
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 # Lines that build something.
@@ -114,7 +98,7 @@ def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
 def _torch_module(model: nn.Module, node: Node) -> Place | None:
     names: list[str] = []
     innermost = ""
-    for path in _module_paths(node, model):
+    for path in _module_paths(node):
         module = model.get_submodule(path)
         if _is_users(module):
             break

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def _described(value: object) -> str:
     return f"a value of type {type(value).__name__}. Pass an instance of your model."
 
 
-# torch's switch for the fused kernels of nn.MultiheadAttention, torch.export and the warning
-# filters are global to the process, so one thread at a time uses them.
+# torch's switch for the fused kernels of nn.MultiheadAttention is global to the process, so one
+# thread at a time uses it.
 global_state = threading.RLock()
 
 
@@ -90,9 +89,7 @@ def plain_kernels() -> Iterator[None]:
 
     The process-wide switch is restored afterwards. Other threads wait meanwhile.
     """
-    with global_state, torch.no_grad(), warnings.catch_warnings():
-        # torch.export warns about its own use of pytrees; all other warnings are shown.
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`")
+    with global_state, torch.no_grad():
         enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:

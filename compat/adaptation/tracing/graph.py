@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,6 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from compat.ops import Affine, WeightNorm
-from compat.user_code import is_users
 
 aten: Any = torch.ops.aten
 
@@ -81,7 +79,6 @@ class Graph:
         buffers: the name of each buffer's placeholder.
         dropouts: nodes that drop values although the model is in eval mode. `run` drops nothing.
         example: the ids that it was traced with.
-        stopped: one message for each tracer that failed, with the line that stopped it.
         derived: placeholders of weights that the model computes from its parameters.
     """
 
@@ -94,7 +91,6 @@ class Graph:
     buffers: dict[Node, str]
     dropouts: list[Node]
     example: Tensor
-    stopped: list[str] = field(default_factory=list)
     derived: dict[Node, Derived] = field(default_factory=dict)
 
     @cached_property
@@ -227,9 +223,7 @@ class Graph:
 
     def places(self, node: Node) -> list[Place]:
         """The lines of the user's code that led to a node, the outermost first."""
-        trace = node.meta.get("stack_trace") or ""
-        frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', trace)
-        return [Place(file, int(line), name) for file, line, name in frames if is_users(file)]
+        return list(node.meta.get("places", ()))
 
     def at(self, *nodes: Node) -> str:
         """ " at FILE:LINE" of nodes, for messages; "" where no line is known."""
@@ -248,9 +242,8 @@ def kind(node: Node) -> str:
 
 def size(node: Node) -> tuple[int, ...]:
     """The shape of a node's value; () for a value that is not a tensor."""
-    value = node.meta.get("val", node.meta.get("tensor_meta"))
-    shape = getattr(value, "shape", None)
-    return () if shape is None else tuple(int(n) for n in shape)
+    shape: tuple[int, ...] = node.meta.get("shape", ())
+    return shape
 
 
 def tensor_inputs(node: Node) -> list[Node]:

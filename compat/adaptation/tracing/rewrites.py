@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.tracing.contractions import contraction
-from compat.adaptation.tracing.export import drop_dead_code
 from compat.adaptation.tracing.graph import (
     MOVES,
     Derived,
@@ -25,6 +24,7 @@ from compat.adaptation.tracing.graph import (
     size,
     tensor_inputs,
 )
+from compat.adaptation.tracing.record import drop_dead_code
 from compat.ops import Affine, WeightNorm
 
 CUTS = frozenset("slice select index".split())
@@ -90,7 +90,7 @@ def _update_shapes(graph: Graph, start: Node) -> None:
     nodes = [n for n in graph.between([graph.output], [start]) if n in graph.live]
     values = graph.run(nodes, {start: torch.zeros(size(start), dtype=torch.float64)})
     for node, value in zip(nodes, values, strict=True):
-        node.meta["val"] = value.to("meta")
+        node.meta["shape"] = tuple(value.shape)
 
 
 def drop_zero_terms(graph: Graph) -> bool:

@@ -1,0 +1,417 @@
+"""From a module to its graph: one real call, of which every ATen operation is recorded.
+
+The call takes place below autograd. There composite operations, such as `linear`, `softmax` and
+`scaled_dot_product_attention`, arrive as a whole. Operations that change a tensor in place are
+recorded as the functions that return the changed tensor; all other tensors that share its memory
+are then computed anew from it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compat.adaptation.tracing.calling import (
+    Forward,
+    describe_error,
+    eval_mode,
+    global_state,
+    plain_kernels,
+)
+from compat.adaptation.tracing.graph import Graph, Place, aten, kind
+from compat.errors import AdaptError
+from compat.user_code import is_users
+
+# Functions of in-place operations that are not named like them without the underscore.
+FUNCTIONS = {
+    "normal_": aten.normal_functional,
+    "__iand__": aten.bitwise_and,
+    "__ior__": aten.bitwise_or,
+    "__ixor__": aten.bitwise_xor,
+}
+
+
+# Operations that give the values of a tensor to Python or NumPy.
+EXITS = frozenset("item _local_scalar_dense resolve_neg".split())
+
+# Operations that replace a part of a tensor, by the operation that selects the part.
+SCATTERS = {"select": aten.select_scatter.default, "slice": aten.slice_scatter.default}
+
+
+class Untraceable(AdaptError):
+    """A model whose call cannot be recorded as a graph."""
+
+
+def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
+    """Record `forward(model, input_ids)` in eval mode.
+
+    Raises:
+        Untraceable: the call fails while it is recorded, or the logits that it returns do not
+            depend on the ids through torch operations.
+    """
+    recorder = _Recorder(model, input_ids)
+    below_autograd: Any = torch._C._AutoDispatchBelowAutograd  # without a type stub
+    with global_state, eval_mode(model), plain_kernels():
+        try:
+            with below_autograd(), recorder:
+                logits = _call(forward, model, input_ids)
+        except Exception as error:
+            raise Untraceable(f"the model cannot be traced: {describe_error(error)}") from error
+    graph = recorder.finish(logits)
+    if graph.output not in graph.live:
+        where = [f" at {place.file}:{place.line} {place.text}" for place in recorder.exits]
+        raise Untraceable(
+            "the model cannot be traced, because values leave torch between the ids and the logits"
+            + "".join(where[-1:])
+        )
+    return graph
+
+
+def _call(forward: Forward, model: nn.Module, input_ids: Tensor) -> Tensor:
+    """The frame at which the recorded lines of the user's code begin."""
+    return forward(model, input_ids)
+
+
+@dataclass
+class _View:
+    """How a tensor that shares memory was made.
+
+    Args:
+        base: the tensor that it was made from.
+        nodes: the operation and, if that has several results, the choice of one.
+    """
+
+    base: Tensor
+    nodes: tuple[Node, ...]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes the operations of a call to a graph.
+
+    Attributes:
+        current: the node that holds the present value of a tensor, by the tensor's id.
+        tensors: all of them, so that no id is used twice while the call is recorded.
+        views: how tensors that share memory were made, by their id.
+        sharing: the tensors in one memory, by its address.
+        exits: the lines that read values outside of torch.
+    """
+
+    def __init__(self, model: nn.Module, ids: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids, self.graph = ids, fx.Graph()
+        self.current: dict[int, Node] = {}
+        self.tensors: list[Tensor] = []
+        self.views: dict[int, _View] = {}
+        self.sharing: dict[int, list[Tensor]] = {}
+        self.source: tuple[tuple[Place, ...], tuple[str, ...]] = (), ()
+        self.values: dict[Node, Tensor] = {}
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.names = self._inputs(_first_names(model))
+        self.buffers = self._inputs({id(b): (name, b) for name, b in model.named_buffers()})
+        self.input = self._add(self.graph.placeholder("input_ids"), ids)
+        self.exits: list[Place] = []
+
+    def _inputs(self, named: dict[int, tuple[str, Tensor]]) -> dict[Node, str]:
+        """A placeholder for every tensor, and its name."""
+        found = {}
+        for name, tensor in named.values():
+            node = self.graph.placeholder(name.replace(".", "_"))
+            self.values[node] = tensor.detach()
+            found[self._add(node, tensor)] = name
+        return found
+
+    def _add(self, node: Node, tensor: Tensor) -> Node:
+        """A node holds the value of a tensor."""
+        node.meta["shape"] = tuple(tensor.shape)
+        if id(tensor) not in self.current:
+            self.tensors.append(tensor)
+            self.sharing.setdefault(_address(tensor), []).append(tensor)
+        self.current[id(tensor)] = node
+        return node
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.source = self._frames(sys._getframe(1))
+        node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
+        if func.overloadpacket.__name__ in EXITS and self.source[0]:
+            self.exits.append(self.source[0][-1])
+        changed = _changed_tensors(func, args, kwargs or {})
+        self._keep_values(changed)
+        result = func(*args, **(kwargs or {}))
+        if changed:
+            self._change(func, changed, node_args, node_kwargs)
+        elif isinstance(result, Tensor):
+            if not self._is_known(result):
+                self._result(result, args, self._record(func, node_args, node_kwargs))
+        elif isinstance(result, (tuple, list)):
+            whole = self._record(func, node_args, node_kwargs)
+            for i, item in enumerate(result):
+                if isinstance(item, Tensor) and not self._is_known(item):
+                    self._result(item, args, whole, self._record(operator.getitem, (whole, i)))
+        return result
+
+    def _argument(self, argument: Any) -> Any:
+        return self._node_of(argument) if isinstance(argument, Tensor) else argument
+
+    def _record(self, target: Any, args: Any, kwargs: Any = None) -> Node:
+        node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
+        node.meta["places"], node.meta["modules"] = self.source
+        return node
+
+    def _is_known(self, result: Tensor) -> bool:
+        """Whether an operation returned a tensor that is recorded, or one of the same elements."""
+        if id(result) not in self.current:
+            sharing = self.sharing.get(_address(result), ())
+            same = next((t for t in sharing if _layout(t) == _layout(result)), None)
+            if same is None:
+                return False
+            self.views[id(result)] = _View(same, ())
+            self._add(self.current[id(same)], result)
+        return True
+
+    def _result(self, result: Tensor, args: Any, *nodes: Node) -> None:
+        self._add(nodes[-1], result)
+        bases = [t for t in _tensors(args) if _address(t) == _address(result)]
+        if bases:
+            self.views[id(result)] = _View(bases[0], nodes)
+
+    def _node_of(self, tensor: Tensor) -> Node:
+        """The node of a tensor; one from before the call is a constant or shares memory."""
+        if self._is_known(tensor):
+            return self.current[id(tensor)]
+        for other in self.sharing.get(_address(tensor), ()):
+            if other.dtype == tensor.dtype and other.is_contiguous():
+                start = tensor.storage_offset() - other.storage_offset()
+                layout = tuple(tensor.shape), tensor.stride(), start
+                node = self._record(aten.as_strided.default, (self.current[id(other)], *layout))
+                self.views[id(tensor)] = _View(other, (node,))
+                return self._add(node, tensor)
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> Node:
+        node = self.graph.placeholder(f"constant_{len(self.values)}")
+        self.values[node] = tensor.detach()
+        return self._add(node, tensor)
+
+    # Operations that change tensors in place.
+
+    def _keep_values(self, changed: list[Tensor]) -> None:
+        """Copy the buffers and constants that an operation will change."""
+        for tensor in changed:
+            while (view := self.views.get(id(tensor))) is not None:
+                tensor = view.base
+            node = self.current[id(tensor)]
+            if node in self.values and node not in self.names:
+                self.values[node] = self.values[node].clone()
+
+    def _change(self, func: Any, changed: list[Tensor], args: Any, kwargs: Any) -> None:
+        """Record an operation that changes one argument as the function that returns it."""
+        function = _function(func)
+        if function is None or len(changed) > 1:
+            raise NotImplementedError(f"{func} changes tensors in place")
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        node = self._record(function, args, kwargs)
+        node.meta["shape"] = tuple(changed[0].shape)
+        if torch.Tag.inplace_view in func.tags:
+            self.current[id(changed[0])] = node
+        else:
+            self._write(changed[0], node)
+
+    def _write(self, tensor: Tensor, node: Node) -> None:
+        """A tensor has a new value, and with it all tensors that share its memory."""
+        self._add(node, tensor)
+        written, child = {id(tensor)}, tensor
+        while (view := self.views.get(id(child))) is not None:
+            self._add(self._with_part(view, self.current[id(child)]), view.base)
+            child = view.base
+            written.add(id(child))
+        elements = _elements(tensor)
+        for other in self.sharing[_address(tensor)]:
+            view = self.views.get(id(other))
+            if view and id(other) not in written and (_elements(other) & elements).any():
+                self._add(self._again(view), other)
+
+    def _again(self, view: _View) -> Node:
+        """A view of the present value of its base."""
+        node = self.current[id(view.base)]
+        nodes = []
+        for operation in view.nodes:
+            node = self._record(operation.target, (node, *operation.args[1:]), operation.kwargs)
+            nodes.append(node)
+        view.nodes = tuple(nodes)
+        return node
+
+    def _with_part(self, view: _View, part: Node) -> Node:
+        """The value of a view's base after the view was changed to `part`."""
+        whole, shape = self.current[id(view.base)], tuple(view.base.shape)
+        if not view.nodes:
+            return part
+        operation = view.nodes[0]
+        if kind(operation) in SCATTERS:
+            scatter = SCATTERS[kind(operation)]
+            return self._record(scatter, (whole, part, *operation.args[1:]), operation.kwargs)
+        number = torch.arange(view.base.numel())
+        positions: Any = number.view(shape)
+        for operation in view.nodes:
+            target: Any = operation.target
+            positions = target(positions, *operation.args[1:], **operation.kwargs)
+        values = self._record(aten.reshape.default, (part, (-1,)))
+        values.meta["shape"] = (positions.numel(),)
+        if not torch.equal(positions.flatten(), number):
+            flat = self._record(aten.reshape.default, (whole, (-1,)))
+            index = self._constant(positions.flatten())
+            values = self._record(aten.index_put.default, (flat, [index], values))
+            flat.meta["shape"] = values.meta["shape"] = (number.numel(),)
+        return self._record(aten.reshape.default, (values, shape))
+
+    def _frames(self, frame: FrameType | None) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+        """The user's lines and the modules that led to an operation, the outermost first."""
+        places: list[Place] = []
+        modules: list[str] = []
+        while frame is not None and frame.f_code is not _call.__code__:
+            code = frame.f_code
+            if code.co_name == "_call_impl":
+                path = self.paths.get(id(frame.f_locals.get("self")))
+                modules += [path] if path else []
+            elif is_users(code.co_filename):
+                places.append(Place(code.co_filename, frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        return tuple(places[::-1]), tuple(modules[::-1])
+
+    def finish(self, logits: Tensor) -> Graph:
+        """The graph of the logits, without repeated and dead operations."""
+        output = self._node_of(logits)
+        self.graph.output(output)
+        _merge_repeats(self.graph)
+        [end] = (node for node in self.graph.nodes if node.op == "output")
+        [output] = end.all_input_nodes
+        drop_dead_code(self.graph, output)
+        nodes = [node for node in self.graph.nodes if node.op != "output"]
+        B, T = self.ids.shape
+        return Graph(
+            nodes=nodes,
+            values=self.values,
+            names=self.names,
+            input=self.input,
+            output=output,
+            shape=(B, T),
+            buffers=self.buffers,
+            dropouts=[node for node in nodes if _drops(node)],
+            example=self.ids,
+        )
+
+
+def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """The parameters and their names, by id; the name of a shared one is that in the embedding."""
+    known: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if id(parameter) not in known or isinstance(owner, nn.Embedding):
+            known[id(parameter)] = name, parameter
+    return known
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    """All tensors among the arguments."""
+    found: list[Tensor] = []
+
+    def visit(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        return argument
+
+    map_aggregate(arguments, visit)
+    return found
+
+
+def _changed_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return _tensors(found)
+
+
+def _function(func: Any) -> Any:
+    """The function of an in-place operation, or of one with an `out` argument; None without one."""
+    name = func.overloadpacket.__name__
+    packet = FUNCTIONS.get(name) or getattr(aten, name.removesuffix("_"), None)
+    for overload in packet.overloads() if packet else ():
+        function = getattr(packet, overload)
+        if not function._schema.is_mutable and _arguments(function) == _arguments(func):
+            return function
+    return None
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    """The names and types of an operation's arguments, without `out`."""
+    return [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "out"]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Which elements of its memory a tensor has."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    found = torch.zeros(size, dtype=torch.bool)
+    found[torch.arange(size).as_strided(*layout).flatten()] = True
+    return found
+
+
+def _merge_repeats(graph: fx.Graph) -> None:
+    """Merge nodes that compute the same, such as a norm that is called for each of q, k and v."""
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not _drops(node):
+            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def drop_dead_code(graph: fx.Graph, output: Node) -> None:
+    """Make a node the graph's output and erase all other operations that it does not depend on."""
+    needed, stack = set[Node](), [output]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    [end] = (node for node in graph.nodes if node.op == "output")
+    end.args = (output,)
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and node not in needed:
+            graph.erase_node(node)
+
+
+def _drops(node: Node) -> bool:
+    """Whether an operation is dropout with a probability and in training mode."""
+    arguments = [*node.args, *node.kwargs.values()]
+    if kind(node) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"):
+        return bool(arguments[1]) and bool(arguments[2])
+    if kind(node) == "scaled_dot_product_attention":
+        p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(p)
+    return kind(node) in ("bernoulli", "rand_like", "rand")

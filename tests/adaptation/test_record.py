@@ -1,0 +1,224 @@
+"""Recorded graphs compute what the code computes: in-place operations, views, odd ways to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat.adaptation.tracing.graph import Graph, kind
+from compat.adaptation.tracing.record import Untraceable, to_graph
+
+IDS = torch.tensor([[1, 5, 3, 9, 2], [4, 4, 8, 10, 6]])
+
+
+class Model(nn.Module):
+    """The rows of a table for the ids, passed through a function."""
+
+    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("cache", torch.zeros(2, 6, 8))
+        self.constant = torch.rand(8)
+        self.transposed = self.w.data.T  # a view that is made before the call
+        self.function = function
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.function(self, self.table(ids))
+
+
+def head_by_head(model: Model, x: Tensor) -> Tensor:
+    out = torch.empty(2, 5, 8)
+    for h in range(2):
+        out[:, :, 4 * h : 4 * h + 4] = x[..., 4 * h : 4 * h + 4] * (h + 1)
+    return out
+
+
+def one_by_one(model: Model, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for t in range(5):
+        out[:, t] = x[:, : t + 1].sum(1)
+    return out
+
+
+def split_and_scaled(model: Model, x: Tensor) -> Tensor:
+    q, k = x.chunk(2, dim=-1)
+    q *= 3
+    return torch.cat([k, q, x[..., 4:], x[..., :4]], -1)
+
+
+def flat(model: Model, x: Tensor) -> Tensor:
+    x.view(-1).clamp_(max=0.5)
+    return x
+
+
+def transposed(model: Model, x: Tensor) -> Tensor:
+    x.transpose(1, 2).add_(torch.arange(5.0))
+    return x
+
+
+def every_second(model: Model, x: Tensor) -> Tensor:
+    x[..., ::2][:, 1:3] += 1
+    return x
+
+
+def diagonal(model: Model, x: Tensor) -> Tensor:
+    scores = x @ x.mT
+    scores.diagonal(dim1=1, dim2=2).fill_(7)
+    return scores
+
+
+def a_later_reading_of_a_view(model: Model, x: Tensor) -> Tensor:
+    first = x[:, 0]
+    x += 1
+    return first
+
+
+def a_copy_is_not_changed(model: Model, x: Tensor) -> Tensor:
+    before = x.clone()
+    x.zero_()
+    return before + x
+
+
+def a_cache(model: Model, x: Tensor) -> Tensor:
+    model.cache[:, :5] = x
+    model.cache[:, 5:] = x[:, :1]
+    return model.cache[:, 1:6]
+
+
+def a_mask(model: Model, x: Tensor) -> Tensor:
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask |= torch.ones(5, 5, dtype=torch.bool).triu_(1)
+    return (x @ x.mT).masked_fill_(mask, -torch.inf).softmax(-1)
+
+
+def an_argument_for_the_result(model: Model, x: Tensor) -> Tensor:
+    out = torch.empty(2, 5, 8)
+    torch.matmul(x, model.w, out=out)
+    return out
+
+
+def a_changed_shape(model: Model, x: Tensor) -> Tensor:
+    return x.clone().unsqueeze_(1).transpose_(1, 2).add_(1)
+
+
+def an_index(model: Model, x: Tensor) -> Tensor:
+    x[torch.tensor([0, 1]), torch.tensor([3, 2])] = model.constant
+    return x
+
+
+def through_numpy(model: Model, x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy()) * 2
+
+
+def a_view_from_before(model: Model, x: Tensor) -> Tensor:
+    return x @ model.transposed + x @ model.w.data
+
+
+def mapped_over_tokens(model: Model, x: Tensor) -> Tensor:
+    return torch.vmap(torch.vmap(lambda token: model.w @ token))(x)
+
+
+def in_bfloat16(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ model.w).float()
+
+
+def without_autocast(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        return x @ model.w
+
+
+def checkpointed(model: Model, x: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    found: Tensor = checkpoint(lambda x: (x @ model.w).tanh(), x, use_reentrant=False)
+    return found
+
+
+FUNCTIONS = [
+    head_by_head, one_by_one, split_and_scaled, flat, transposed, every_second, diagonal,
+    a_later_reading_of_a_view, a_copy_is_not_changed, a_cache, a_mask, an_argument_for_the_result,
+    a_changed_shape, an_index, through_numpy, a_view_from_before, mapped_over_tokens, in_bfloat16,
+    without_autocast, checkpointed,
+]  # fmt: skip
+
+
+def recorded(function: Callable[[Model, Tensor], Tensor]) -> tuple[Graph, Model]:
+    torch.manual_seed(0)
+    model = Model(function)
+    return to_graph(model, lambda module, ids: module(ids), IDS), model
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_recorded_graph_computes_what_the_code_computes(
+    function: Callable[[Model, Tensor], Tensor],
+) -> None:
+    graph, model = recorded(function)
+    for ids in (IDS, IDS.roll(1, 1), IDS.flip(0)):
+        with torch.no_grad():
+            expected = model(ids)
+        [found] = graph.run([graph.output], {graph.input: ids}, double=False)
+        torch.testing.assert_close(found, expected)
+    other = IDS.clone()
+    other[0, 0] = 0  # the comparison can fail
+    [found] = graph.run([graph.output], {graph.input: other}, double=False)
+    with torch.no_grad():
+        assert not torch.equal(found, model(IDS))
+
+
+def test_a_graph_contains_no_operation_that_works_in_place() -> None:
+    for function in FUNCTIONS:
+        graph, _ = recorded(function)
+        targets = [node.target for node in graph.nodes if node.op == "call_function"]
+        assert not any(
+            target._schema.is_mutable for target in targets if hasattr(target, "_schema")
+        )
+
+
+def test_parts_that_are_not_changed_do_not_depend_on_a_change() -> None:
+    def fused(model: Model, x: Tensor) -> Tensor:
+        q, k = (x @ model.w).split(4, dim=-1)
+        q *= 3
+        return q @ k.mT
+
+    graph, _ = recorded(fused)
+    assert not any("scatter" in kind(node) or kind(node) == "index_put" for node in graph.nodes)
+
+
+def test_composite_operations_are_recorded_as_a_whole() -> None:
+    graph, _ = recorded(lambda model, x: nn.functional.layer_norm(x @ model.w, (8,)).softmax(-1))
+    assert [kind(node) for node in graph.nodes if kind(node)] == [
+        "embedding", "matmul", "layer_norm", "softmax",
+    ]  # fmt: skip
+
+
+def test_operations_know_their_lines_and_modules() -> None:
+    graph, _ = recorded(lambda model, x: (x @ model.w).relu())
+    [relu] = [node for node in graph.nodes if kind(node) == "relu"]
+    assert [place.function for place in graph.places(relu)] == ["<lambda>", "forward", "<lambda>"]
+    assert ".relu()" in graph.places(relu)[-1].text
+    [embedding] = [node for node in graph.nodes if kind(node) == "embedding"]
+    assert embedding.meta["modules"] == ("table",)
+
+
+def test_values_that_leave_torch_are_named_with_their_line() -> None:
+    def leaving(model: Model, x: Tensor) -> Tensor:
+        return torch.tensor(x.tolist())
+
+    with pytest.raises(Untraceable, match=r"test_record\.py:\d+ return torch.tensor\(x.tolist"):
+        recorded(leaving)
+
+
+def test_gradients_and_tensors_that_a_call_keeps_work_afterwards() -> None:
+    def keeping(model: Model, x: Tensor) -> Tensor:
+        model.constant = torch.ones(8) * 2
+        return x * model.constant
+
+    _, model = recorded(keeping)
+    model.function = lambda model, x: x * model.constant
+    model(IDS).sum().backward()
+    assert model.table.weight.grad is not None
