@@ -28,6 +28,7 @@ class Finding:
         message: what the user's code does, and what GPT-2 does.
         fix: code, or one imperative sentence.
         evidence: how the finding was confirmed.
+        values: the values in the message and the fix, such as `found` and `expected`.
     """
 
     code: str
@@ -39,6 +40,7 @@ class Finding:
     message: str
     fix: str
     evidence: str
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

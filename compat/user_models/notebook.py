@@ -27,6 +27,8 @@ MAGIC = re.compile(
     r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
     re.MULTILINE,
 )
+# Texts that are read in place of files and of cells, by their names; see `edited_sources`.
+EDITED: dict[str, str] = {}
 # Methods that change their object.
 MUTATORS = {"add", "append", "extend", "insert", "merge_from_dict", "setdefault", "update"}
 
@@ -84,9 +86,9 @@ class LazyModule:
 
     def _read_cells(self, path: Path) -> None:
         lines: list[str] = []
-        for number, cell in enumerate(_code_cells(path), 1):
+        for number, cell in enumerate(code_cells(path), 1):
             filename = f"{path}#cell-{number}"
-            source, tree, error = _parsed(cell, filename)
+            source, tree, error = _parsed(EDITED.get(filename, cell), filename)
             own = [f"{line}\n" for line in source.split("\n")]
             linecache.cache[filename] = (len(source), None, own, filename)
             self.statements += [_statement(node, filename, len(lines)) for node in tree.body]
@@ -126,13 +128,15 @@ class LazyModule:
 
 
 def read_source(path: Path) -> str:
-    """The text of a Python file, in the encoding that it declares."""
+    """The text of a Python file, in the encoding that it declares; edited, its edited text."""
+    if str(path) in EDITED:
+        return EDITED[str(path)]
     linecache.checkcache(str(path))
     with tokenize.open(path) as file:
         return file.read()
 
 
-def _code_cells(path: Path) -> list[str]:
+def code_cells(path: Path) -> list[str]:
     """The sources of a notebook's code cells."""
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))

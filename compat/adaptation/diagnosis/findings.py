@@ -39,6 +39,7 @@ def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
         message=code.message.format(**deviation.values),
         fix=code.fix.format(**deviation.values),
         evidence=evidence,
+        values=deviation.values,
     )
 
 

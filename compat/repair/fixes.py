@@ -1,0 +1,121 @@
+"""The registry of fixes: for a finding, edits of the source to try, the likeliest first.
+
+To add a fix, write a generator that yields lists of edits for a `Site`, decorate it with
+`@fixes(CODE, …)`, and put it into the module of its part of GPT-2. A fix may yield edits that turn
+out wrong: `repair` keeps only what improves the model.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from compat.adaptation.result import Finding
+from compat.config import GPT2Config
+from compat.repair.source import Edit, Source
+
+Edits = list[Edit]
+Fix = Callable[["Site"], Iterator[Edits]]
+
+FIXES: dict[str, list[Fix]] = {}
+UNSAFE: set[Fix] = set()
+
+
+def fixes(*codes: str, unsafe: bool = False) -> Callable[[Fix], Fix]:
+    """Add a fix for findings of these codes.
+
+    Args:
+        codes: of the registry of deviations.
+        unsafe: the fix changes the signature of a constructor.
+    """
+
+    def register(fix: Fix) -> Fix:
+        for code in codes:
+            FIXES.setdefault(code, []).append(fix)
+        if unsafe:
+            UNSAFE.add(fix)
+        return fix
+
+    return register
+
+
+@dataclass(frozen=True)
+class Site:
+    """A finding and the code around its line.
+
+    Args:
+        finding: with a file and a line.
+        sources: the files of the user's model, by the names that findings use.
+        config: of the checkpoint.
+    """
+
+    finding: Finding
+    sources: Mapping[str, Source]
+    config: GPT2Config
+
+    @property
+    def source(self) -> Source:
+        assert self.finding.file is not None
+        return self.sources[self.finding.file]
+
+    @property
+    def line(self) -> int:
+        assert self.finding.line is not None
+        return self.finding.line
+
+    @cached_property
+    def statement(self) -> ast.stmt:
+        """The innermost statement of the finding's line."""
+        return self.source.statements_at(self.line)[0]
+
+    @cached_property
+    def function(self) -> ast.FunctionDef | None:
+        """The function or method around the line."""
+        inside = isinstance(self.statement, ast.FunctionDef)
+        found = self.statement if inside else self.source.parent(self.statement, ast.FunctionDef)
+        return found if isinstance(found, ast.FunctionDef) else None
+
+    @cached_property
+    def cls(self) -> ast.ClassDef | None:
+        """The class around the line."""
+        return self.source.parent(self.statement, ast.ClassDef)
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """The calls that begin on the finding's line, then the others of its statement."""
+        found = self.source.nodes(ast.Call, self.statement)
+        return sorted(found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0))
+
+    def torch(self, name: str) -> str:
+        """How the file can write `torch.nn.functional.gelu` and the like with its own imports."""
+        known: dict[str, str] = {}  # the alias of every imported module
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    known[alias.name] = alias.asname or alias.name
+                    if alias.asname is None:
+                        known[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    known[f"{node.module}.{alias.name}"] = alias.asname or alias.name
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            if alias := known.get(".".join(parts[:end])):
+                return ".".join([alias, *parts[end:]])
+        return name
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name that is called: `gelu` of `F.gelu(x)`."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
+    """An argument of a call, by its place or its name."""
+    if len(call.args) > place:
+        return call.args[place]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)

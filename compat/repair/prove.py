@@ -1,0 +1,20 @@
+"""A process that builds a model from edited source and proves it: JSON on stdin → its verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    from compat.checkpoint import open_checkpoint
+    from compat.repair.repair import Target
+
+    request = json.load(sys.stdin)
+    target = Target(request["target"], request["kwargs"], request["config_name"])
+    adaptation = target.adapt(open_checkpoint(request["source"]), request["texts"])
+    print("compatible" if adaptation else "not compatible")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Find edits of a user's source with which their model computes what `transformers` computes.
+
+Edits are searched on a small checkpoint: one that improves the model is kept, and the model is
+diagnosed again, until it is compatible. The edited source is then proved on the user's checkpoint,
+in a process of its own. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compat.adaptation.adapt import adapt
+from compat.adaptation.result import Adaptation, Finding
+from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.config import GPT2Config
+from compat.dialects.linear import GPTModel
+from compat.errors import AdaptError, CompatError
+from compat.repair import attention, blocks, embeddings, norms, parameters  # fill the registry
+from compat.repair.fixes import FIXES, UNSAFE, Edits, Site
+from compat.repair.source import Source, apply
+from compat.saving import save_pretrained
+from compat.user_code import handle_errors
+from compat.user_models import construct, edited_sources, load_target, resized
+from compat.user_models.notebook import code_cells, read_source
+
+__all__ = ["Repair", "Target", "attention", "blocks", "embeddings", "norms", "parameters", "repair"]
+
+MAX_TRIALS = 120  # models that are built and compared in one search
+REPAIRED = ("breaks", "drifts")
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a user's model is found and built.
+
+    Args:
+        name: `FILE.py:Class`, as for `load_target`.
+        kwargs, config_name: see `construct`.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any] | None = None
+    config_name: str | None = None
+
+    def adapt(self, checkpoint: Checkpoint, texts: Mapping[str, str]) -> Adaptation:
+        """Build the model from these texts and adapt it.
+
+        Raises:
+            CompatError: it cannot be imported, built or adapted.
+        """
+        with edited_sources(texts), contextlib.redirect_stdout(sys.stderr):
+            cls = load_target(self.name)
+            with handle_errors(cls):
+                model = construct(
+                    cls, checkpoint.config, kwargs=self.kwargs, config_name=self.config_name
+                )
+                with resized(cls, checkpoint.config):
+                    return adapt(model, checkpoint)
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Edited source that was proved.
+
+    Args:
+        texts: the new text of every changed file or cell, by its name.
+        old: their present texts.
+        fixed: the codes of the deviations, in the order in which they were repaired.
+    """
+
+    texts: dict[str, str]
+    old: dict[str, str]
+    fixed: list[str]
+
+    @property
+    def diff(self) -> str:
+        """The edits as a unified diff, with paths relative to the working directory."""
+        found = []
+        for name, new in self.texts.items():
+            shown = os.path.relpath(name)
+            found += difflib.unified_diff(
+                self.old[name].splitlines(keepends=True),
+                new.splitlines(keepends=True),
+                f"a/{shown}",
+                f"b/{shown}",
+            )
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
+
+
+def repair(
+    target: Target, source: str | Checkpoint, *, unsafe: bool = False
+) -> Repair | None:
+    """Repair a model that adapt found incompatible.
+
+    Args:
+        target: the model.
+        source: the checkpoint, as for `adapt`.
+        unsafe: also try edits that change the signature of a constructor.
+
+    Returns:
+        The edits, or None if none were found that make the model compatible.
+
+    Raises:
+        CompatError: the model or the checkpoint cannot be loaded, or adapt refuses the model.
+    """
+    checkpoint = open_checkpoint(source)
+    with tempfile.TemporaryDirectory() as folder:
+        small = _small_checkpoint(checkpoint.config, Path(folder))
+        try:
+            found = _Search(target, small, unsafe).run()
+        except CompatError:  # such as a model that is built in one size only
+            found = _Search(target, checkpoint, unsafe).run()
+    return found if found is not None and _is_proved(target, checkpoint, found) else None
+
+
+def _small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
+    """Noise in the shapes of a small GPT-2 that is otherwise configured like the user's."""
+    heads = min(config.n_head, 4)
+    sizes = {
+        "n_layer": min(config.n_layer, 2), "n_head": heads, "n_embd": 12 * heads,
+        "n_positions": min(config.n_positions, 32), "vocab_size": min(config.vocab_size, 97),
+    }  # fmt: skip
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    inner = None if config.n_inner is None else config.n_inner * sizes["n_embd"] // config.n_embd
+    model = GPTModel(replace(config, **sizes, **ids, n_inner=inner))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    save_pretrained(model, folder / "small")
+    return open_checkpoint(folder / "small")
+
+
+@dataclass
+class _Search:
+    """A greedy search: the first edit that improves the model is kept."""
+
+    target: Target
+    checkpoint: Checkpoint
+    unsafe: bool
+    old: dict[str, str] = field(default_factory=dict)
+    tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
+
+    def run(self) -> Repair | None:
+        texts: dict[str, str] = {}
+        fixed: list[str] = []
+        state = self.target.adapt(self.checkpoint, texts)
+        while not _is_repaired(state):
+            for finding in state.findings:
+                step = self._improved(state, finding, texts)
+                if step is not None:
+                    state, texts = step
+                    fixed.append(finding.code)
+                    break
+            else:
+                return None
+        return Repair(texts, {name: self.old[name] for name in texts}, fixed) if texts else None
+
+    def _improved(
+        self, state: Adaptation, finding: Finding, texts: dict[str, str]
+    ) -> tuple[Adaptation, dict[str, str]] | None:
+        """The model after the first edit for a finding with which it is better."""
+        if finding.severity not in REPAIRED or finding.file is None:
+            return None
+        for edits in self._edits(finding, texts):
+            changed = dict(texts)
+            for name in {edit.file for edit in edits}:
+                own = [edit for edit in edits if edit.file == name]
+                changed[name] = apply(texts.get(name, self.old[name]), own)
+            key = tuple(sorted(changed.items()))
+            if key in self.tried or len(self.tried) >= MAX_TRIALS:
+                continue
+            self.tried.add(key)
+            try:
+                after = self.target.adapt(self.checkpoint, changed)
+            except CompatError:
+                continue
+            if _rank(after) < _rank(state):
+                return after, changed
+        return None
+
+    def _edits(self, finding: Finding, texts: dict[str, str]) -> Iterator[Edits]:
+        finding, names = _located(finding, texts)
+        for name in names:
+            if name not in self.old:
+                self.old[name] = _present_text(name)
+        sources = {name: Source(name, texts.get(name, self.old[name])) for name in names}
+        site = Site(finding, sources, self.checkpoint.config)
+        for fix in FIXES.get(finding.code, ()):
+            if fix in UNSAFE and not self.unsafe:
+                continue
+            with contextlib.suppress(SyntaxError, StopIteration, LookupError, AttributeError):
+                yield from fix(site)
+
+
+def _located(finding: Finding, texts: Mapping[str, str]) -> tuple[Finding, list[str]]:
+    """The finding in its file or cell, and the names of all cells of a notebook."""
+    assert finding.file is not None and finding.line is not None
+    path, _, cell = finding.file.partition("#")
+    if not path.endswith(".ipynb"):
+        return finding, [finding.file]
+    names = [f"{path}#cell-{i}" for i in range(1, len(code_cells(Path(path))) + 1)]
+    line = finding.line
+    if not cell:  # a line of all cells, one after the other
+        for name in names:
+            count = texts.get(name, _present_text(name)).count("\n") + 1
+            if line <= count:
+                return replace(finding, file=name, line=line), names
+            line -= count
+    return finding, names
+
+
+def _present_text(name: str) -> str:
+    path, _, cell = name.partition("#cell-")
+    return code_cells(Path(path))[int(cell) - 1] if cell else read_source(Path(path))
+
+
+def _is_repaired(state: Adaptation) -> bool:
+    return state.compatible and not any(f.severity == "drifts" for f in state.findings)
+
+
+def _rank(state: Adaptation) -> tuple[Any, ...]:
+    """Lower is better: compatible, then few deviations, then hidden states that agree longer."""
+    wrong = [finding for finding in state.findings if finding.severity in REPAIRED]
+    agreeing = 0
+    if state.parity is not None:
+        taps = [tap.passed for tap in state.parity.taps]
+        agreeing = taps.index(False) if False in taps else len(taps)
+    codes = {(finding.code, finding.line) for finding in wrong}
+    return (not state.compatible, len(codes), len(state.unmatched), -agreeing)
+
+
+# The proof in a process of its own.
+
+
+def _is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
+    """Whether a fresh process finds the edited model compatible with the checkpoint."""
+    request = {
+        "target": target.name,
+        "kwargs": None if target.kwargs is None else dict(target.kwargs),
+        "config_name": target.config_name,
+        "source": checkpoint.source,
+        "texts": found.texts,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "compat.repair.prove"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode == 0 and done.stdout.strip().endswith("compatible")

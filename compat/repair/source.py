@@ -1,0 +1,153 @@
+"""A file of the user's as text and syntax, and edits of it that leave all other characters alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+Node = TypeVar("Node", bound=ast.AST)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace the characters from `start` to `end` of a file's text by `text`."""
+
+    file: str
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """The text of one file, or of one cell of a notebook.
+
+    Args:
+        file: as findings name it.
+        text: with line ends "\\n".
+    """
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text = file, text
+        self.lines = text.split("\n")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node that every node is a child of."""
+        return {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        for line in self.lines:
+            starts.append(starts[-1] + len(line) + 1)
+        return starts
+
+    def offset(self, line: int, column: int) -> int:
+        """The place in the text of a line, counted from 1, and a column in UTF-8 bytes."""
+        return self._starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node begins and ends in the text."""
+        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg))
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return (
+            self.offset(node.lineno, node.col_offset),
+            self.offset(node.end_lineno, node.end_col_offset),
+        )
+
+    def code(self, node: ast.AST) -> str:
+        """A node as the user wrote it."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def operand(self, node: ast.AST) -> str:
+        """A node's code, in parentheses unless it binds as tightly as a call."""
+        tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+        return self.code(node) if isinstance(node, tight) else f"({self.code(node)})"
+
+    def replace(self, node: ast.AST, text: str) -> Edit:
+        return Edit(self.file, *self.span(node), text)
+
+    def insert_before(self, statement: ast.stmt, *lines: str) -> Edit:
+        """New lines before a statement, indented like it."""
+        start = self.offset(statement.lineno, 0)
+        indent = self.lines[statement.lineno - 1][: statement.col_offset]
+        return Edit(self.file, start, start, "".join(f"{indent}{line}\n" for line in lines))
+
+    def insert_after(self, statement: ast.stmt, *lines: str) -> Edit:
+        """New lines after a statement, indented like it."""
+        assert statement.end_lineno is not None
+        end = self.offset(statement.end_lineno, 0) + len(self.lines[statement.end_lineno - 1])
+        indent = self.lines[statement.lineno - 1][: statement.col_offset]
+        return Edit(self.file, end, end, "".join(f"\n{indent}{line}" for line in lines))
+
+    def remove(self, statement: ast.stmt) -> Edit:
+        """Delete the lines of a statement that stands on lines of its own."""
+        assert statement.end_lineno is not None
+        end = min(self.offset(statement.end_lineno, 0) + len(self.lines[statement.end_lineno - 1]) + 1,
+                  len(self.text))  # fmt: skip
+        return Edit(self.file, self.offset(statement.lineno, 0), end, "")
+
+    def set_keyword(self, call: ast.Call, name: str, value: str) -> Edit:
+        """A call with a keyword argument added or changed."""
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                return self.replace(keyword.value, value)
+        end = self.span(call)[1] - 1
+        inside = self.text[:end].rstrip()
+        comma = "" if inside[-1] in "(," else ", "
+        comma = " " if inside[-1] == "," else comma
+        return Edit(self.file, len(inside), len(inside), f"{comma}{name}={value}")
+
+    def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
+        """A call without one of its arguments."""
+        every = sorted([*call.args, *call.keywords], key=lambda node: self.span(node)[0])
+        i = next(i for i, node in enumerate(every) if node is argument)
+        start, end = self.span(argument)
+        if i + 1 < len(every):
+            end = self.span(every[i + 1])[0]
+        elif i:
+            start = self.span(every[i - 1])[1]
+        return Edit(self.file, start, end, "")
+
+    def parent(self, node: ast.AST, kind: type[Node]) -> Node | None:
+        """The innermost node of a kind that contains a node."""
+        above = self.parents.get(node)
+        while above is not None and not isinstance(above, kind):
+            above = self.parents.get(above)
+        return above
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        above = self.parents.get(node)
+        while above is not None:
+            yield above
+            above = self.parents.get(above)
+
+    def statements_at(self, line: int) -> list[ast.stmt]:
+        """The statements that a line belongs to, the innermost first."""
+        found = [
+            node for node in ast.walk(self.tree)
+            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+        ]  # fmt: skip
+        return sorted(found, key=lambda node: (node.end_lineno or 0) - node.lineno)
+
+    def nodes(self, kind: type[Node], within: ast.AST | None = None) -> list[Node]:
+        """The nodes of a kind, in the order of the text."""
+        found = [node for node in ast.walk(within or self.tree) if isinstance(node, kind)]
+        return sorted(found, key=lambda n: self.span(n)[0] if hasattr(n, "lineno") else 0)
+
+
+def apply(text: str, edits: Iterable[Edit]) -> str:
+    """The text after the edits of one file, which must not overlap."""
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return text
