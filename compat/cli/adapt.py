@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from compat.summary import SEVERITY, place
 COLOURS = {"breaks": "red", "drifts": "yellow", "limit": "magenta", "info": "cyan"}
 # Options of this panel of the help.
 construction = partial(typer.Option, rich_help_panel="Construction of the model")
+repairing = partial(typer.Option, rich_help_panel="Repair")
 
 
 @handle_errors
@@ -54,6 +56,19 @@ def adapt_command(
             metavar="NAME", help="A config object of the file, passed to the constructor unchanged."
         ),
     ] = None,
+    diff: Annotated[
+        bool, repairing("--diff", help="Print the edits that make the model compatible as a diff.")
+    ] = False,
+    fix: Annotated[
+        bool,
+        repairing("--fix", help="Write these edits. Only edits that were proved are written."),
+    ] = False,
+    unsafe_fixes: Annotated[
+        bool,
+        repairing(
+            "--unsafe-fixes", help="Also try edits that change the signature of a constructor."
+        ),
+    ] = False,
     emit_map: Annotated[
         bool, options.output("--emit-map", help="Print the name map as Python code.")
     ] = False,
@@ -76,7 +91,7 @@ def adapt_command(
     source = options.choose_source(source, model)
     arguments = _constructor_arguments(kwargs)
     options.exclude({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
-    options.exclude({"--json": as_json, "--emit-map": emit_map})
+    options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
     from compat.user_code import handle_errors as handle_users_errors
     from compat.user_models import construct, load_target, resized
 
@@ -91,6 +106,14 @@ def adapt_command(
                 adaptation = compat.adapt(built, checkpoint)
     for line in checkpoint.notes:
         note(f"note: {line}")
+    if html is not None:
+        from compat.html_report import adapt_page
+
+        write_page(html, adapt_page(adaptation))
+    if (diff or fix) and _deviates(adaptation):
+        raise typer.Exit(
+            _repair(target, arguments, config_name, checkpoint, adaptation, unsafe_fixes, fix)
+        )
     if as_json:
         print_json(adaptation.to_json())
     elif emit_map:
@@ -100,11 +123,41 @@ def adapt_command(
         note("  ".join(part.plain for part in _headline(adaptation)))
     else:
         show(adaptation, console())
-    if html is not None:
-        from compat.html_report import adapt_page
-
-        write_page(html, adapt_page(adaptation))
     raise typer.Exit(0 if adaptation.compatible else 1)
+
+
+def _deviates(adaptation: compat.Adaptation) -> bool:
+    return any(finding.severity in ("breaks", "drifts") for finding in adaptation.findings)
+
+
+def _repair(
+    target: str,
+    kwargs: dict[str, Any] | None,
+    config_name: str | None,
+    checkpoint: compat.Checkpoint,
+    adaptation: compat.Adaptation,
+    unsafe: bool,
+    fix: bool,
+) -> int:
+    """Print or write the edits that make the model compatible, and return the exit code."""
+    from compat.repair.repair import Target, repair
+    from compat.repair.write import write
+
+    status = Console(stderr=True).status("searching for edits …", spinner="line")
+    with status:
+        found = repair(Target(target, kwargs, config_name), checkpoint, unsafe=unsafe)
+    if found is None:
+        show(adaptation, console())
+        note("no edits were found that make the model compatible; nothing was written")
+        return 1
+    codes = ", ".join(dict.fromkeys(found.fixed))
+    if not fix:
+        print(found.diff, end="")
+        note(f"repairs {codes}; proved in a process of its own. --fix writes the edits")
+        return 1
+    files = ", ".join(os.path.relpath(path) for path in write(found))
+    note(f"repaired {codes} in {files}; the model now computes what transformers computes")
+    return 0
 
 
 def _constructor_arguments(kwargs: str | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import typer
 import compat
 from compat.cli.adapt import adapt_command
 from compat.cli.errors import internal_error
+from compat.cli.explain import explain_command
 from compat.cli.export import export_command
 from compat.cli.generate import generate_command
 from compat.cli.inspect import inspect_command
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "parity": parity_command,
     "generate": generate_command,
     "adapt": adapt_command,
+    "explain": explain_command,
     "export": export_command,
 }
 for name, command in COMMANDS.items():

@@ -86,7 +86,9 @@ class Site:
     def calls(self) -> list[ast.Call]:
         """The calls that begin on the finding's line, then the others of its statement."""
         found = self.source.nodes(ast.Call, self.statement)
-        return sorted(found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0))
+        return sorted(
+            found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0)
+        )
 
     def torch(self, name: str) -> str:
         """How the file can write `torch.nn.functional.gelu` and the like with its own imports."""

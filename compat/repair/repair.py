@@ -26,7 +26,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
-from compat.errors import AdaptError, CompatError
+from compat.errors import CompatError
 from compat.repair import attention, blocks, embeddings, norms, parameters  # fill the registry
 from compat.repair.fixes import FIXES, UNSAFE, Edits, Site
 from compat.repair.source import Source, apply
@@ -89,7 +89,7 @@ class Repair:
         """The edits as a unified diff, with paths relative to the working directory."""
         found = []
         for name, new in self.texts.items():
-            shown = os.path.relpath(name)
+            shown = os.path.relpath(name).replace(os.sep, "/")
             found += difflib.unified_diff(
                 self.old[name].splitlines(keepends=True),
                 new.splitlines(keepends=True),
@@ -99,9 +99,7 @@ class Repair:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
 
 
-def repair(
-    target: Target, source: str | Checkpoint, *, unsafe: bool = False
-) -> Repair | None:
+def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) -> Repair | None:
     """Repair a model that adapt found incompatible.
 
     Args:
@@ -128,17 +126,24 @@ def repair(
 def _small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
     """Noise in the shapes of a small GPT-2 that is otherwise configured like the user's."""
     heads = min(config.n_head, 4)
-    sizes = {
-        "n_layer": min(config.n_layer, 2), "n_head": heads, "n_embd": 12 * heads,
-        "n_positions": min(config.n_positions, 32), "vocab_size": min(config.vocab_size, 97),
-    }  # fmt: skip
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    inner = None if config.n_inner is None else config.n_inner * sizes["n_embd"] // config.n_embd
-    model = GPTModel(replace(config, **sizes, **ids, n_inner=inner))
+    inner = None if config.n_inner is None else 12 * heads * config.n_inner // config.n_embd
+    small = replace(
+        config,
+        n_layer=min(config.n_layer, 2),
+        n_head=heads,
+        n_embd=12 * heads,
+        n_inner=inner,
+        n_positions=min(config.n_positions, 32),
+        vocab_size=min(config.vocab_size, 97),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = GPTModel(small)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     save_pretrained(model, folder / "small")
     return open_checkpoint(folder / "small")
 
@@ -195,7 +200,7 @@ class _Search:
         finding, names = _located(finding, texts)
         for name in names:
             if name not in self.old:
-                self.old[name] = _present_text(name)
+                self.old[name] = present_text(name)
         sources = {name: Source(name, texts.get(name, self.old[name])) for name in names}
         site = Site(finding, sources, self.checkpoint.config)
         for fix in FIXES.get(finding.code, ()):
@@ -215,14 +220,15 @@ def _located(finding: Finding, texts: Mapping[str, str]) -> tuple[Finding, list[
     line = finding.line
     if not cell:  # a line of all cells, one after the other
         for name in names:
-            count = texts.get(name, _present_text(name)).count("\n") + 1
+            count = texts.get(name, present_text(name)).count("\n") + 1
             if line <= count:
                 return replace(finding, file=name, line=line), names
             line -= count
     return finding, names
 
 
-def _present_text(name: str) -> str:
+def present_text(name: str) -> str:
+    """The text of a file or of a cell as it is stored."""
     path, _, cell = name.partition("#cell-")
     return code_cells(Path(path))[int(cell) - 1] if cell else read_source(Path(path))
 

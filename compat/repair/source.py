@@ -1,4 +1,4 @@
-"""A file of the user's as text and syntax, and edits of it that leave all other characters alone."""
+"""A file of the user's as text and syntax, and edits that leave all other characters alone."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ class Source:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node that every node is a child of."""
-        return {
-            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
-        }
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -93,9 +91,8 @@ class Source:
     def remove(self, statement: ast.stmt) -> Edit:
         """Delete the lines of a statement that stands on lines of its own."""
         assert statement.end_lineno is not None
-        end = min(self.offset(statement.end_lineno, 0) + len(self.lines[statement.end_lineno - 1]) + 1,
-                  len(self.text))  # fmt: skip
-        return Edit(self.file, self.offset(statement.lineno, 0), end, "")
+        end = min(self._starts[statement.end_lineno], len(self.text))
+        return Edit(self.file, self._starts[statement.lineno - 1], end, "")
 
     def set_keyword(self, call: ast.Call, name: str, value: str) -> Edit:
         """A call with a keyword argument added or changed."""

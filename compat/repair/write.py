@@ -1,0 +1,72 @@
+"""Writing edited files: each in its own encoding, with its own line ends, and as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tokenize
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+from compat.errors import AdaptError
+from compat.repair.repair import Repair, present_text
+
+
+def write(repair: Repair) -> list[Path]:
+    """Write the edits of a repair.
+
+    Returns:
+        The files that were changed.
+
+    Raises:
+        AdaptError: a file was changed after it was read, or cannot be written. Nothing is written
+            then.
+    """
+    for name, old in repair.old.items():
+        if present_text(name) != old:
+            raise AdaptError(f"{name} was changed while it was repaired. Run the command again")
+    files: dict[Path, dict[str, str]] = {}
+    for name, text in repair.texts.items():
+        file, _, cell = name.partition("#cell-")
+        files.setdefault(Path(file), {})[cell] = text
+    ready: list[tuple[Path, Path]] = []
+    try:
+        for path, texts in files.items():
+            written = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+            ready.append((written, path))
+            written.write_bytes(_file(path, texts) if "" in texts else _notebook(path, texts))
+            shutil.copymode(path, written)
+        for written, path in ready:
+            os.replace(written, path)
+    except OSError as error:
+        raise AdaptError(f"cannot write the edits: {error}. Check the permissions") from error
+    finally:
+        for written, _ in ready:
+            written.unlink(missing_ok=True)
+    return list(files)
+
+
+def _file(path: Path, texts: Mapping[str, str]) -> bytes:
+    with path.open("rb") as file:
+        encoding, _ = tokenize.detect_encoding(file.readline)
+    text = texts[""]
+    if b"\r\n" in path.read_bytes():
+        text = text.replace("\n", "\r\n")
+    return text.encode(encoding)
+
+
+def _notebook(path: Path, texts: Mapping[str, str]) -> bytes:
+    """The notebook with these sources of cells, by their numbers among the code cells."""
+    raw = path.read_text(encoding="utf-8")
+    document = json.loads(raw)
+    code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    for number, text in texts.items():
+        cell = code[int(number) - 1]
+        whole = isinstance(cell["source"], str)
+        cell["source"] = text if whole else text.splitlines(keepends=True)
+    indented = raw.partition("\n")[2]
+    indent = len(indented) - len(indented.lstrip(" "))
+    end = "\n" if raw.endswith("\n") else ""
+    return (json.dumps(document, indent=indent or None, ensure_ascii=False) + end).encode()
