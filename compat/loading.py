@@ -18,7 +18,7 @@ from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
 from compat.name_map import NameMap, Row, as_name_map
-from compat.validation import check_fit, check_module, expand_rows, is_dropped
+from compat.validation import check_fit, check_module, expand_rows, is_dropped, rows_of_part
 
 
 def load_pretrained(
@@ -97,6 +97,7 @@ def load_into(
     name_map: NameMap,
     source: Source,
     *,
+    part: str | None = None,
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
@@ -110,6 +111,8 @@ def load_into(
     Args:
         model: the module; a parameter on the meta device is replaced, any other written in place.
         name_map: its name map, such as `Adaptation.name_map`.
+        part: what the module is, if it is not a whole model, such as "h.3.attn". The name map is
+            that of a part of the same kind, in this layer or in another.
         source, revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
@@ -120,7 +123,10 @@ def load_into(
     check_module(model)
     name_map = as_name_map(name_map)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    rows = expand_rows(name_map, checkpoint)
+    if part is None:
+        rows = expand_rows(name_map, checkpoint)
+    else:
+        rows = rows_of_part(name_map, part, checkpoint)
     zeros = name_map.expand_zeros(checkpoint.config.n_layer)
     _check_and_fill(model, rows, checkpoint, None, None, zeros)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -47,6 +48,32 @@ def expand_rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
         f"the name map does not fit {checkpoint.weights}:",
         ("tensors have no row", [name for name in checkpoint.infos if name in stored - mapped]),
         ("rows name no tensor", sorted(mapped - stored)),
+    )
+    return rows
+
+
+def rows_of_part(name_map: NameMap, part: str, checkpoint: Checkpoint) -> list[Row]:
+    """Return the rows of a part, such as "h.3.attn", from the map of such a part in any layer.
+
+    Raises:
+        NameMapError: The checkpoint has no such part, or the rows are not those of its tensors.
+    """
+    layer = re.match(r"h\.\d+(?=\.|$)", part)
+    rows = []
+    for row in name_map.rows:
+        hf = row.hf if layer is None else re.sub(r"^h\.(\d+|\{i\})(?=\.)", layer[0], row.hf)
+        rows.append(Row(hf, row.ours, row.op))
+    mapped = {row.hf for row in rows}
+    stored = {name for name in checkpoint.infos if name.startswith(f"{part}.")}
+    if not stored:
+        raise NameMapError(
+            f"{checkpoint.weights} has no part {part!r}; expected h.0, h.0.attn, h.0.mlp, h.0.ln_1, "
+            "h.0.ln_2 or ln_f, with the number of one of its layers."
+        )
+    _raise_if_any(
+        f"the name map does not fit {part} of {checkpoint.weights}:",
+        ("tensors have no row", sorted(stored - mapped)),
+        ("rows name no tensor of this part", sorted(mapped - stored)),
     )
     return rows
 

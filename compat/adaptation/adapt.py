@@ -39,6 +39,7 @@ from compat.adaptation.mapping.assignments import (
 )
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.taps import find_taps
+from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
@@ -131,6 +132,7 @@ def adapt(
     model: nn.Module,
     source: Source,
     *,
+    part: str | None = None,
     forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
     example_length: int | None = None,
     revision: str | None = None,
@@ -145,6 +147,9 @@ def adapt(
     Args:
         model: your GPT-2, of the checkpoint's sizes, on the CPU.
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
+        part: what the module is, if it is not a whole model: "h.3", "h.3.attn", "h.3.mlp",
+            "h.3.ln_1" or "ln_f". It is called with hidden states (B, T, C), and all other parts are
+            compat's own.
         forward: `forward(model, input_ids)` returns logits (B, T, V) for ids (B, T). By default the
             model is called with ids, and its first output of that shape is used.
         example_length: number of ids per sequence that the model is traced with. By default a
@@ -157,6 +162,10 @@ def adapt(
     """
     check_model(model)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    if part is not None:
+        whole, prefix = with_part(model, part, checkpoint.config)
+        whole = whole.to(next(model.parameters()).dtype)
+        return of_part(adapt(whole, checkpoint, example_length=example_length), model, part, prefix)
     dtype = next(model.parameters()).dtype
     if dtype not in HALF:
         return _adapt(model, checkpoint, forward, example_length)

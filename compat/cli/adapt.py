@@ -50,6 +50,14 @@ def adapt_command(
             "inferred from the checkpoint.",
         ),
     ] = None,
+    part: Annotated[
+        str | None,
+        construction(
+            metavar="PART",
+            help="What the class is, if it is not a whole model: h.0, h.0.attn, h.0.mlp, h.0.ln_1 "
+            "or ln_f.",
+        ),
+    ] = None,
     config_name: Annotated[
         str | None,
         construction(
@@ -103,7 +111,7 @@ def adapt_command(
         with status, handle_users_errors(cls):
             built = construct(cls, checkpoint.config, kwargs=arguments, config_name=config_name)
             with resized(cls, checkpoint.config):  # forward may read the sizes too
-                adaptation = compat.adapt(built, checkpoint)
+                adaptation = compat.adapt(built, checkpoint, part=part)
     for line in checkpoint.notes:
         note(f"note: {line}")
     if html is not None:

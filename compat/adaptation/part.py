@@ -1,0 +1,147 @@
+"""A single part of a GPT-2, such as a user's attention, in a model of which all else is compat's.
+
+The part is put into compat's own `linear` model in place of the part there. The whole is adapted
+like any other model, so that the mapping, the proof and the findings are those of the part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from compat.adaptation.result import Adaptation
+from compat.adaptation.tracing.calling import MASKS, describe_error, eval_mode
+from compat.config import GPT2Config
+from compat.dialects.linear import GPTModel
+from compat.errors import AdaptError
+from compat.name_map import NameMap, Row
+from compat.user_code import is_users
+
+# The parts of a layer, and where compat's own model has them.
+PATHS = {
+    "": "",
+    ".attn": ".attention",
+    ".mlp": ".feedforward",
+    ".ln_1": ".norm1",
+    ".ln_2": ".norm2",
+}
+
+
+def path_of(part: str, config: GPT2Config) -> str:
+    """Where compat's `linear` model has a part, by its Hugging Face name.
+
+    Raises:
+        AdaptError: there is no such part, or no such layer.
+    """
+    if part == "ln_f":
+        return "final_norm"
+    named = re.fullmatch(r"h\.(\d+)(\.\w+)?", part)
+    if named is None or (named[2] or "") not in PATHS:
+        raise AdaptError(
+            f"part is {part!r}; expected ln_f, h.0, h.0.attn, h.0.mlp, h.0.ln_1 or h.0.ln_2, with "
+            "any number of a layer"
+        )
+    if int(named[1]) >= config.n_layer:
+        raise AdaptError(
+            f"part is {part!r}, but the checkpoint has {config.n_layer} layers, h.0 to "
+            f"h.{config.n_layer - 1}"
+        )
+    return f"trf_blocks.{named[1]}{PATHS[named[2] or '']}"
+
+
+class _Slot(nn.Module):
+    """Calls a user's part with hidden states alone: (B, T, C) → (B, T, C)."""
+
+    def __init__(self, part: nn.Module, mask: Callable[[int], Tensor | None]) -> None:
+        super().__init__()
+        self.part, self.mask = part, mask
+        parameters = list(inspect.signature(part.forward).parameters.values())[1:]
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self.names = [p.name for p in parameters if p.default is p.empty and p.kind in named]
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        mask = self.mask(x.shape[1])
+        found = self.part(x, **{name: mask if "mask" in name else None for name in self.names})
+        results = found if isinstance(found, (tuple, list)) else [found]
+        for result in results:
+            if isinstance(result, Tensor) and result.shape == x.shape:
+                return result
+        shapes = [list(getattr(result, "shape", ())) or type(result).__name__ for result in results]
+        raise AdaptError(
+            f"{type(self.part).__name__} returns {shapes} for hidden states {list(x.shape)}; a "
+            "part returns hidden states of the same shape"
+        )
+
+
+def with_part(part: nn.Module, name: str, config: GPT2Config) -> tuple[nn.Module, str]:
+    """compat's own model with a user's part in it, and the prefix of the part's parameters.
+
+    Raises:
+        AdaptError: there is no such part, or it cannot be called with hidden states.
+    """
+    path = path_of(name, config)
+    model = GPTModel(config).eval()
+    owner, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, _Slot(part, _mask_of(part, config)))
+    return model, f"{path}.part."
+
+
+def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | None]:
+    """The convention for a mask argument with which no token sees a later one."""
+    T = min(9, config.n_positions)
+    x = torch.randn(1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
+    other = x.clone()
+    other[:, -1] += 1
+    working, errors = [], []
+    for mask in MASKS:
+        slot = _Slot(part, mask)
+        try:
+            with eval_mode(part):
+                one, two = slot(x), slot(other)
+        except AdaptError:
+            raise
+        except Exception as error:
+            errors.append(describe_error(error))
+            continue
+        working.append(mask)
+        if torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4):
+            return mask
+        if not any("mask" in name for name in slot.names):
+            break
+    if not working:
+        raise AdaptError(
+            f"{type(part).__name__} cannot be called with hidden states {list(x.shape)}: "
+            f"{errors[0]}"
+        )
+    return working[0]
+
+
+def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> Adaptation:
+    """The adaptation of the whole model as that of the part, with the part's own names."""
+
+    def own(text: str) -> str:
+        return text.replace(prefix, "")
+
+    rows = [
+        Row(row.hf, tuple(own(name) for name in row.ours), row.op)
+        for row in adaptation.name_map.expand(adaptation.n_layer)
+        if all(name.startswith(prefix) for name in row.ours)
+    ]
+    zeros = [own(zero) for zero in adaptation.name_map.expand_zeros(adaptation.n_layer)]
+    findings = []
+    for found in adaptation.findings:
+        if found.file is not None and not is_users(found.file):  # a line of compat's own
+            found = replace(found, file=None, line=None, source_line=None)
+        findings.append(replace(found, message=own(found.message), evidence=own(found.evidence)))
+    return replace(
+        adaptation,
+        model=type(part).__name__,
+        tensors=len(rows) + len(adaptation.unmatched),
+        name_map=NameMap(tuple(rows), tuple(zeros)),
+        findings=findings,
+    )
