@@ -91,10 +91,10 @@ def test_findings_show_the_line_and_the_fix_as_code() -> None:
 
 def test_findings_come_before_the_drawings_and_timings_last() -> None:
     page = adapt_page(adaptation(report_of(BAD), finding(), seconds={"trace": 1.25}))
-    parts = ["Not compatible", "<article", "<svg", "<h2>Mapping", "export 1.2 s", "torch 2"]
+    parts = ["Not compatible", "<article", "<svg", "<h2>Mapping", "trace 1.2 s", "torch 2"]
     positions = [page.index(part) for part in parts]
     assert positions == sorted(positions)
-    assert page.rindex("<svg") < page.index("export 1.2 s")
+    assert page.rindex("<svg") < page.index("trace 1.2 s")
 
 
 def test_files_are_relative_to_the_working_directory(

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ from compat import (
     load_pretrained,
     save_pretrained,
 )
+from compat.checkpoint import open_checkpoint
 from compat.decoding import kernels
 from compat.decoding.matrices import Int8DynamicActivations
-from compat.parity.transformers_gpt2 import quiet
+from compat.parity.transformers_gpt2 import load_reference, quiet
 from tests.conftest import MakeCheckpoint
 from tests.own_gpt2 import MyGPT2
 
@@ -169,6 +171,16 @@ def test_two_adapts_at_once(tiny: Path) -> None:
     assert differences(before, state()) == []
 
 
+def test_references_that_are_loaded_at_once_leave_transformers_as_it_was(tiny: Path) -> None:
+    """transformers' from_pretrained replaces a method of its class while it runs."""
+    before = vars(transformers.PreTrainedModel)["tie_weights"]
+    checkpoint = open_checkpoint(tiny)
+    with ThreadPoolExecutor(4) as pool:
+        loaded = [pool.submit(load_reference, checkpoint, torch.float32) for _ in range(24)]
+    assert len([model.result() for model in loaded]) == 24
+    assert vars(transformers.PreTrainedModel)["tie_weights"] is before
+
+
 def test_quiet_in_overlapping_threads() -> None:
     transformers.utils.logging.enable_progress_bar()
     transformers.utils.logging.set_verbosity_info()
@@ -206,6 +218,7 @@ def test_engines_where_warnings_are_errors(
     code = f"""
 import torch
 from compat import Engine
+from compat.checkpoint import open_checkpoint
 from compat.decoding import kernels
 kernels._measured = lambda precision, rows, working: (next(iter(working)), False)
 engine = Engine.from_pretrained({str(make_checkpoint(n_layer=1))!r}, **{settings!r})

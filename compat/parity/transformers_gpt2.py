@@ -47,6 +47,10 @@ TAPS = (
     Tap("logits", "lm_head"),
 )
 
+# `from_pretrained` replaces methods of transformers' classes while it runs and restores what it
+# found. Two at once would leave one of them replaced for ever.
+loading = threading.Lock()
+
 
 def taps(n_layer: int, attention: Attention) -> list[Tap]:
     """Return the taps of every layer. Only eager attention returns its probabilities."""
@@ -62,7 +66,7 @@ def load_reference(
     Raises:
         ParityError: transformers did not load all weights and initialised some at random.
     """
-    with quiet():
+    with loading, quiet():
         loaded: Any = transformers.GPT2LMHeadModel.from_pretrained(
             dtype=dtype,
             attn_implementation=attention,
