@@ -67,8 +67,8 @@ def rows_of_part(name_map: NameMap, part: str, checkpoint: Checkpoint) -> list[R
     stored = {name for name in checkpoint.infos if name.startswith(f"{part}.")}
     if not stored:
         raise NameMapError(
-            f"{checkpoint.weights} has no part {part!r}; expected h.0, h.0.attn, h.0.mlp, h.0.ln_1, "
-            "h.0.ln_2 or ln_f, with the number of one of its layers."
+            f"{checkpoint.weights} has no part {part!r}; expected h.0, h.0.attn, h.0.mlp, "
+            "h.0.ln_1, h.0.ln_2 or ln_f, with the number of one of its layers."
         )
     _raise_if_any(
         f"the name map does not fit {part} of {checkpoint.weights}:",

@@ -13,10 +13,12 @@ Where stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,7 @@ from compat.name_map import NameMap
 from compat.parity import ParityReport
 from compat.parity.check import HALF, in_float32, random_ids
 from compat.parity.reference import Reference
+from compat.user_code import is_users
 
 BY_HAND = (
     "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "
@@ -107,6 +110,7 @@ class _Run:
             parity=parity,
             findings=findings,
             seconds=self.seconds,
+            target=_target(type(self.model)),
         )
 
 
@@ -398,6 +402,15 @@ def _noise(run: _Run) -> str:
     with eval_mode(run.model):
         one, two = run.call(run.model, run.ids), run.call(run.model, run.ids)
     return f"two runs in eval mode differ by up to {(one - two).abs().max().item():.2g}"
+
+
+def _target(cls: type) -> str | None:
+    """`FILE:Class` of a class at the top level of a file that exists."""
+    with suppress(TypeError, OSError):
+        file = inspect.getsourcefile(cls)
+        if file and Path(file).is_file() and is_users(file) and "." not in cls.__qualname__:
+            return f"{file}:{cls.__qualname__}"
+    return None
 
 
 def _example_length(config: GPT2Config) -> int:

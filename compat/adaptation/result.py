@@ -57,6 +57,7 @@ class Adaptation:
         parity: the comparison of taps and logits, or None if the logits have another shape.
         findings: the breaking ones first, then in execution order.
         seconds: the time that each stage took.
+        target: `FILE:Class` of the model, if its class is in a file.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Adaptation:
     parity: ParityReport | None
     findings: list[Finding]
     seconds: dict[str, float] = field(default_factory=dict)
+    target: str | None = None
 
     @property
     def compatible(self) -> bool:
@@ -96,6 +98,30 @@ class Adaptation:
             else self.parity.headline
         )
         raise ParityError(f"{self.model} is not compatible with {self.source}: {headline}")
+
+    def patch(self, *, unsafe: bool = False) -> str | None:
+        """Edits of the model's source that make it compatible, as a unified diff.
+
+        The model's class is imported again from its file and built in the checkpoint's sizes. What
+        is returned was proved on the checkpoint in a process of its own. Nothing is written.
+
+        Args:
+            unsafe: also try edits that change the signature of a constructor.
+
+        Returns:
+            The diff; None if the model needs no edits, if none were found, or if its class is not
+            in a file.
+
+        Raises:
+            CompatError: the class cannot be built from its file.
+        """
+        from compat.adaptation.repair.repair import Target, repair
+
+        deviates = any(finding.severity in ("breaks", "drifts") for finding in self.findings)
+        if self.target is None or not deviates:
+            return None
+        repaired = repair(Target(self.target), self.source, unsafe=unsafe)
+        return None if repaired is None else repaired.diff
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values, for `json.dumps`."""

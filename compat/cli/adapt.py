@@ -148,8 +148,8 @@ def _repair(
     fix: bool,
 ) -> int:
     """Print or write the edits that make the model compatible, and return the exit code."""
-    from compat.repair.repair import Target, repair
-    from compat.repair.write import write
+    from compat.adaptation.repair.repair import Target, repair
+    from compat.adaptation.repair.write import write
 
     status = Console(stderr=True).status("searching for edits …", spinner="line")
     with status:

@@ -159,4 +159,4 @@ class _Placeholders(dict[str, object]):
 
 class _Placeholder(str):
     def __format__(self, spec: str) -> str:
-        return f"<{self}>"
+        return "<" + self + ">"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+from compat.adaptation.repair.repair import Repair, present_text
 from compat.errors import AdaptError
-from compat.repair.repair import Repair, present_text
 
 
 def write(repair: Repair) -> list[Path]:

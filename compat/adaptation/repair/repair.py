@@ -22,14 +22,20 @@ from typing import Any
 import torch
 
 from compat.adaptation.adapt import adapt
+from compat.adaptation.repair import (  # fill the registry
+    attention,
+    blocks,
+    embeddings,
+    norms,
+    parameters,
+)
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site
+from compat.adaptation.repair.source import Source, apply
 from compat.adaptation.result import Adaptation, Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import CompatError
-from compat.repair import attention, blocks, embeddings, norms, parameters  # fill the registry
-from compat.repair.fixes import FIXES, UNSAFE, Edits, Site
-from compat.repair.source import Source, apply
 from compat.saving import save_pretrained
 from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_target, resized
@@ -87,7 +93,7 @@ class Repair:
     @property
     def diff(self) -> str:
         """The edits as a unified diff, with paths relative to the working directory."""
-        found = []
+        found: list[str] = []
         for name, new in self.texts.items():
             shown = os.path.relpath(name).replace(os.sep, "/")
             found += difflib.unified_diff(
@@ -261,7 +267,7 @@ def _is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
         "texts": found.texts,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "compat.repair.prove"],
+        [sys.executable, "-m", "compat.adaptation.repair.prove"],
         input=json.dumps(request),
         capture_output=True,
         text=True,

@@ -7,8 +7,8 @@ import sys
 
 
 def main() -> None:
+    from compat.adaptation.repair.repair import Target
     from compat.checkpoint import open_checkpoint
-    from compat.repair.repair import Target
 
     request = json.load(sys.stdin)
     target = Target(request["target"], request["kwargs"], request["config_name"])

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
-from compat.repair.source import Edit, Source
 
 Edits = list[Edit]
 Fix = Callable[["Site"], Iterator[Edits]]
@@ -104,8 +104,8 @@ class Site:
                     known[f"{node.module}.{alias.name}"] = alias.asname or alias.name
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
-            if alias := known.get(".".join(parts[:end])):
-                return ".".join([alias, *parts[end:]])
+            if own := known.get(".".join(parts[:end])):
+                return ".".join([own, *parts[end:]])
         return name
 
 
