@@ -26,7 +26,7 @@ from compat.adaptation.anatomy.dissect import Anatomy, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.diagnose import diagnose
-from compat.adaptation.diagnosis.findings import limits_of, unexplained, untraced
+from compat.adaptation.diagnosis.findings import limits_of, unexplained, unregistered, untraced
 from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
 from compat.adaptation.emit import to_name_map
 from compat.adaptation.mapping.assignments import (
@@ -48,6 +48,7 @@ from compat.adaptation.tracing.calling import (
     find_signature,
 )
 from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
     drop_zero_terms,
@@ -155,14 +156,20 @@ def adapt(
         AdaptError: the model is not a GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
-    check_model(model)
-    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    dtype = next(model.parameters()).dtype
-    if dtype not in HALF:
-        return _adapt(model, checkpoint, forward, example_length)
-    with in_float32(model):
-        adaptation = _adapt(model, checkpoint, forward, example_length)
-    return _confirm_in_half(model, checkpoint, adaptation, forward, dtype)
+    if not isinstance(model, nn.Module):
+        check_model(model)
+    with registered(model) as lists:
+        check_model(model)
+        checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+        dtype = next(model.parameters()).dtype
+        if dtype not in HALF:
+            adaptation = _adapt(model, checkpoint, forward, example_length)
+        else:
+            with in_float32(model):
+                adaptation = _adapt(model, checkpoint, forward, example_length)
+            adaptation = _confirm_in_half(model, checkpoint, adaptation, forward, dtype)
+    findings = [unregistered(model, plain) for plain in lists]
+    return replace(adaptation, findings=[*findings, *adaptation.findings])
 
 
 def _adapt(
@@ -195,7 +202,7 @@ def _adapt(
     return _judge(run, mapped)
 
 
-def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
+def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
     """Which node of the graph is which part of a GPT-2, and which parameters hold which tensor.
 
     Raises:
@@ -205,7 +212,7 @@ def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
     try:
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
-        anatomy = dissect(graph)
+        anatomy = dissect(graph, partial)
         width = size(graph.output)[-1]
         if width not in (anatomy.vocabulary, config.vocab_size):
             raise AdaptError(
@@ -214,7 +221,7 @@ def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
                 "were expected"
             )
         places = place_norms(anatomy)
-        assignments = find_assignments(anatomy, places, config)
+        assignments = find_assignments(anatomy, places, config, partial)
         assignments.output_softmax = output_softmax
         unmatched = drop_misfits(graph, assignments, checkpoint)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -277,7 +284,10 @@ def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
 
 
 def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
-    """Other ways to a map for a graph whose parts are not recognised: the first one that works.
+    """Other ways to a map for a graph whose parts are not recognised.
+
+    The first one with which the model is compatible is taken; otherwise the first that works, which
+    may be one with parts that GPT-2 does not have.
 
     Raises:
         AdaptError: none works. It is the error that was raised for the graph, and the model has its
@@ -290,21 +300,33 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         graph = to_graph(run.model, run.call, run.ids)
         return _judge(run, _map(graph, run.checkpoint)) if rewrite(graph) else None
 
+    def partial() -> Adaptation:
+        graph = to_graph(run.model, run.call, run.ids)
+        return _judge(run, _map(graph, run.checkpoint, partial=True))
+
     attempts: tuple[Callable[[], Adaptation | None], ...] = (
         lambda: rewritten(drop_zero_terms),
         lambda: rewritten(merge_stacked_products),
         lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
+        partial,
         lambda: _judge_by_calls(run, Untraceable(str(error))),
     )
     before = [(parameter, parameter.detach().clone()) for parameter in run.model.parameters()]
+    working = []
     for attempt in attempts:
         with suppress(CompatError):
             adaptation = attempt()
             if adaptation:
                 return adaptation
+            if adaptation is not None:
+                working.append(attempt)
         with torch.no_grad():
             for parameter, value in before:
                 parameter.copy_(value)
+    if working:
+        adaptation = working[0]()
+        assert adaptation is not None
+        return adaptation
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 

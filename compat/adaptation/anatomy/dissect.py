@@ -262,20 +262,24 @@ def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) ->
     )
 
 
-def dissect(graph: Graph) -> Anatomy:
+def dissect(graph: Graph, partial: bool = False) -> Anatomy:
     """Recognise all parts of a GPT-2.
+
+    Args:
+        graph: of the model.
+        partial: accept a gated MLP, whose gate GPT-2 does not have.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
     """
-    return _Dissection(graph).run()
+    return _Dissection(graph, partial).run()
 
 
 class _Dissection:
     """One search for the parts, from attention outwards."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, partial: bool) -> None:
+        self.graph, self.partial = graph, partial
         self.index = GraphIndex(graph)
 
     def run(self) -> Anatomy:
@@ -455,13 +459,16 @@ class _Dissection:
         sources = self.index.sources
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
             return found[0], None, found[1]
-        if len(found) == 3 and sources(found[2]) == set(found[:2]):
+        gated = len(found) == 3 and sources(found[2]) == set(found[:2])
+        if gated and self.partial:
             return found[0], found[1], found[2]
         why = ""
         if not found:
             why = ". No MLP is run between attention and what follows"
         elif len(found) == 2:
             why = ". The second one has inputs beside the result of the first"
+        elif gated:
+            why = ". This is a gated MLP, as in LLaMA"
         elif len(found) > 2:
             why = ". More than an MLP is run between two attentions or before the head"
         raise AdaptError(

@@ -122,8 +122,8 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
         layers = (LayerAttention(context, i) for i, _ in context.layers)
         found = [hit for layer in layers if (hit := detect(layer))]
         if found:
-            changes = combine(hit.changes for hit in found if hit.changes)
-            yield replace(found[0], changes=changes)
+            changes = [hit.changes for hit in found if hit.changes]
+            yield replace(found[0], changes=combine(changes) if changes else None)
 
     return detect_all
 
@@ -211,6 +211,24 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
+    "{n_head} query heads share {found} heads of keys and values, but GPT-2 has a key and a value "
+    "for each, so c_attn cannot be loaded",
+    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
+)
+@each_layer
+def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
+    if not layer.attention.kv_heads:
+        return None
+    place = source.running(layer.graph, [layer.core.k.node]) or layer.scores_line
+    values = {
+        "found": layer.attention.kv_heads,
+        "n_head": layer.attention.q.index.shape[1],
+        "n_embd": layer.context.config.n_embd,
+    }
+    return Deviation(f"h.{layer.i}.k", place, values)
+
+
+@deviation(
     "q and k are normalized before their product, but GPT-2 uses them as they are projected",
     "Remove the normalization of q and k.",
 )
@@ -227,6 +245,8 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
 @each_layer
 def unknown_attention(layer: LayerAttention) -> Deviation | None:
     if layer.formula is not None or layer.unsplit or layer.is_normalized:
+        return None
+    if layer.attention.kv_heads:  # the formula is measured with a key for each head
         return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:

@@ -79,7 +79,7 @@ for _code, _message in (
 @deviation(
     "the MLP is gated: the results of two projections are multiplied, as in SwiGLU, but GPT-2's "
     "MLP has one projection before the activation",
-    "c_proj(F.gelu(c_fc(x), approximate=\"tanh\"))",
+    'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
 def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     gates = [(i, layer.gate) for i, layer in context.layers if layer.gate is not None]

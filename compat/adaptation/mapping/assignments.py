@@ -52,6 +52,7 @@ class Attention:
         unmerged: the input of the output projection is not the concatenation of each token's heads.
         indirect: q, k or v is not a projection of its token. The views are then those of the
             results of the projections, split into heads as in GPT-2.
+        kv_heads: the number of key heads, if several query heads share one; otherwise 0.
     """
 
     q: View
@@ -64,6 +65,7 @@ class Attention:
     shared_kv: bool = False
     unmerged: bool = False
     indirect: bool = False
+    kv_heads: int = 0
 
     @property
     def prescale(self) -> float:
@@ -108,8 +110,16 @@ class Unmatched:
     partly: dict[str, str] = field(default_factory=dict)
 
 
-def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -> Assignments:
+def find_assignments(
+    anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
+) -> Assignments:
     """Assign a tensor to every parameter that plays a part in a GPT-2.
+
+    Args:
+        anatomy, places: the parts.
+        config: of the checkpoint.
+        partial: accept operations between the projections and attention that GPT-2 does not have,
+            and keys that several heads share.
 
     Raises:
         AdaptError: a part is not a projection of each token, or two parts share parameters.
@@ -124,7 +134,7 @@ def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -
             if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
                 break
         if pairs is None:
-            own = traced[i] = _assign_layer(anatomy, layer, i, attention)
+            own = traced[i] = _assign_layer(anatomy, layer, i, attention, partial)
         else:
             own = {}
             for hf, (nodes, op) in traced[equal].items():
@@ -194,7 +204,7 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
 
 
 def _assign_layer(
-    anatomy: Anatomy, layer: Layer, i: int, attention: Attention
+    anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
 ) -> dict[str, Assignment]:
     """The assignments of one layer, and what `attention` says beside its views."""
     graph = anatomy.graph
@@ -211,14 +221,15 @@ def _assign_layer(
     x1 = view(layer.x1, "the input of q, k and v")
     n_head, d_head = attention.q.index.shape[1], attention.q.index.shape[3]
     maps = _qkv_maps(graph, x1, attention)
-    if maps is None and _start_at_projections(anatomy, layer, attention):
+    if maps is None and partial and _start_at_projections(anatomy, layer, attention):
         maps = _qkv_maps(graph, x1, attention)
     if maps is None:
         raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
     q, k, v = maps
     attention.q_factor, attention.k_factor = q.factor, k.factor
     attention.shared_kv = _same(k, v)
-    assigned = _assign_qkv(graph, [q, k, v], n_head)
+    attention.kv_heads = _kv_heads(k, n_head) if partial else 0
+    assigned = {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
     if layer.out_proj is not None:
         end = view(layer.attn, "the result of attention")
         found = linear_map(graph, merged(attention.heads), end, d_head)
@@ -311,6 +322,13 @@ def _used_channels(graph: Graph, source: View, targets: Sequence[Node]) -> Tenso
 
 def _not_linear(graph: Graph, i: int, what: str, node: Node) -> AdaptError:
     return AdaptError(f"layer {i}: {what}{graph.at(node)} is not a linear projection of each token")
+
+
+def _kv_heads(k: LinearMap, n_head: int) -> int:
+    """The number of different heads in the projection of k, if there are fewer than of q."""
+    heads = k.weight.view(k.weight.shape[0], n_head, -1)
+    different = len({tuple(heads[:, h].flatten().tolist()) for h in range(n_head)})
+    return different if different < n_head else 0
 
 
 def _same(one: LinearMap, other: LinearMap) -> bool:

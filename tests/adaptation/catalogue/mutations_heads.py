@@ -100,9 +100,9 @@ MUTATIONS = [
       "values = values.view(b, self.num_heads, num_tokens, self.head_dim)",
       "values = values.view(b, self.num_heads, num_tokens"),
     # qk_norm
-    M("nano", "qk_norm", "        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)\n",
-      "        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)\n"
-      "        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)\n", "F.normalize(q, dim=-1)"),
+    M("nano", "qk_norm", "        v = v.view(",
+      "        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)\n        v = v.view(",
+      "F.normalize(q, dim=-1)"),
     M("mingpt", "qk_norm", "        v = self.value(x)",
       "        q = F.layer_norm(q, q.shape[-1:])\n"
       "        k = F.layer_norm(k, k.shape[-1:])\n"
@@ -116,7 +116,9 @@ MUTATIONS = [
     # gated_mlp
     M("nano", "gated_mlp", "x = self.c_fc(x)", "x = self.c_fc(x) * self.c_gate(x)",
       "self.c_gate(x)", ("self.c_gate =",),
-      (("        self.c_fc = nn.Linear(", "        self.c_gate = nn.Linear(config.n_embd, 4 * config.n_embd)\n        self.c_fc = nn.Linear("),)),
+      (("        self.c_fc = nn.Linear(",
+      "        self.c_gate = nn.Linear(config.n_embd, 4 * config.n_embd)\n"
+      "        self.c_fc = nn.Linear("),)),
     M("vit_qkv", "gated_mlp", "self.fc1(x)", "self.fc1(x) * torch.sigmoid(self.fc3(x))",
       "self.fc3(x)", ("self.fc3 =",),
       (("        self.fc1 = ", "        self.fc3 = nn.Linear(dim, hidden)\n        self.fc1 = "),)),
