@@ -304,29 +304,31 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         graph = to_graph(run.model, run.call, run.ids)
         return _judge(run, _map(graph, run.checkpoint, partial=True))
 
+    def by_calls() -> Adaptation:
+        return _judge_by_calls(run, Untraceable(str(error)))
+
     attempts: tuple[Callable[[], Adaptation | None], ...] = (
         lambda: rewritten(drop_zero_terms),
         lambda: rewritten(merge_stacked_products),
         lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
         partial,
-        lambda: _judge_by_calls(run, Untraceable(str(error))),
+        by_calls,
     )
     before = [(parameter, parameter.detach().clone()) for parameter in run.model.parameters()]
-    working = []
+    incompatible = []
     for attempt in attempts:
         with suppress(CompatError):
             adaptation = attempt()
             if adaptation:
                 return adaptation
-            if adaptation is not None:
-                working.append(attempt)
+            if adaptation is not None and attempt is not by_calls:
+                incompatible.append(attempt)
         with torch.no_grad():
             for parameter, value in before:
                 parameter.copy_(value)
-    if working:
-        adaptation = working[0]()
-        assert adaptation is not None
-        return adaptation
+    for attempt in incompatible:
+        if (adaptation := attempt()) is not None:
+            return adaptation
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 

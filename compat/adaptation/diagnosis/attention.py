@@ -251,7 +251,7 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
         found = "q, k or v is not the projection of its token alone"
-        changing = [n for n in layer.before if kind(n) not in MOVES and kind(n) not in SPLITS]
+        changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
         place = source.running(layer.graph, changing) or place
     return layer.deviation(place, layer.own_attention, found=found)
 
