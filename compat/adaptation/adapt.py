@@ -28,7 +28,7 @@ from compat.adaptation.anatomy.dissect import Anatomy, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.diagnose import diagnose
-from compat.adaptation.diagnosis.findings import limits_of, unexplained, untraced
+from compat.adaptation.diagnosis.findings import limits_of, unexplained, unregistered, untraced
 from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
 from compat.adaptation.emit import to_name_map
 from compat.adaptation.mapping.assignments import (
@@ -51,6 +51,7 @@ from compat.adaptation.tracing.calling import (
     find_signature,
 )
 from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
     drop_zero_terms,
@@ -164,12 +165,36 @@ def adapt(
         AdaptError: the model is not a GPT-2, or cannot be traced or mapped; says why and where.
         CompatError: the checkpoint cannot be loaded.
     """
-    check_model(model)
-    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    if part is not None:
-        whole, prefix = with_part(model, part, checkpoint.config)
-        whole = whole.to(next(model.parameters()).dtype)
-        return of_part(adapt(whole, checkpoint, example_length=example_length), model, part, prefix)
+    if not isinstance(model, nn.Module):
+        check_model(model)
+    with registered(model) as lists:
+        check_model(model)
+        checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+        if part is not None:
+            adaptation = _adapt_part(model, checkpoint, part, example_length)
+        else:
+            adaptation = _adapt_in_own_type(model, checkpoint, forward, example_length)
+    findings = [unregistered(model, plain) for plain in lists]
+    return replace(adaptation, findings=[*findings, *adaptation.findings])
+
+
+def _adapt_part(
+    model: nn.Module, checkpoint: Checkpoint, part: str, example_length: int | None
+) -> Adaptation:
+    """`adapt` for a single part."""
+    whole, prefix = with_part(model, part, checkpoint.config)
+    whole = whole.to(next(model.parameters()).dtype)
+    adaptation = _adapt_in_own_type(whole, checkpoint, None, example_length)
+    return of_part(adaptation, model, part, prefix)
+
+
+def _adapt_in_own_type(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    forward: Forward | None,
+    example_length: int | None,
+) -> Adaptation:
+    """`adapt` for a model in any data type; one in half precision is mapped in float32."""
     dtype = next(model.parameters()).dtype
     if dtype not in HALF:
         return _adapt(model, checkpoint, forward, example_length)
@@ -208,7 +233,7 @@ def _adapt(
     return _judge(run, mapped)
 
 
-def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
+def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
     """Which node of the graph is which part of a GPT-2, and which parameters hold which tensor.
 
     Raises:
@@ -218,7 +243,7 @@ def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
     try:
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
-        anatomy = dissect(graph)
+        anatomy = dissect(graph, partial)
         width = size(graph.output)[-1]
         if width not in (anatomy.vocabulary, config.vocab_size):
             raise AdaptError(
@@ -227,7 +252,7 @@ def _map(graph: Graph, checkpoint: Checkpoint) -> _Mapped:
                 "were expected"
             )
         places = place_norms(anatomy)
-        assignments = find_assignments(anatomy, places, config)
+        assignments = find_assignments(anatomy, places, config, partial)
         assignments.output_softmax = output_softmax
         unmatched = drop_misfits(graph, assignments, checkpoint)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -290,7 +315,10 @@ def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
 
 
 def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
-    """Other ways to a map for a graph whose parts are not recognised: the first one that works.
+    """Other ways to a map for a graph whose parts are not recognised.
+
+    The first one with which the model is compatible is taken; otherwise the first that works, which
+    may be one with parts that GPT-2 does not have.
 
     Raises:
         AdaptError: none works. It is the error that was raised for the graph, and the model has its
@@ -303,21 +331,35 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         graph = to_graph(run.model, run.call, run.ids)
         return _judge(run, _map(graph, run.checkpoint)) if rewrite(graph) else None
 
+    def partial() -> Adaptation:
+        graph = to_graph(run.model, run.call, run.ids)
+        return _judge(run, _map(graph, run.checkpoint, partial=True))
+
+    def by_calls() -> Adaptation:
+        return _judge_by_calls(run, Untraceable(str(error)))
+
     attempts: tuple[Callable[[], Adaptation | None], ...] = (
         lambda: rewritten(drop_zero_terms),
         lambda: rewritten(merge_stacked_products),
         lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
-        lambda: _judge_by_calls(run, Untraceable(str(error))),
+        partial,
+        by_calls,
     )
     before = [(parameter, parameter.detach().clone()) for parameter in run.model.parameters()]
+    incompatible = []
     for attempt in attempts:
         with suppress(CompatError):
             adaptation = attempt()
             if adaptation:
                 return adaptation
+            if adaptation is not None and attempt is not by_calls:
+                incompatible.append(attempt)
         with torch.no_grad():
             for parameter, value in before:
                 parameter.copy_(value)
+    for attempt in incompatible:
+        if (adaptation := attempt()) is not None:
+            return adaptation
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 

@@ -11,14 +11,23 @@ from tests.adaptation.catalogue import FOREIGN, ZOO
 from tests.adaptation.common import build
 
 REASONS = {
-    "llama": ("layer 0", "gated MLP", "foreign_llama.py"),
     "encoder": ("layer ", "foreign_encoder.py"),
     "rnn": ("no attention", "not a GPT-2"),
     "mlp": ("no attention", "not a GPT-2"),
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+def test_what_distinguishes_llama_is_reported_at_its_lines(tiny: Path) -> None:
+    model = build(FOREIGN["llama"], ZOO / FOREIGN["llama"].file, tiny)
+    adaptation = adapt(model, tiny)
+    assert not adaptation
+    found = {finding.code: finding for finding in adaptation.findings}
+    assert {"rmsnorm", "rope", "gated_mlp", "no_pos"} - found.keys() <= {"no_pos"}
+    for code in ("rmsnorm", "rope", "gated_mlp"):
+        assert found[code].severity == "breaks" and found[code].line is not None
+
+
+@pytest.mark.parametrize("name", REASONS)
 def test_a_foreign_model_raises_with_a_reason(tiny: Path, name: str) -> None:
     model = build(FOREIGN[name], ZOO / FOREIGN[name].file, tiny)
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -26,12 +26,14 @@ TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
 # Deviations that the reference cannot be changed to reproduce, or that have nothing to reproduce.
 NOT_CONFIRMED = {
     "inner_dim", "vocab_mismatch", "n_layer_mismatch", "random_parameters", "dropout_always_on",
-    "softmax_output", "fast_path", "changed_logits",
+    "softmax_output", "fast_path", "changed_logits", "gated_mlp",
 }  # fmt: skip
 DRIFTS = {"eps_value", "eps_outside_sqrt"}  # if small enough, within the bound of the calibration
 # Other breaking findings that the same edit causes.
 COMPANIONS = {
     ("vkq_fused", "rmsnorm"): {"no_ln_bias"},  # nn.RMSNorm has none
+    ("nano", "gated_mlp"): {"random_parameters"},  # of the gate
+    ("vit_qkv", "gated_mlp"): {"random_parameters"},
 }
 # Codes that the catalogue writes into fewer than two styles, and what tests them instead.
 FEW_STYLES = {
@@ -39,6 +41,9 @@ FEW_STYLES = {
     "unexamined": "a fault of compat itself; test_adapt.py causes one",
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",
     "random_in_forward": "test_odd_models.py creates modules in forward",
+    "plain_list": "test_odd_models.py keeps blocks in a list",
+    "low_precision": "test_odd_models.py computes attention in bfloat16",
+    "grouped_query_attention": "test_odd_models.py shares keys among heads",
     "not_compared": "tests/parity/test_proof.py tests the limits of a proof",
 }
 

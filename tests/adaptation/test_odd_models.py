@@ -309,7 +309,6 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a factor": (Factors, {"random_parameters": "alpha"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
-    "a plain list": (PlainList, "which is not a projection"),
     "a stacked parameter": (StackedMlp, "cannot be loaded into down"),
     "a head made in forward": (HeadInForward, "no language-model head"),
     "mixed data types": (MixedTypes, "expected one data type"),
@@ -365,3 +364,61 @@ def test_an_unusable_model_gives_one_adapt_error(tiny: Path, name: str) -> None:
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_models_are_compatible(tiny: Path, name: str) -> None:
     assert adapt(noisy_model(EQUAL[name]), tiny).compatible
+
+
+def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:
+    model = PlainList()
+    adaptation = adapt(model, tiny)
+    assert not adaptation
+    [found] = [finding for finding in adaptation.findings if finding.severity == "breaks"]
+    assert found.code == "plain_list" and found.line is not None
+    assert adaptation.parity and type(model.blocks) is list
+    assert not any(name.startswith("blocks") for name, _ in model.named_parameters())
+    named = {name for row in adaptation.name_map.expand(3) for name in row.ours}
+    assert "blocks.0.ln_1.weight" in named
+
+
+class KeysForTwo(Block):
+    """Two query heads share a key and a value."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        k, v = (t[:, ::2].repeat_interleave(2, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class KeysShifted(Block):
+    """Every key is that of the token before."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(q, F.pad(k, (0, 0, 1, -1)), v)
+
+
+class HalfAttention(Block):
+    """Attention is computed in bfloat16."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().attend(x).float()
+
+
+@pytest.mark.parametrize(
+    ("block", "code", "line"),
+    [
+        (KeysForTwo, "grouped_query_attention", ""),
+        (KeysShifted, "unexplained", "F.pad(k"),
+        (HalfAttention, "low_precision", "self.qkv(x)"),
+    ],
+)
+def test_attention_that_is_not_gpt2s_is_named(
+    tiny: Path, block: type[Block], code: str, line: str
+) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(block(24, 4, 96) for _ in range(3))
+    adaptation = adapt(model, tiny)
+    assert not adaptation
+    [found] = [finding for finding in adaptation.findings if finding.code == code]
+    assert found.severity == "breaks" and line in (found.source_line or "")
+    assert "h.0.mlp.c_fc.weight" not in adaptation.unmatched  # the rest is mapped

@@ -84,6 +84,7 @@ class Layer:
 
     cores: list[Core]
     qkv: list[Node]  # the projections that compute q, k and v
+    qkv_ends: list[Node]  # their results, with biases that are added in operations of their own
     x1: Node  # ln_1: their input
     out_proj: Node | None
     heads: Node  # the input of the output projection; without one, the result of attention
@@ -97,6 +98,7 @@ class Layer:
     mlp: Node
     mlp_sum: Sum  # out
     parallel: bool  # the MLP does not depend on the result of attention
+    gate: Node | None  # of a gated MLP, the second projection of the MLP's input
 
     @property
     def mid(self) -> Node:
@@ -260,20 +262,24 @@ def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) ->
     )
 
 
-def dissect(graph: Graph) -> Anatomy:
+def dissect(graph: Graph, partial: bool = False) -> Anatomy:
     """Recognise all parts of a GPT-2.
+
+    Args:
+        graph: of the model.
+        partial: accept a gated MLP, whose gate GPT-2 does not have.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
     """
-    return _Dissection(graph).run()
+    return _Dissection(graph, partial).run()
 
 
 class _Dissection:
     """One search for the parts, from attention outwards."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, partial: bool) -> None:
+        self.graph, self.partial = graph, partial
         self.index = GraphIndex(graph)
 
     def run(self) -> Anatomy:
@@ -393,7 +399,7 @@ class _Dissection:
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
         mlp = (following & index.projections) - {*qkv, *out_projs, head}
         mlp -= self._next_qkv(until, head)
-        fc, mlp_proj = self._mlp(i, sorted(mlp, key=graph.order.__getitem__))
+        fc, gate, mlp_proj = self._mlp(i, sorted(mlp, key=graph.order.__getitem__))
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
             attn = self._with_bias(next(n for n in index.live if wanted <= above[n] | {n}))
@@ -406,6 +412,7 @@ class _Dissection:
         return Layer(
             cores=cores,
             qkv=qkv,
+            qkv_ends=[self._with_bias(node) for node in qkv],
             x1=x1,
             out_proj=out_projs[-1] if out_projs else None,
             heads=index.operands(out_projs[-1])[0] if out_projs else attn,
@@ -419,6 +426,7 @@ class _Dissection:
             mlp=end,
             mlp_sum=mlp_sum,
             parallel=not products & above[fc],
+            gate=gate,
         )
 
     def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
@@ -446,16 +454,20 @@ class _Dissection:
         firsts = set().union(*(index.sources(n) & index.mixers for n in mixers))
         return set().union(*(index.sources(n) for n in [*mixers, *firsts])) & index.projections
 
-    def _mlp(self, i: int, found: list[Node]) -> tuple[Node, Node]:
+    def _mlp(self, i: int, found: list[Node]) -> tuple[Node, Node | None, Node]:
+        """The projections of the MLP: the first, a gate beside it, and the last."""
         sources = self.index.sources
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
-            return found[0], found[1]
+            return found[0], None, found[1]
+        gated = len(found) == 3 and sources(found[2]) == set(found[:2])
+        if gated and self.partial:
+            return found[0], found[1], found[2]
         why = ""
         if not found:
             why = ". No MLP is run between attention and what follows"
         elif len(found) == 2:
             why = ". The second one has inputs beside the result of the first"
-        elif len(found) == 3 and sources(found[2]) == set(found[:2]):
+        elif gated:
             why = ". This is a gated MLP, as in LLaMA"
         elif len(found) > 2:
             why = ". More than an MLP is run between two attentions or before the head"

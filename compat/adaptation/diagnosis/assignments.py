@@ -138,7 +138,9 @@ def _missing(code: str) -> Detector:
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
         if code == "no_qkv_bias":
-            tensors += [hf for hf, absent in context.unmatched.partly.items() if absent]
+            shared = context.mapping.attentions[0].shared_kv
+            partly = context.unmatched.partly.items()
+            tensors += [hf for hf, absent in partly if absent and not shared]
         if not tensors:
             return
         module = tensors[0].rpartition(".")[0]
@@ -163,6 +165,10 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         return None
     if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
         return None
+    if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:
+        attention = context.mapping.attentions[int(parts[1])]
+        if attention.kv_heads or attention.shared_kv:
+            return None
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
     if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
         end = "attn.c_proj.weight"  # the whole projection is missing

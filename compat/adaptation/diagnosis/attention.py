@@ -20,11 +20,11 @@ from compat.adaptation.diagnosis.attention_formula import (
     rotation_of,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.modified_reference import Changes, combine
+from compat.adaptation.diagnosis.modified_reference import Changes, causal, combine
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.by_calls import ROLES
 from compat.adaptation.tracing.contractions import SDPA
-from compat.adaptation.tracing.graph import Place, kind, size
+from compat.adaptation.tracing.graph import MOVES, Place, kind, size
 from compat.ops import Fused
 
 SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
@@ -53,9 +53,47 @@ class LayerAttention:
         core = self.core
         return self.graph.between([core.out.node], [core.q.node, core.k.node, core.v.node])
 
+    @cached_property
+    def before(self) -> list[Node]:
+        """The operations between the projections and the products that need not be there."""
+        operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
+        found = self.graph.between(operands, self.layer.qkv_ends)
+        return [n for n in found if n in self.graph.live]
+
+    @cached_property
+    def unsplit(self) -> str:
+        """Which of q, k and v are (B, T, C) reshaped to (B, H, T, D) without a transpose."""
+        if not self.attention.indirect:
+            return ""
+        piece = AttentionPiece(self.graph, self.attention)
+        plain = [piece.random(seed) for seed in range(3)]
+        found = piece.heads(*plain)
+        reshaped = [x.transpose(1, 2).reshape(x.shape) for x in plain]
+        formula = causal(piece.T, self.context.config.attention_scale(self.i))
+        for wrong in ("qkv", "q", "k", "v", "qk", "qv", "kv"):
+            q, k, v = (reshaped[i] if x in wrong else plain[i] for i, x in enumerate("qkv"))
+            if torch.allclose(found, formula.probabilities(q @ k.mT) @ v, rtol=1e-5, atol=1e-5):
+                return wrong
+        return ""
+
+    @cached_property
+    def is_normalized(self) -> bool:
+        """Whether the lengths of q and k have no influence."""
+        if not self.attention.indirect:
+            return False
+        piece = AttentionPiece(self.graph, self.attention)
+        q, k, v = (piece.random(seed) for seed in range(3))
+        one, two = piece.heads(q, k, v), piece.heads(2 * q, 3 * k, v)
+        return torch.allclose(one, two, rtol=1e-3, atol=1e-3 * one.abs().max().item())
+
     def live(self, kinds: frozenset[str]) -> list[Node]:
         """The nodes inside that depend on the ids and are of these kinds."""
         return [n for n in self.inside if n in self.graph.live and kind(n) in kinds]
+
+    @property
+    def own_attention(self) -> Changes:
+        """The model's own function of q, k and v, as a change to the reference."""
+        return Changes(attention={self.i: AttentionPiece(self.graph, self.attention).heads})
 
     @property
     def scores_line(self) -> Place | None:
@@ -84,8 +122,8 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
         layers = (LayerAttention(context, i) for i, _ in context.layers)
         found = [hit for layer in layers if (hit := detect(layer))]
         if found:
-            changes = combine(hit.changes for hit in found if hit.changes)
-            yield replace(found[0], changes=changes)
+            changes = [hit.changes for hit in found if hit.changes]
+            yield replace(found[0], changes=combine(changes) if changes else None)
 
     return detect_all
 
@@ -157,14 +195,65 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     return layer.deviation(place or layer.scores_line, changes, tap="attn")
 
 
+@deviation(
+    "q, k or v is reshaped from (B, T, C) to heads without a transpose, which mixes tokens and "
+    "heads, but GPT-2 splits the channels of each token",
+    "q.view(B, T, H, D).transpose(1, 2)",
+)
+@each_layer
+def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
+    if not layer.unsplit:
+        return None
+    operand = {"q": layer.core.q, "k": layer.core.k, "v": layer.core.v}[layer.unsplit[0]]
+    path = layer.graph.ancestors[operand.node] | {operand.node}
+    place = source.running(layer.graph, [n for n in layer.before if n in path], *VIEWS)
+    return layer.deviation(place or layer.scores_line, layer.own_attention, tap="heads")
+
+
+@deviation(
+    "{n_head} query heads share {found} heads of keys and values, but GPT-2 has a key and a value "
+    "for each, so c_attn cannot be loaded",
+    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
+)
+@each_layer
+def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
+    if not layer.attention.kv_heads:
+        return None
+    place = source.running(layer.graph, [layer.core.k.node]) or layer.scores_line
+    values = {
+        "found": layer.attention.kv_heads,
+        "n_head": layer.attention.q.index.shape[1],
+        "n_embd": layer.context.config.n_embd,
+    }
+    return Deviation(f"h.{layer.i}.k", place, values)
+
+
+@deviation(
+    "q and k are normalized before their product, but GPT-2 uses them as they are projected",
+    "Remove the normalization of q and k.",
+)
+@each_layer
+def qk_norm(layer: LayerAttention) -> Deviation | None:
+    if layer.unsplit or not layer.is_normalized:
+        return None
+    kinds = ("layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm", "norm", "rsqrt")
+    place = source.running(layer.graph, layer.before, *kinds, "div", "mul", "sum", "mean")
+    return layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
+
+
 @detects("unexplained")
 @each_layer
 def unknown_attention(layer: LayerAttention) -> Deviation | None:
-    if layer.formula is not None:
+    if layer.formula is not None or layer.unsplit or layer.is_normalized:
         return None
-    found = "attention is not a masked softmax of scaled scores"
-    changes = Changes(attention={layer.i: AttentionPiece(layer.graph, layer.attention).heads})
-    return layer.deviation(layer.scores_line, changes, found=found)
+    if layer.attention.kv_heads:  # the formula is measured with a key for each head
+        return None
+    found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
+    if layer.attention.indirect:
+        found = "q, k or v is not the projection of its token alone"
+        changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
+        place = source.running(layer.graph, changing) or place
+    return layer.deviation(place, layer.own_attention, found=found)
 
 
 @deviation(
@@ -248,13 +337,32 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
 
 
 @deviation(
+    "each token attends to the last {found} tokens only, but in GPT-2 to all tokens before it",
+    "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden",
+)
+@with_formula
+def sliding_window(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    width = _window(formula.allowed)
+    return layer.deviation(_mask_line(layer), found=width) if width else None
+
+
+def _window(allowed: Tensor) -> int:
+    """The width of a causal sliding window, or 0."""
+    width = int(allowed[-1].sum())
+    every = torch.ones_like(allowed)
+    band = every.tril() & every.triu(1 - width)
+    return width if 1 < width < len(allowed) and torch.equal(allowed, band) else 0
+
+
+@deviation(
     "token {token} attends to {found}, but in GPT-2 it attends to tokens 0 to {token}",
     "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden",
 )
 @with_formula
 def mask_off(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
     allowed = formula.allowed
-    if allowed.all() or torch.equal(allowed, torch.ones_like(allowed).tril()):
+    usual = torch.equal(allowed, torch.ones_like(allowed).tril())
+    if usual or allowed.all() or _window(allowed):
         return None
     token = min(5, len(allowed) - 1)
     return layer.deviation(_mask_line(layer), token=token, found=_attended(allowed[token]))

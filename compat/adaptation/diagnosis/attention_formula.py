@@ -54,7 +54,9 @@ class AttentionPiece:
         given: dict[Node, Tensor] = {}
         views = (self.attention.q, self.attention.k, self.attention.v)
         for view, value in zip(views, (q, k, v), strict=True):
-            given.update(zip(view.nodes, view.write(value), strict=True))
+            for node, part in zip(view.nodes, view.write(value), strict=True):
+                # A node that holds several of them, as a fused projection does, is their sum.
+                given[node] = given[node] + part if node in given else part
         return self.attention.heads.read(self.graph.run(self.attention.heads.nodes, given))
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:

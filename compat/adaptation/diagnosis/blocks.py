@@ -25,6 +25,8 @@ def _activations(code: str) -> Detector:
         expected = canonical_activation(context.config)
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
+            if context.anatomy.layers[i].gate is not None:
+                continue
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
         for name, layers in found.items():
@@ -72,6 +74,18 @@ for _code, _message in (
     ),
 ):
     deviation(_message, "{fix}", code=_code)(_activations(_code))
+
+
+@deviation(
+    "the MLP is gated: the results of two projections are multiplied, as in SwiGLU, but GPT-2's "
+    "MLP has one projection before the activation",
+    'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
+)
+def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
+    gates = [(i, layer.gate) for i, layer in context.layers if layer.gate is not None]
+    if gates:
+        i, gate = gates[0]
+        yield Deviation(f"h.{i}.act", source.running(context.graph, [gate]))
 
 
 @deviation(

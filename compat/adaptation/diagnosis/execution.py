@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
@@ -43,8 +45,34 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(tap, source.running(graph, drawn))
 
 
+@deviation(
+    "this is computed in {found}, but the parameters of the model are in {expected}",
+    "Remove the cast, or convert the whole model with model.to(torch.{found}).",
+)
+def low_precision(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph, half = context.graph, (torch.bfloat16, torch.float16)
+    casts = [
+        node for node in graph.nodes
+        if node in graph.live and any(argument in half for argument in node.args)
+    ]  # fmt: skip
+    if casts:
+        named = next(a for a in casts[0].args if a in half)
+        values = {"found": _name(named), "expected": _name(next(context.model.parameters()).dtype)}
+        yield Deviation(context.tap_after(casts[0]), source.running(graph, casts), values)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 # Entries without a detector, which `findings` reports after the model has run.
 CODES.update(
+    plain_list=Code(
+        "breaks",
+        "{found} is a Python {kind} of modules, so their parameters do not belong to the model: no "
+        "optimizer trains them, and no checkpoint has them",
+        "self.{name} = nn.ModuleList(self.{name})",
+    ),
     train_mode=Code(
         "info",
         "the constructor leaves the model in training mode, in which dropout is applied",

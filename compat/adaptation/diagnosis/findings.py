@@ -17,13 +17,14 @@ from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
+from compat.adaptation.tracing.plain_lists import PlainList
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.reference import Reference
 
 # Deviations with which no change to the reference makes up for the difference.
 NOT_MODELLED = frozenset(
     "random_parameters inner_dim n_embd_mismatch random_in_forward n_layer_mismatch vocab_mismatch "
-    "changed_logits".split()
+    "changed_logits gated_mlp grouped_query_attention low_precision plain_list".split()
 )
 
 
@@ -52,6 +53,13 @@ def untraced(error: Exception) -> Finding:
     """The finding for a model without a graph."""
     place = source.named(str(error))
     return finding(Deviation(None, place, {"found": str(error)}, code="untraced"), "info", "")
+
+
+def unregistered(model: nn.Module, plain: PlainList) -> Finding:
+    """The finding for modules in a Python list."""
+    values = {"found": plain.path, "kind": type(plain.value).__name__, "name": plain.name}
+    place = source.building(model, plain.path)
+    return finding(Deviation(None, place, values, code="plain_list"), "breaks", "")
 
 
 def to_findings(

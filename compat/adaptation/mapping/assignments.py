@@ -50,6 +50,9 @@ class Attention:
         rotated: q and k depend on the position, as with rotary embeddings.
         shared_kv: one projection computes key and value.
         unmerged: the input of the output projection is not the concatenation of each token's heads.
+        indirect: q, k or v is not a projection of its token. The views are then those of the
+            results of the projections, split into heads as in GPT-2.
+        kv_heads: the number of key heads, if several query heads share one; otherwise 0.
     """
 
     q: View
@@ -61,6 +64,8 @@ class Attention:
     rotated: bool = False
     shared_kv: bool = False
     unmerged: bool = False
+    indirect: bool = False
+    kv_heads: int = 0
 
     @property
     def prescale(self) -> float:
@@ -105,8 +110,16 @@ class Unmatched:
     partly: dict[str, str] = field(default_factory=dict)
 
 
-def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -> Assignments:
+def find_assignments(
+    anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
+) -> Assignments:
     """Assign a tensor to every parameter that plays a part in a GPT-2.
+
+    Args:
+        anatomy, places: the parts.
+        config: of the checkpoint.
+        partial: accept operations between the projections and attention that GPT-2 does not have,
+            and keys that several heads share.
 
     Raises:
         AdaptError: a part is not a projection of each token, or two parts share parameters.
@@ -121,11 +134,13 @@ def find_assignments(anatomy: Anatomy, places: NormPlaces, config: GPT2Config) -
             if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
                 break
         if pairs is None:
-            own = traced[i] = _assign_layer(anatomy, layer, i, attention)
+            own = traced[i] = _assign_layer(anatomy, layer, i, attention, partial)
         else:
             own = {}
             for hf, (nodes, op) in traced[equal].items():
                 own[hf] = tuple(pairs[node] for node in nodes), op
+            if found.attentions[equal].indirect:
+                _start_at_projections(anatomy, layer, attention)
             views = {name: getattr(attention, name) for name in ("q", "k", "v", "heads")}
             attention = replace(found.attentions[equal], **views)
         found.attentions.append(attention)
@@ -189,7 +204,7 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
 
 
 def _assign_layer(
-    anatomy: Anatomy, layer: Layer, i: int, attention: Attention
+    anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
 ) -> dict[str, Assignment]:
     """The assignments of one layer, and what `attention` says beside its views."""
     graph = anatomy.graph
@@ -205,21 +220,16 @@ def _assign_layer(
 
     x1 = view(layer.x1, "the input of q, k and v")
     n_head, d_head = attention.q.index.shape[1], attention.q.index.shape[3]
-    maps = []
-    for operand in (attention.q, attention.k, attention.v):
-        target = merged(operand)
-        found = linear_map(graph, x1, target)
-        if found is None:  # the first token alone, where the position enters
-            attention.rotated = True
-            first = View(x1.nodes, x1.index[:, :1]), View(target.nodes, target.index[:, :1])
-            found = linear_map(graph, *first)
-        if found is None:
-            raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
-        maps.append(found)
+    maps = _qkv_maps(graph, x1, attention)
+    if maps is None and partial and _start_at_projections(anatomy, layer, attention):
+        maps = _qkv_maps(graph, x1, attention)
+    if maps is None:
+        raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
     q, k, v = maps
     attention.q_factor, attention.k_factor = q.factor, k.factor
     attention.shared_kv = _same(k, v)
-    assigned = _assign_qkv(graph, [q, k, v], n_head)
+    attention.kv_heads = _kv_heads(k, n_head) if partial else 0
+    assigned = {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
     if layer.out_proj is not None:
         end = view(layer.attn, "the result of attention")
         found = linear_map(graph, merged(attention.heads), end, d_head)
@@ -242,8 +252,83 @@ def _assign_layer(
     return assigned
 
 
+def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
+    """The maps from the input of the projections to q, k and v; None if one is not linear."""
+    maps = []
+    for operand in (attention.q, attention.k, attention.v):
+        target = merged(operand)
+        found = linear_map(graph, x1, target)
+        if found is None and _is_per_token(graph, x1, target):
+            # The first token alone, where the position enters.
+            attention.rotated = True
+            first = View(x1.nodes, x1.index[:, :1]), View(target.nodes, target.index[:, :1])
+            found = linear_map(graph, *first)
+        if found is None:
+            attention.rotated = False
+            return None
+        maps.append(found)
+    return maps
+
+
+def _is_per_token(graph: Graph, source: View, target: View) -> bool:
+    """Whether a change of the first token changes no other token of the target."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
+    two = one.clone()
+    two[:, 0] += 1
+    before, after = (
+        target.read(graph.run(target.nodes, dict(zip(source.nodes, source.write(x), strict=True))))
+        for x in (one, two)
+    )
+    return torch.allclose(before[:, 1:], after[:, 1:], rtol=1e-9, atol=1e-12)
+
+
+def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) -> bool:
+    """Let attention begin at the results of the projections, if q, k and v each have one of them.
+
+    What the model does between there and the products then counts as a part of attention.
+    """
+    graph = anatomy.graph
+    _, H, _, D = attention.q.index.shape
+    views = []
+    for name in ("q", "k", "v"):
+        nodes = getattr(attention, name).nodes
+        above = set(nodes).union(*(graph.ancestors[node] for node in nodes))
+        ends = [end for end in layer.qkv_ends if end in above]
+        source = token_view(graph, ends[0]) if len(ends) == 1 else None
+        if source is None:
+            return False
+        used = _used_channels(graph, source, nodes)
+        if len(used) != H * D:
+            return False
+        B, T, _ = source.index.shape
+        views.append(View(source.nodes, source.index[..., used].view(B, T, H, D).transpose(1, 2)))
+    attention.q, attention.k, attention.v = views
+    attention.indirect = True
+    return True
+
+
+def _used_channels(graph: Graph, source: View, targets: Sequence[Node]) -> Tensor:
+    """The channels of a view (B, T, N) on which the targets depend, in ascending order."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
+    given = [part.requires_grad_() for part in source.write(x)]
+    with torch.enable_grad():
+        found = graph.run(targets, dict(zip(source.nodes, given, strict=True)))
+        total = torch.stack([value.square().sum() for value in found]).sum()
+        gradients = source.read(torch.autograd.grad(total, given))
+    return gradients.flatten(0, 1).any(0).nonzero().flatten()
+
+
 def _not_linear(graph: Graph, i: int, what: str, node: Node) -> AdaptError:
     return AdaptError(f"layer {i}: {what}{graph.at(node)} is not a linear projection of each token")
+
+
+def _kv_heads(k: LinearMap, n_head: int) -> int:
+    """The number of different heads in the projection of k, if there are fewer than of q."""
+    heads = k.weight.view(k.weight.shape[0], n_head, -1)
+    different = len({tuple(heads[:, h].flatten().tolist()) for h in range(n_head)})
+    return different if different < n_head else 0
 
 
 def _same(one: LinearMap, other: LinearMap) -> bool:

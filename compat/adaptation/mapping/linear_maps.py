@@ -91,8 +91,10 @@ def head_view(
         index = torch.arange(prod(sizes)).view(sizes)
         index = index.permute(*operand.groups, operand.time, operand.d)
         index = index.reshape(-1, sizes[operand.time], sizes[operand.d])
-        if groups > len(index):
-            return None  # fewer keys than queries, because several heads share them
+        if groups > len(index):  # several heads share a key and a value
+            if len(index) % B or groups % len(index):
+                return None
+            index = index.repeat_interleave(groups // len(index), dim=0)
         pieces += [(group // (groups // B), index[group] + offset) for group in range(groups)]
         offset += prod(sizes)
     ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]

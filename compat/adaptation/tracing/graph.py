@@ -28,6 +28,9 @@ MOVES = frozenset(
     """.split()
 )
 
+# Data types that a graph is computed in, and that runs in float64 replace.
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+
 # Operations that find or replace non-finite values.
 NAN_GUARDS = frozenset("isnan isinf isfinite nan_to_num".split())
 
@@ -199,7 +202,7 @@ class Graph:
             targets: the nodes whose values are returned.
             known: values that replace the computation of their nodes.
             parameters: gives the value of each parameter instead of the model's own.
-            double: compute in float64 instead of the float32 that the graph names.
+            double: compute in float64 instead of any lower precision that the graph names.
             finite: replace NaN by zero in every result.
         """
         targets, env = list(targets), dict(known)
@@ -269,7 +272,7 @@ def call(node: Node, env: Values, double: bool) -> Any:
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
             return env[argument]
-        return torch.float64 if double and argument is torch.float32 else argument
+        return torch.float64 if double and argument in LOWER else argument
 
     args: Any = list(map_aggregate(node.args, value))
     kwargs: Any = dict(map_aggregate(node.kwargs, value))
@@ -285,7 +288,7 @@ def call(node: Node, env: Values, double: bool) -> Any:
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)
     result = node.target(*args, **kwargs)
-    if double and isinstance(result, Tensor) and result.dtype is torch.float32:
+    if double and isinstance(result, Tensor) and result.dtype in LOWER:
         return result.double()  # of a module constructed in `forward`, in the default data type
     return result
 

@@ -86,5 +86,41 @@ MUTATIONS = [
       (("        self.proj = nn.Linear(n_embd, n_embd)\n", ""),)),
     M("head_loop", "no_out_proj", "self.project_out(torch.cat(results, dim=2))",
       "torch.cat(results, dim=2)", "return torch.cat(results, dim=2)", ("self.attention(",)),
+    # no_head_split_transpose
+    M("mingpt", "no_head_split_transpose",
+      "k = self.key(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)",
+      "k = self.key(x).view(B, self.n_head, T, C // self.n_head)",
+      "k = self.key(x).view(B, self.n_head, T,", ("q = self.query(x)", "v = self.value(x)"),
+      (("q = self.query(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)",
+      "q = self.query(x).view(B, self.n_head, T, C // self.n_head)"),
+      ("v = self.value(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)",
+      "v = self.value(x).view(B, self.n_head, T, C // self.n_head)"))),
+    M("book", "no_head_split_transpose",
+      "values = values.view(b, num_tokens, self.num_heads, self.head_dim).transpose(1, 2)",
+      "values = values.view(b, self.num_heads, num_tokens, self.head_dim)",
+      "values = values.view(b, self.num_heads, num_tokens"),
+    # qk_norm
+    M("nano", "qk_norm", "        v = v.view(",
+      "        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)\n        v = v.view(",
+      "F.normalize(q, dim=-1)"),
+    M("mingpt", "qk_norm", "        v = self.value(x)",
+      "        q = F.layer_norm(q, q.shape[-1:])\n"
+      "        k = F.layer_norm(k, k.shape[-1:])\n"
+      "        v = self.value(x)", "q = F.layer_norm(q,", ("k = F.layer_norm(k,",)),
+    # sliding_window
+    M("einsum_heads", "sliding_window", "steps[None, :] > steps[:, None]",
+      "(steps[None, :] > steps[:, None]) | (steps[None, :] < steps[:, None] - 3)",
+      "steps[:, None] - 3", ("masked_fill(future",)),
+    M("megatron", "sliding_window", ".tril() < 0.5", ".tril().triu(-4) < 0.5",
+      ".triu(-4) < 0.5", ("masked_fill(attention_mask",)),
+    # gated_mlp
+    M("nano", "gated_mlp", "x = self.c_fc(x)", "x = self.c_fc(x) * self.c_gate(x)",
+      "self.c_gate(x)", ("self.c_gate =",),
+      (("        self.c_fc = nn.Linear(",
+      "        self.c_gate = nn.Linear(config.n_embd, 4 * config.n_embd)\n"
+      "        self.c_fc = nn.Linear("),)),
+    M("vit_qkv", "gated_mlp", "self.fc1(x)", "self.fc1(x) * torch.sigmoid(self.fc3(x))",
+      "self.fc3(x)", ("self.fc3 =",),
+      (("        self.fc1 = ", "        self.fc3 = nn.Linear(dim, hidden)\n        self.fc1 = "),)),
 ]
 # fmt: on
