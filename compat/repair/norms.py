@@ -27,6 +27,7 @@ SPREADS = ("var", "std", "var_mean", "std_mean")
 EPS_PLACES = {"LayerNorm": 1, "layer_norm": 4, "native_layer_norm": 4, "RMSNorm": 1, "rms_norm": 3}
 EPS_KEYWORDS = {"TransformerEncoderLayer": "layer_norm_eps"}
 LAYER_NORM_EPS = 1e-5  # the default of torch
+MAX_EPS = 0.1
 
 
 # The variance
@@ -129,15 +130,15 @@ def eps_in_root(site: Site) -> Iterator[Edits]:
         inner = _variance(node)
         if inner is not None:
             yield [plus(site.source, inner, expected)]
-        elif called_spread(node, "std"):
-            yield [site.source.replace(node, _root_of(site, node, expected))]
+        elif _is_std(node) and (text := _root_of(site, node, expected)) is not None:
+            yield [site.source.replace(node, text)]
 
 
 @fixes("eps_value")
 def any_literal(site: Site) -> Iterator[Edits]:
     """Change every number of the value, or one of them."""
     found, expected = site.finding.values["found"], site.finding.values["expected"]
-    if 0 < found < 1e-2:
+    if 0 < found <= MAX_EPS:
         edits = [
             source.replace(node, numeral(expected))
             for source in site.sources.values() for node in source.nodes(ast.Constant)
@@ -181,7 +182,7 @@ def _is_eps(site: Site, node: ast.expr) -> bool:
     """Whether an expression is a small number, or named like one."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     values = [constant(place.node) for place in origins(site, site.source, node)]
-    return "eps" in str(name) or any(isinstance(v, float) and 0 < v < 1e-2 for v in values)
+    return "eps" in str(name) or any(isinstance(v, float) and 0 < v <= MAX_EPS for v in values)
 
 
 @fixes("eps_outside_sqrt")
@@ -189,19 +190,26 @@ def eps_inside(site: Site) -> Iterator[Edits]:
     """Move eps from the root into it; also with the checkpoint's eps."""
     found, expected = site.finding.values["found"], site.finding.values["expected"]
     for term in _terms(site):
-        for edits in _moved(site, term):
-            yield edits
-            if not _is_close(found, expected):
-                written = [
-                    place for place in origins(site, site.source, term.eps)
-                    if place.node is not term.eps and _is_close(constant(place.node), found)
-                ]  # fmt: skip
-                yield [*edits, *(s.replace(node, numeral(expected)) for s, node in written)]
+        yield from _moved(site, term, site.source.code(term.eps))
+        if not _is_close(found, expected):
+            written = _eps_written(site, term.eps)
+            is_literal = any(place.node is term.eps for place in written)
+            eps = numeral(expected) if is_literal else site.source.code(term.eps)
+            other = [place for place in written if place.node is not term.eps]
+            changed = [source.replace(node, numeral(expected)) for source, node in other]
+            yield from ([*edits, *changed] for edits in _moved(site, term, eps))
 
 
-def _moved(site: Site, term: Term) -> Iterator[Edits]:
+def _eps_written(site: Site, eps: ast.expr) -> list[Written]:
+    """The literals that an eps of the finding's file gets the value of the finding from."""
+    found = site.finding.values["found"]
+    places = origins(site, site.source, eps)
+    return [place for place in places if _is_close(constant(place.node), found)]
+
+
+def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
     """Edits that move eps into the root: where it is computed, or else a new root."""
-    source, eps = site.source, site.source.code(term.eps)
+    source = site.source
     if isinstance(term.whole, ast.AugAssign):
         for value in assignments(site.function or source.tree, source.code(term.base)):
             if (text := _root_of(site, value, eps)) is not None:
@@ -242,16 +250,15 @@ def _variance(node: ast.expr) -> ast.expr | None:
     return operands[0] if is_power and constant(operands[1]) in (0.5, -0.5) else None
 
 
-def called_spread(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and called(node) == name
+def _is_std(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and called(node) == "std"
 
 
 def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
     """The code of a root, or of a standard deviation, with eps under the root."""
     source = site.source
     start, end = source.span(node)
-    if called_spread(node, "std"):
-        assert isinstance(node, ast.Call)
+    if isinstance(node, ast.Call) and _is_std(node):
         name = source.span(node.func)[1]
         var = f"{source.text[start : name - len('std')]}var{source.text[name:end]}"
         return f"{site.torch('torch.sqrt')}({var} + {eps})"
@@ -265,20 +272,38 @@ def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
 # RMSNorm
 
 
-@fixes("rmsnorm")
+@fixes("rmsnorm", "no_ln_bias")
 def layer_norm_of_torch(site: Site) -> Iterator[Edits]:
     """Use torch's LayerNorm instead of its RMSNorm."""
     edits: Edits = []
+    imports: Edits = []
     for name, new in (("RMSNorm", "LayerNorm"), ("rms_norm", "layer_norm")):
         if any(classes(site, name)) or _is_defined(site, name):
             continue
+        imports += _imported_instead(site, name, new)
         for source, call in calls_of(site, name):
             if isinstance(call.func, ast.Attribute):
                 end = source.span(call.func)[1]
                 edits.append(Edit(source.file, end - len(name), end, new))
             else:
-                edits.append(source.replace(call.func, _torch_norm(site, new)))
-    yield from attempts(site, edits)
+                edits.append(source.replace(call.func, new))
+            if name == "rms_norm" and len(call.args) > 3:  # where layer_norm has its bias
+                start = source.span(call.args[3])[0]
+                edits.append(Edit(source.file, start, start, "eps="))
+    if imports:
+        yield [*imports, *edits]
+    else:
+        yield from attempts(site, edits)
+
+
+def _imported_instead(site: Site, name: str, new: str) -> Edits:
+    """Import another name in the place of one."""
+    return [
+        source.replace(alias, new)
+        for source in site.sources.values() for statement in source.nodes(ast.ImportFrom)
+        for alias in statement.names
+        if alias.name == name and new not in [other.name for other in statement.names]
+    ]  # fmt: skip
 
 
 def _is_defined(site: Site, name: str) -> bool:
@@ -292,7 +317,7 @@ def _torch_norm(site: Site, name: str) -> str:
     return site.torch(f"torch.nn.{'functional.' if name.islower() else ''}{name}")
 
 
-@fixes("rmsnorm")
+@fixes("rmsnorm", "no_ln_bias")
 def module_of_torch_for_rms(site: Site) -> Iterator[Edits]:
     """Replace a class that is named for RMSNorm by nn.LayerNorm."""
     yield from _module_of_torch(site, named_rms=True)
@@ -314,7 +339,16 @@ def subtract_mean(site: Site) -> Iterator[Edits]:
         seen.add(node)
         x = source.code(squared)
         mean = _mean_like(source, node, x)
-        yield [source.insert_before(statement, f"{x} = {x} - {mean}")]
+        centred = source.insert_before(statement, f"{x} = {x} - {mean}")
+        yield [centred]
+        written = [
+            place for term in _terms(site) for place in _eps_written(site, term.eps)
+            if not _is_close(site.finding.values["found"], site.finding.values["expected"])
+        ]  # fmt: skip
+        if written:
+            expected = numeral(site.finding.values["expected"])
+            places = dict.fromkeys(written)
+            yield [centred, *(other.replace(node, expected) for other, node in places)]
 
 
 def _squared(node: ast.expr) -> ast.Name | None:

@@ -18,7 +18,6 @@ from compat.repair.values import (
     constant,
     constructor,
     default_of,
-    entries,
     is_self,
     origins,
     plus,
@@ -48,10 +47,23 @@ def bias_flag(site: Site) -> Iterator[Edits]:
     yield from attempts(site, edits)
     every = [
         (source, call) for source in site.sources.values() for call in source.nodes(ast.Call)
+        if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
     ]  # fmt: skip
     own = [each for each in every if each[0].parent(each[1], ast.ClassDef) is site.cls]
     for calls in (own, every):
         yield from attempts(site, [_turned_on(site, place) for place in _flags(site, calls)])
+
+
+def _is_head(call: ast.Call) -> bool:
+    """Whether a call builds the head, which has no bias: one of its sizes is the vocabulary's."""
+    names = [_last_name(node) for each in call.args for node in ast.walk(each)]
+    return any(role_of(name) == "vocab_size" for name in names if name)
+
+
+def _is_norm(call: ast.Call) -> bool:
+    """Whether a call builds a norm, or a function that builds one."""
+    name = called(call).lower()
+    return "norm" in name or "ln" in name or name in ("partial", "dict")
 
 
 def _constructions(site: Site) -> list[tuple[Source, ast.Call]]:
@@ -311,17 +323,22 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
             for name, fill in (("weight", "ones"), ("bias", "zeros"))
         ]
         for node in source.nodes(ast.Return, cls):
-            if node.value is None:
+            call = node.value
+            if call is None:
                 continue
             declared = source.insert_after(function.body[-1], *new)
-            call = node.value
             if isinstance(call, ast.Call) and called(call) == "layer_norm":
-                passed = Edit(source.file, *[source.span(call)[1] - 1] * 2,
-                    ", weight=self.weight, bias=self.bias")  # fmt: skip
+                end = source.span(call)[1] - 1
+                text = ", weight=self.weight, bias=self.bias"
+                passed = Edit(source.file, end, end, text)
                 yield [declared, passed]
             elif function is not source.parent(node, ast.FunctionDef):
-                result = f"{source.operand(node.value)} * self.weight + self.bias"
-                yield [declared, source.replace(node.value, result)]
+                is_product = isinstance(call, ast.BinOp) and isinstance(
+                    call.op, (ast.Mult, ast.Div)
+                )
+                code = source.code(call) if is_product else source.operand(call)
+                result = f"{code} * self.weight + self.bias"
+                yield [declared, source.replace(call, result)]
 
 
 @fixes(*BIASES)
@@ -439,8 +456,10 @@ def _in_training(site: Site, source: Source, call: ast.Call) -> Edit | None:
         return None
     if name == "scaled_dot_product_attention":
         p = argument(call, 4, "dropout_p")
-        conditional = p is None or isinstance(p, ast.IfExp) or constant(p) == 0
-        if p is None or conditional or not _is_always(source, p):
+        function = source.parent(call, ast.FunctionDef)
+        if isinstance(p, ast.Name) and function is not None:
+            p = next(assignments(function, p.id), p)
+        if p is None or constant(p) == 0 or _mentions_training(p):
             return None
         return source.replace(p, f"{source.operand(p)} if self.training else 0.0")
     if not re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name):
@@ -452,16 +471,6 @@ def _in_training(site: Site, source: Source, call: ast.Call) -> Edit | None:
     if flag is None:
         return source.set_keyword(call, key, "self.training")
     return None if _mentions_training(flag) else source.replace(flag, "self.training")
-
-
-def _is_always(source: Source, p: ast.expr) -> bool:
-    """Whether a probability does not depend on the mode."""
-    if _mentions_training(p):
-        return False
-    function = source.parent(p, ast.FunctionDef)
-    if isinstance(p, ast.Name) and function is not None:
-        return not any(_mentions_training(value) for value in assignments(function, p.id))
-    return True
 
 
 def _mentions_training(node: ast.AST) -> bool:

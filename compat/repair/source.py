@@ -40,7 +40,9 @@ class Source:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node that every node is a child of."""
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        return {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -55,7 +57,7 @@ class Source:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Where a node begins and ends in the text."""
-        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg))
+        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg, ast.alias))
         assert node.end_lineno is not None and node.end_col_offset is not None
         return (
             self.offset(node.lineno, node.col_offset),

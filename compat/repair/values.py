@@ -1,4 +1,4 @@
-"""Where the user's code writes the values that it passes on through names, arguments and configs."""
+"""Where the user's code writes the values that it passes on by names, arguments and configs."""
 
 from __future__ import annotations
 
