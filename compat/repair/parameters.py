@@ -14,6 +14,7 @@ from compat.repair.values import (
     assignments,
     attempts,
     calls_of,
+    chain,
     classes,
     constant,
     constructor,
@@ -341,6 +342,32 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
                 yield [declared, source.replace(call, result)]
 
 
+@fixes("no_ln_bias", "no_ln_weight")
+def norm_modules(site: Site) -> Iterator[Edits]:
+    """Create modules for norms that are computed by a function without parameters."""
+    name = "layer_norm" if site.function is None else site.function.name
+    if site.cls is not None:
+        name = next((called(call) for call in site.calls if "norm" in called(call)), name)
+    edits: Edits = []
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            function = constructor(cls)
+            calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
+            widths = [] if function is None else _sized(site, source, function.body[0], "n_embd")
+            if function is None or not calls or not widths or not calls[0].args:
+                continue
+            module = site.torch("torch.nn.LayerNorm")
+            names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
+            created = [f"self.{each} = {module}({widths[0]})" for each in names]
+            edits.append(source.insert_after(function.body[-1], *created))
+            edits += [
+                source.replace(call, f"self.{each}({source.code(call.args[0])})")
+                for call, each in zip(calls, names, strict=True)
+            ]
+    if edits:
+        yield edits
+
+
 @fixes(*BIASES)
 def projection_bias(site: Site) -> Iterator[Edits]:
     """Create the bias of a hand-written projection and add it."""
@@ -485,31 +512,79 @@ def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
     for source in site.sources.values():
         for call in source.nodes(ast.Call):
             built = call.func
-            if (
-                isinstance(built, ast.Call)
-                and called(built) == "train"
-                and isinstance(built.func, ast.Attribute)
-            ):
+            if isinstance(built, ast.Call) and called(built) == "train":
+                assert isinstance(built.func, ast.Attribute)
+                if is_self(built.func.value):
+                    edits.append(source.replace(built, source.code(built.func.value)))
+                    continue
                 built = built.func.value
-            if isinstance(built, ast.Call) and called(built) == "Dropout" and call.args:
-                p = argument(built, 0, "p")
-                given = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
-                function = site.torch("torch.nn.functional.dropout")
-                text = f"{function}({', '.join(given)}, training=self.training)"
-                edits.append(source.replace(call, text))
+            edits += _function_instead(site, source, call, built)
+            function = source.parent(call, ast.FunctionDef)
+            if isinstance(built, ast.Name) and function is not None:
+                for statement in source.nodes(ast.Assign, function):
+                    for target, value in assigned(statement):
+                        if isinstance(target, ast.Name) and target.id == built.id:
+                            replaced = _function_instead(site, source, call, value)
+                            if replaced:
+                                yield [*replaced, source.remove(statement)]
     yield from attempts(site, edits)
+
+
+def _function_instead(site: Site, source: Source, call: ast.Call, built: ast.expr) -> Edits:
+    """Call the function for dropout where a module is called, if the module is nn.Dropout."""
+    if not isinstance(built, ast.Call) or called(built) != "Dropout" or not call.args:
+        return []
+    p = argument(built, 0, "p")
+    given = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
+    dropout = site.torch("torch.nn.functional.dropout")
+    return [source.replace(call, f"{dropout}({', '.join(given)}, training=self.training)")]
 
 
 @fixes("dropout_always_on")
 def training_mode_forced(site: Site) -> Iterator[Edits]:
-    """Remove calls of `train()` from the methods."""
+    """Remove from the methods what turns on training mode."""
     edits = [
         source.remove(statement)
-        for source in site.sources.values() for statement in source.nodes(ast.Expr)
-        if isinstance(statement.value, ast.Call) and called(statement.value) == "train"
-        and source.parent(statement, ast.ClassDef) is not None
+        for source in site.sources.values() for statement in source.nodes(ast.stmt)
+        if source.parent(statement, ast.ClassDef) is not None and _turns_on_training(statement)
     ]  # fmt: skip
     yield from attempts(site, edits)
+
+
+def _turns_on_training(statement: ast.stmt) -> bool:
+    """Whether a statement is `module.train()` or `module.training = True`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return called(statement.value) == "train"
+    return any(
+        isinstance(target, ast.Attribute) and target.attr == "training" and constant(value) is True
+        for target, value in assigned(statement)
+    )
+
+
+@fixes("dropout_always_on")
+def written_dropout_in_training(site: Site) -> Iterator[Edits]:
+    """Skip a hand-written dropout in eval mode."""
+    source, function = site.source, site.function
+    if function is None or site.cls is None or site.statement not in function.body:
+        return
+    first = function.body.index(site.statement)
+    names = {n.id for n in ast.walk(site.statement) if isinstance(n, ast.Name)}
+    for end in range(first, min(first + 4, len(function.body))):
+        following = function.body[end]
+        if isinstance(following, ast.Return):
+            break
+        if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(following)):
+            start = source.offset(site.statement.lineno, 0)
+            text = source.text[start : source.span(following)[1]]
+            indent = source.lines[site.statement.lineno - 1][: site.statement.col_offset]
+            inner = text.replace(f"\n{indent}", f"\n{indent}    ")
+            yield [Edit(source.file, start, start + len(text),
+                        f"{indent}if self.training:\n    {inner}")]  # fmt: skip
+    inputs = [each.arg for each in function.args.args[1:]]
+    if inputs:
+        early = ("if not self.training:", f"    return {inputs[0]}")
+        yield [source.insert_before(site.statement, *early)]
+        yield [source.insert_before(function.body[0], *early)]
 
 
 @fixes("dropout_always_on")
@@ -624,9 +699,12 @@ def inner_width(site: Site) -> Iterator[Edits]:
     for call in calls[:1]:
         text = f"{ratio} * {source.operand(call.args[0])}"
         hidden = call.args[1]
-        if isinstance(hidden, ast.Name) and site.function is not None:
-            for value in assignments(site.function, hidden.id):
-                yield [source.replace(value, text)]
+        for place in chain(site, source, hidden)[1:]:
+            if (
+                place.source is source
+                and source.parent(place.node, ast.FunctionDef) is site.function
+            ):
+                yield [source.replace(place.node, text)]
         code = source.code(hidden)
         scope = site.cls or source.tree
         same = [
@@ -642,18 +720,11 @@ def _model_width(site: Site) -> int:
 
 
 def _inner_expressions(site: Site) -> Iterator[Written]:
-    """The arguments of the calls in the class of the MLP, with what they get their values from."""
+    """The arguments of the calls around the finding, with what they get their values from."""
     source = site.source
-    scope = site.function or site.cls or source.tree
-    for call in source.nodes(ast.Call, scope):
+    for call in source.nodes(ast.Call, site.function or site.cls or source.tree):
         for node in call.args:
-            yield Written(source, node)
-            if isinstance(node, ast.Name):
-                yield from (Written(source, v) for v in assignments(scope, node.id))
-            if is_self(node) and site.cls is not None:
-                assert isinstance(node, ast.Attribute)
-                values = self_assignments(site.cls, node.attr)
-                yield from (Written(source, value) for value in values)
+            yield from chain(site, source, node)
 
 
 ROLES = {
@@ -668,31 +739,50 @@ ROLES = {
 def size_of_constructor(site: Site) -> Iterator[Edits]:
     """Use the size that the constructor is called with instead of another one."""
     role, found = ROLES[site.finding.code], site.finding.values["found"]
-    edits: Edits = []
+    sized: list[tuple[Written, str]] = []
     for source in site.sources.values():
         for node in source.nodes(ast.expr):
-            sized = _sized(site, source, node, role)
             if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-                edits += [source.replace(node, name) for name in sized[:1]]
-    yield from attempts(site, edits)
+                names = _sized(site, source, node, role)
+                sized += [(Written(source, node), name) for name in names[:1]]
+    yield from _size_attempts(site, sized)
 
 
-@fixes("vocab_mismatch", "n_layer_mismatch", "context_too_short")
+@fixes(*ROLES)
 def size_without_arithmetic(site: Site) -> Iterator[Edits]:
     """Remove the arithmetic with a size, such as padding of the vocabulary."""
     role = ROLES[site.finding.code]
-    edits = []
+    sized: list[tuple[Written, str]] = []
     for source in site.sources.values():
         for node in source.nodes(ast.BinOp):
-            if isinstance(source.parents[node], ast.BinOp):
-                continue
-            names = [
-                each for each in ast.walk(node)
-                if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript))
-                and role_of(_last_name(each)) == role
-            ]  # fmt: skip
-            if names:
-                edits.append(source.replace_group(node, source.code(names[0])))
+            if not isinstance(source.parents[node], ast.BinOp):
+                names = _variables(node)
+                if len(names) == 1 and role_of(_last_name(names[0])) == role:
+                    sized.append((Written(source, node), source.code(names[0])))
+    yield from _size_attempts(site, sized)
+
+
+def _variables(node: ast.expr) -> list[ast.expr]:
+    """The operands of arithmetic that are not numbers."""
+    if isinstance(node, ast.BinOp):
+        return [*_variables(node.left), *_variables(node.right)]
+    return [] if constant(node) is not ... else [node]
+
+
+def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edits]:
+    """Replace sizes: those written like the finding's, then as for other edits."""
+    start, end = site.source.span(site.statement)
+    near = {
+        source.code(node) for (source, node), _ in sized
+        if source is site.source and start <= source.span(node)[0] < end
+    }  # fmt: skip
+    edits = [source.replace_group(node, text) for (source, node), text in sized]
+    alike = [
+        edit for edit, ((source, node), _) in zip(edits, sized, strict=True)
+        if source.code(node) in near
+    ]  # fmt: skip
+    if alike:
+        yield alike
     yield from attempts(site, edits)
 
 
@@ -702,7 +792,7 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
 
 
-def _sized(site: Site, source: Source, node: ast.expr, role: str) -> list[str]:
+def _sized(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
     """How code at a node can write a size: an argument, or an entry of a config."""
     function = source.parent(node, ast.FunctionDef)
     if not isinstance(function, ast.FunctionDef) or function.name != "__init__":

@@ -49,21 +49,22 @@ def numeral(value: float) -> str:
 
 def origins(site: Site, source: Source, node: ast.expr) -> list[Written]:
     """The literals that an expression gets its value from, the most specific first."""
-    found: list[Written] = []
-    seen: set[ast.expr] = set()
+    return [each for each in chain(site, source, node) if constant(each.node) is not ...]
+
+
+def chain(site: Site, source: Source, node: ast.expr) -> list[Written]:
+    """An expression and those that it gets its value from, through names and arguments."""
+    found: dict[ast.expr, Written] = {}
     level = [Written(source, node)]
     for _ in range(DEPTH):
         following: list[Written] = []
         for each in level:
-            if each.node in seen:
-                continue
-            seen.add(each.node)
-            if constant(each.node) is not ...:
-                found.append(each)
-            else:
-                following += _before(site, each)
+            if each.node not in found:
+                found[each.node] = each
+                if constant(each.node) is ...:
+                    following += _before(site, each)
         level = following
-    return found
+    return list(found.values())
 
 
 def _before(site: Site, written: Written) -> Iterator[Written]:
