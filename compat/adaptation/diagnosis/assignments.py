@@ -144,12 +144,13 @@ def _missing(code: str) -> Detector:
         if not tensors:
             return
         module = tensors[0].rpartition(".")[0]
-        if code == "no_ln_weight":
-            place = source.running(context.graph, [context.places.named[module].end])
-        else:
-            attention = context.anatomy.layers[0].attn
-            place = context.owner_of(f"{module}.weight")
-            place = place or source.running(context.graph, [attention])
+        norm = context.places.named.get(module)
+        place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
+        if place is None and norm is not None:
+            place = source.torch_built(context.model, [norm.end])
+        if place is None:
+            end = context.anatomy.layers[0].attn if norm is None else norm.end
+            place = source.running(context.graph, [end])
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         yield Deviation(_first_tap(tensors[0]), place, values, changes)

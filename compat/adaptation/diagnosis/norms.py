@@ -62,8 +62,13 @@ def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) 
 )
 def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
     config = context.config
-    values = {"n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
-    return norms_where(context, lambda f: values if f and not f.centred else None)
+
+    def differs(formula: NormFormula | None) -> dict[str, Any] | None:
+        if formula is None or formula.centred:
+            return None
+        return {"n_embd": config.n_embd, **_eps(context, formula)}
+
+    return norms_where(context, differs)
 
 
 @deviation(

@@ -1,1 +1,815 @@
-"""Fixes."""
+"""Fixes of parameters: missing biases and weights, parameters without a counterpart, and sizes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from compat.repair.fixes import Edits, Site, argument, called, fixes
+from compat.repair.source import Edit, Source
+from compat.repair.values import (
+    Written,
+    assigned,
+    assignments,
+    attempts,
+    calls_of,
+    chain,
+    classes,
+    constant,
+    constructor,
+    default_of,
+    is_self,
+    origins,
+    plus,
+    self_assignments,
+)
+from compat.user_models.synonyms import role_of
+
+BIASES = ("no_qkv_bias", "no_proj_bias", "no_mlp_bias")
+NORMS = ("no_ln_bias", "no_ln_weight")
+FLAG = re.compile(r"bias|affine|shift")  # the names of flags that create parameters
+FLAG_PLACES = {"Linear": 2, "Bilinear": 3, "MultiheadAttention": 3}  # in calls of torch's modules
+NORM_FLAG_PLACES = (2, 3)  # of nn.LayerNorm
+# The names that belong together in norms: of the weight, and of the bias.
+PAIRS = (
+    ("weight", "bias"), ("gamma", "beta"), ("gain", "bias"), ("scale", "shift"), ("alpha", "beta"),
+    ("a_2", "b_2"), ("g", "b"), ("w", "b"), ("a", "b"),
+)  # fmt: skip
+
+
+# Flags such as bias=False
+
+
+@fixes(*BIASES, *NORMS)
+def bias_flag(site: Site) -> Iterator[Edits]:
+    """Turn on the flag with which the module creates the parameter."""
+    edits = [_turned_on(site, place) for place in _flags(site, _constructions(site))]
+    yield from attempts(site, edits)
+    every = [
+        (source, call) for source in site.sources.values() for call in source.nodes(ast.Call)
+        if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
+    ]  # fmt: skip
+    own = [each for each in every if each[0].parent(each[1], ast.ClassDef) is site.cls]
+    for calls in (own, every):
+        yield from attempts(site, [_turned_on(site, place) for place in _flags(site, calls)])
+
+
+def _is_head(call: ast.Call) -> bool:
+    """Whether a call builds the head, which has no bias: one of its sizes is the vocabulary's."""
+    names = [_last_name(node) for each in call.args for node in ast.walk(each)]
+    return any(role_of(name) == "vocab_size" for name in names if name)
+
+
+def _is_norm(call: ast.Call) -> bool:
+    """Whether a call builds a norm, or a function that builds one."""
+    name = called(call).lower()
+    return "norm" in name or "ln" in name or name in ("partial", "dict")
+
+
+def _constructions(site: Site) -> list[tuple[Source, ast.Call]]:
+    """The calls of the finding's statement, and those that build what it calls."""
+    found = [(site.source, call) for call in site.calls]
+    for call in site.calls:
+        if is_self(call.func) and site.cls is not None:
+            assert isinstance(call.func, ast.Attribute)
+            built = self_assignments(site.cls, call.func.attr)
+            found += [(site.source, value) for value in built if isinstance(value, ast.Call)]
+    return found
+
+
+def _flags(site: Site, calls: list[tuple[Source, ast.Call]]) -> list[Written]:
+    """The literals False that reach a flag of one of the calls."""
+    flags: list[Written] = []
+    for source, call in calls:
+        flags += [Written(source, each) for each in _flag_arguments(site, source, call)]
+        for own, cls in classes(site, called(call)):
+            tests = [node.test for node in own.nodes(ast.IfExp, cls)]
+            tests += [node.test for node in own.nodes(ast.If, cls)]
+            flags += [Written(own, each) for each in tests]
+            for inner in own.nodes(ast.Call, cls):
+                flags += [Written(own, each) for each in _flag_arguments(site, own, inner)]
+    found = [place for flag in flags for place in origins(site, flag.source, flag.node)]
+    return [place for place in dict.fromkeys(found) if constant(place.node) is False]
+
+
+def _flag_arguments(site: Site, source: Source, call: ast.Call) -> Iterator[ast.expr]:
+    """The arguments of a call that say whether a parameter is created."""
+    for keyword in call.keywords:
+        if keyword.arg is None and isinstance(keyword.value, ast.Name):  # **options
+            for value in assignments(source.tree, keyword.value.id):
+                yield from _flag_entries(value)
+        elif keyword.arg is not None and FLAG.search(keyword.arg):
+            yield keyword.value
+    name = called(call)
+    if name == "LayerNorm" and not any(classes(site, name)):
+        yield from (call.args[i] for i in NORM_FLAG_PLACES if i < len(call.args))
+    elif name in FLAG_PLACES and len(call.args) > FLAG_PLACES[name]:
+        yield call.args[FLAG_PLACES[name]]
+    if isinstance(call.func, ast.Name):  # a function made by partial
+        for value in assignments(source.tree, call.func.id):
+            yield from _flag_entries(value)
+
+
+def _flag_entries(value: ast.expr) -> Iterator[ast.expr]:
+    """The values of flags in a dictionary, or in a call such as `partial(nn.Linear, bias=False)`"""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            yield from (k.value for k in node.keywords if k.arg and FLAG.search(k.arg))
+        elif isinstance(node, ast.Dict):
+            for key, each in zip(node.keys, node.values, strict=True):
+                if FLAG.search(str(constant(key))):
+                    yield each
+
+
+def _turned_on(site: Site, place: Written) -> Edit:
+    """The flag as True, or without the argument if True is its default."""
+    source, node = place
+    keyword = source.parents[node]
+    call = source.parents[keyword] if isinstance(keyword, ast.keyword) else None
+    if isinstance(keyword, ast.keyword) and isinstance(call, ast.Call) and keyword.arg is not None:
+        if called(call) not in ("partial", "dict") and _is_on_by_default(site, call, keyword.arg):
+            return source.remove_argument(call, keyword)
+    return source.replace(node, "True")
+
+
+def _is_on_by_default(site: Site, call: ast.Call, name: str) -> bool:
+    own = list(classes(site, called(call)))
+    for _, cls in own:
+        function = constructor(cls)
+        return function is not None and constant(default_of(function, name)) is True
+    func = call.func
+    is_torch = isinstance(func, ast.Attribute) or called(call) in (*FLAG_PLACES, "LayerNorm")
+    return is_torch and name in ("bias", "elementwise_affine")
+
+
+# Parameters that do not exist yet
+
+
+@fixes("no_ln_bias")
+def norm_bias(site: Site) -> Iterator[Edits]:
+    """Create the bias of a hand-written norm and add it."""
+    for source, cls in _modules(site):
+        for statement, name, created in _created(source, cls):
+            bias = _partner(cls, name, 0)
+            edits = _declared(source, cls, statement, created, bias, "zeros")
+            for used in _used(source, cls, name):
+                edit = _norm_bias_used(source, used, bias)
+                if edit is not None:
+                    yield [*edits, edit]
+            yield edits
+
+
+def _modules(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
+    """The classes of the modules that the finding's statement builds or calls, or its own."""
+    names = [called(call) for _, call in _constructions(site)]
+    found = [each for name in names for each in classes(site, name)]
+    if site.cls is not None:
+        found.append((site.source, site.cls))
+    yield from dict.fromkeys(found)
+
+
+def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
+    """The statements that create parameters, with their names and values."""
+    for node in source.nodes(ast.Assign, cls):
+        for target, value in assigned(node):
+            is_parameter = any(called(c) == "Parameter" for c in source.nodes(ast.Call, value))
+            if is_self(target) and is_parameter:
+                assert isinstance(target, ast.Attribute)
+                yield node, target.attr, value
+    for call in source.nodes(ast.Call, cls):
+        if called(call) == "register_parameter" and len(call.args) == 2:
+            statement = source.parent(call, ast.stmt)
+            if statement is not None and isinstance(call.args[1], ast.Call):
+                yield statement, str(constant(call.args[0])), call.args[1]
+
+
+def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
+    """The name of a norm's weight (1) or bias (0), to go with the other's name."""
+    for pair in PAIRS:
+        part = pair[wanted]
+        if re.search(rf"(?<![a-z]){re.escape(part)}(?![a-z])", name):
+            return re.sub(rf"(?<![a-z]){re.escape(part)}(?![a-z])", pair[1 - wanted], name)
+    return ("bias", "weight")[wanted]
+
+
+def _declared(
+    source: Source,
+    cls: ast.ClassDef,
+    statement: ast.stmt,
+    created: ast.expr,
+    name: str,
+    fill: str,
+    shape: str | None = None,
+) -> Edits:
+    """Create a parameter like another one; what was registered under the name is replaced."""
+    new = f"self.{name} = {_parameter(source, created, fill, shape)}"
+    for node in source.nodes(ast.stmt, cls):
+        if any(is_self(target, name) for target, _ in assigned(node)):
+            return [source.replace(node, new)]
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            registers = called(node.value) in ("register_buffer", "register_parameter")
+            if registers and node.value.args and constant(node.value.args[0]) == name:
+                return [source.replace(node, new)]
+    return [source.insert_after(statement, new)]
+
+
+def _parameter(source: Source, like: ast.expr, fill: str, shape: str | None) -> str:
+    """`nn.Parameter(torch.zeros(dim))` in the style of another parameter."""
+    wrapper, tensor = "nn.Parameter", f"torch.{fill}"
+    for call in source.nodes(ast.Call, like):
+        if called(call) == "Parameter":
+            wrapper = source.code(call.func)
+        elif call.args and called(call) in CREATORS:
+            if isinstance(call.func, ast.Attribute):
+                tensor = f"{source.code(call.func.value)}.{fill}"
+            if shape is None:
+                arguments = call.args[:1] if called(call) == "full" else call.args
+                options = [k for k in call.keywords if k.arg in ("device", "dtype")]
+                shape = ", ".join(source.code(each) for each in [*arguments, *options])
+    return f"{wrapper}({tensor}({shape}))"
+
+
+CREATORS = ("ones", "zeros", "empty", "randn", "rand", "full", "Tensor", "FloatTensor", "normal")
+
+
+def _used(source: Source, cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
+    """Where the methods of a class read `self.name`."""
+    return [
+        node for node in source.nodes(ast.Attribute, cls)
+        if is_self(node, name) and isinstance(node.ctx, ast.Load)
+    ]  # fmt: skip
+
+
+def _norm_bias_used(source: Source, weight: ast.expr, bias: str) -> Edit | None:
+    """Add the bias to the product with the weight, or pass it to the kernel."""
+    above = source.parents[weight]
+    if isinstance(above, ast.keyword):
+        above = source.parents[above]
+    if isinstance(above, ast.Call):
+        if called(above) == "layer_norm":
+            present = argument(above, 3, "bias")
+            if present is not None:
+                return source.replace(present, f"self.{bias}")
+            return source.set_keyword(above, "bias", f"self.{bias}")
+        if called(above) in ("mul", "mul_", "multiply"):
+            return plus(source, above, f"self.{bias}")
+    if isinstance(above, ast.AugAssign):
+        return source.insert_after(above, f"{source.code(above.target)} += self.{bias}")
+    product = _product(source, weight)
+    return None if product is weight else plus(source, product, f"self.{bias}")
+
+
+def _product(source: Source, node: ast.expr) -> ast.expr:
+    """The whole product that an expression is a factor of."""
+    above = source.parents[node]
+    while isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div)):
+        node, above = above, source.parents[above]
+    return node
+
+
+@fixes("no_ln_weight")
+def norm_weight(site: Site) -> Iterator[Edits]:
+    """Create the weight of a hand-written norm and multiply by it."""
+    for source, cls in _modules(site):
+        for statement, name, created in _created(source, cls):
+            weight = _partner(cls, name, 1)
+            new = f"self.{weight} = {_parameter(source, created, 'ones', None)}"
+            for used in _used(source, cls, name):
+                edit = _norm_weight_used(source, used, weight)
+                if edit is not None:
+                    yield [source.insert_before(statement, new), edit]
+
+
+def _norm_weight_used(source: Source, bias: ast.expr, weight: str) -> Edit | None:
+    """Multiply what the bias is added to by the weight, or pass the weight to the kernel."""
+    above = source.parents[bias]
+    if isinstance(above, ast.keyword):
+        above = source.parents[above]
+    if isinstance(above, ast.Call) and called(above) == "layer_norm":
+        present = argument(above, 2, "weight")
+        if present is not None:
+            return source.replace(present, f"self.{weight}")
+        return source.set_keyword(above, "weight", f"self.{weight}")
+    if isinstance(above, ast.Call) and called(above) in ("add", "add_"):
+        if isinstance(above.func, ast.Attribute):
+            inner = above.func.value
+            return source.replace(inner, f"({source.operand(inner)} * self.{weight})")
+    if isinstance(above, ast.AugAssign):
+        return source.insert_before(above, f"{source.code(above.target)} *= self.{weight}")
+    if isinstance(above, ast.BinOp) and isinstance(above.op, ast.Add):
+        other = above.left if above.right is bias else above.right
+        factor = isinstance(other, ast.BinOp) and isinstance(other.op, (ast.Add, ast.Sub))
+        grouped = source.grouped(other) != source.span(other)
+        text = source.code(other)
+        if factor and not grouped:
+            text = f"({text})"
+        if grouped:
+            return source.replace_group(other, f"({text}) * self.{weight}")
+        return source.replace(other, f"{text} * self.{weight}")
+    return None
+
+
+@fixes("no_ln_bias", "no_ln_weight")
+def norm_parameters(site: Site) -> Iterator[Edits]:
+    """Create both parameters of a norm that has none and apply them to what it returns."""
+    for source, cls in _modules(site):
+        function = constructor(cls)
+        if function is None or any(_created(source, cls)) or len(function.args.args) < 2:
+            continue
+        width = function.args.args[1].arg
+        tensor, parameter = site.torch("torch.{}"), site.torch("torch.nn.Parameter")
+        new = [
+            f"self.{name} = {parameter}({tensor.format(fill)}({width}))"
+            for name, fill in (("weight", "ones"), ("bias", "zeros"))
+        ]
+        for node in source.nodes(ast.Return, cls):
+            call = node.value
+            if call is None:
+                continue
+            declared = source.insert_after(function.body[-1], *new)
+            if isinstance(call, ast.Call) and called(call) == "layer_norm":
+                end = source.span(call)[1] - 1
+                text = ", weight=self.weight, bias=self.bias"
+                passed = Edit(source.file, end, end, text)
+                yield [declared, passed]
+            elif function is not source.parent(node, ast.FunctionDef):
+                is_product = isinstance(call, ast.BinOp) and isinstance(
+                    call.op, (ast.Mult, ast.Div)
+                )
+                code = source.code(call) if is_product else source.operand(call)
+                result = f"{code} * self.weight + self.bias"
+                yield [declared, source.replace(call, result)]
+
+
+@fixes("no_ln_bias", "no_ln_weight")
+def norm_modules(site: Site) -> Iterator[Edits]:
+    """Create modules for norms that are computed by a function without parameters."""
+    name = "layer_norm" if site.function is None else site.function.name
+    if site.cls is not None:
+        name = next((called(call) for call in site.calls if "norm" in called(call)), name)
+    edits: Edits = []
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            function = constructor(cls)
+            calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
+            widths = [] if function is None else _sized(site, source, function.body[0], "n_embd")
+            if function is None or not calls or not widths or not calls[0].args:
+                continue
+            module = site.torch("torch.nn.LayerNorm")
+            names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
+            created = [f"self.{each} = {module}({widths[0]})" for each in names]
+            edits.append(source.insert_after(function.body[-1], *created))
+            edits += [
+                source.replace(call, f"self.{each}({source.code(call.args[0])})")
+                for call, each in zip(calls, names, strict=True)
+            ]
+    if edits:
+        yield edits
+
+
+@fixes(*BIASES)
+def projection_bias(site: Site) -> Iterator[Edits]:
+    """Create the bias of a hand-written projection and add it."""
+    found: list[tuple[int, Edits]] = []
+    for source, cls in _modules(site):
+        for statement, name, created in _created(source, cls):
+            for used in _used(source, cls, name):
+                for shape, whole, form in _projection(source, created, used):
+                    bias = _bias_name(source, cls, name)
+                    edits = _declared(source, cls, statement, created, bias, "zeros", shape)
+                    edits.append(_bias_added(source, whole, form.format(f"self.{bias}")))
+                    found.append((statement.lineno != site.line, edits))
+    found.sort(key=lambda each: each[0])
+    yield from (edits for _, edits in found)
+    together = [edit for _, edits in found for edit in edits]
+    if len(found) > 1:
+        yield together
+
+
+def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
+    """A name for the bias of a weight: `b_q` for `W_q`, `bias` for `weight`."""
+    for old, new in (("weight", "bias"), ("kernel", "bias"), ("W", "b"), ("w", "b")):
+        pattern = rf"(?<![A-Za-z]){old}(?![a-z])|(?<=_){old}$"
+        if re.search(pattern, weight):
+            return re.sub(pattern, new, weight, count=1)
+    return f"{weight}_bias"
+
+
+def _shape(source: Source, created: ast.expr) -> list[str]:
+    """The sizes of a parameter, as code."""
+    for call in source.nodes(ast.Call, created):
+        if called(call) in CREATORS and call.args:
+            sizes = list(call.args)
+            if isinstance(sizes[0], (ast.Tuple, ast.List)):
+                sizes = sizes[0].elts
+            return [source.code(each) for each in sizes]
+    return []
+
+
+def _projection(
+    source: Source, created: ast.expr, weight: ast.expr
+) -> Iterator[tuple[str, ast.expr, str]]:
+    """The bias's shape, the product, and how the bias is added, for a use of a weight."""
+    sizes = _shape(source, created)
+    if len(sizes) < 2:
+        return
+    above, transposed = source.parents[weight], False
+    node: ast.expr = weight
+    while True:
+        if isinstance(above, ast.Attribute) and above.attr in ("T", "mT"):
+            node, above, transposed = above, source.parents[above], not transposed
+        elif isinstance(above, ast.Attribute) and above.attr in ("t", "transpose"):
+            call = source.parents[above]
+            assert isinstance(call, ast.Call)
+            node, above, transposed = call, source.parents[call], not transposed
+        else:
+            break
+    width = sizes[0] if transposed else sizes[-1]
+    if isinstance(above, ast.BinOp) and isinstance(above.op, ast.MatMult) and above.right is node:
+        yield width, above, "{}"
+    if isinstance(above, ast.Call) and node in above.args:
+        if called(above) in ("matmul", "mm", "bmm"):
+            yield width, above, "{}"
+        elif called(above) == "linear":
+            yield sizes[0], above, "{}"
+        elif called(above) == "einsum":
+            yield from _einsum(source, above, node, sizes)
+
+
+def _einsum(
+    source: Source, call: ast.Call, weight: ast.expr, sizes: list[str]
+) -> Iterator[tuple[str, ast.expr, str]]:
+    equation = str(constant(call.args[0])).replace(" ", "")
+    inputs, _, output = equation.partition("->")
+    letters = inputs.split(",")[call.args.index(weight) - 1]
+    others = "".join(inputs.split(",")).replace(letters, "", 1)
+    own = [letter for letter in output if letter in letters and letter not in others]
+    if not own or len(letters) != len(sizes):
+        return
+    shape = ", ".join(sizes[letters.index(letter)] for letter in own)
+    after = output[output.index(own[0]) :]  # the dimensions of the bias, and those between
+    index = ", ".join(":" if letter in own else "None" for letter in after)
+    yield shape, call, "{}" if "None" not in index else f"{{}}[{index}]"
+
+
+def _bias_added(source: Source, whole: ast.expr, bias: str) -> Edit:
+    if isinstance(whole, ast.Call) and called(whole) == "linear":
+        present = argument(whole, 2, "bias")
+        if present is not None:
+            return source.replace(present, bias)
+        end = source.span(whole)[1] - 1
+        return Edit(source.file, end, end, f", {bias}")
+    return plus(source, whole, bias)
+
+
+# Dropout
+
+
+@fixes("dropout_always_on")
+def dropout_in_training(site: Site) -> Iterator[Edits]:
+    """Apply dropout in training only."""
+    edits: Edits = []
+    for source in site.sources.values():
+        for call in source.nodes(ast.Call):
+            edit = _in_training(site, source, call)
+            edits += [] if edit is None else [edit]
+    yield from attempts(site, edits)
+
+
+def _in_training(site: Site, source: Source, call: ast.Call) -> Edit | None:
+    name = called(call)
+    if source.parent(call, ast.ClassDef) is None:
+        return None
+    if name == "scaled_dot_product_attention":
+        p = argument(call, 4, "dropout_p")
+        function = source.parent(call, ast.FunctionDef)
+        if isinstance(p, ast.Name) and function is not None:
+            p = next(assignments(function, p.id), p)
+        if p is None or constant(p) == 0 or _mentions_training(p):
+            return None
+        return source.replace(p, f"{source.operand(p)} if self.training else 0.0")
+    if not re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name):
+        return None
+    if is_self(call.func) or not isinstance(call.func, (ast.Attribute, ast.Name)):
+        return None
+    key = "train" if source.code(call.func) == "torch.dropout" else "training"
+    flag = argument(call, 2, key)
+    if flag is None:
+        return source.set_keyword(call, key, "self.training")
+    return None if _mentions_training(flag) else source.replace(flag, "self.training")
+
+
+def _mentions_training(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "training"
+               for each in ast.walk(node))  # fmt: skip
+
+
+@fixes("dropout_always_on")
+def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
+    """Replace a module that forward creates, which is in training mode, by the function."""
+    edits: Edits = []
+    for source in site.sources.values():
+        for call in source.nodes(ast.Call):
+            built = call.func
+            if isinstance(built, ast.Call) and called(built) == "train":
+                assert isinstance(built.func, ast.Attribute)
+                if is_self(built.func.value):
+                    edits.append(source.replace(built, source.code(built.func.value)))
+                    continue
+                built = built.func.value
+            edits += _function_instead(site, source, call, built)
+            function = source.parent(call, ast.FunctionDef)
+            if isinstance(built, ast.Name) and function is not None:
+                for statement in source.nodes(ast.Assign, function):
+                    for target, value in assigned(statement):
+                        if isinstance(target, ast.Name) and target.id == built.id:
+                            replaced = _function_instead(site, source, call, value)
+                            if replaced:
+                                yield [*replaced, source.remove(statement)]
+    yield from attempts(site, edits)
+
+
+def _function_instead(site: Site, source: Source, call: ast.Call, built: ast.expr) -> Edits:
+    """Call the function for dropout where a module is called, if the module is nn.Dropout."""
+    if not isinstance(built, ast.Call) or called(built) != "Dropout" or not call.args:
+        return []
+    p = argument(built, 0, "p")
+    given = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
+    dropout = site.torch("torch.nn.functional.dropout")
+    return [source.replace(call, f"{dropout}({', '.join(given)}, training=self.training)")]
+
+
+@fixes("dropout_always_on")
+def training_mode_forced(site: Site) -> Iterator[Edits]:
+    """Remove from the methods what turns on training mode."""
+    edits = [
+        source.remove(statement)
+        for source in site.sources.values() for statement in source.nodes(ast.stmt)
+        if source.parent(statement, ast.ClassDef) is not None and _turns_on_training(statement)
+    ]  # fmt: skip
+    yield from attempts(site, edits)
+
+
+def _turns_on_training(statement: ast.stmt) -> bool:
+    """Whether a statement is `module.train()` or `module.training = True`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return called(statement.value) == "train"
+    return any(
+        isinstance(target, ast.Attribute) and target.attr == "training" and constant(value) is True
+        for target, value in assigned(statement)
+    )
+
+
+@fixes("dropout_always_on")
+def written_dropout_in_training(site: Site) -> Iterator[Edits]:
+    """Skip a hand-written dropout in eval mode."""
+    source, function = site.source, site.function
+    if function is None or site.cls is None or site.statement not in function.body:
+        return
+    first = function.body.index(site.statement)
+    names = {n.id for n in ast.walk(site.statement) if isinstance(n, ast.Name)}
+    for end in range(first, min(first + 4, len(function.body))):
+        following = function.body[end]
+        if isinstance(following, ast.Return):
+            break
+        if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(following)):
+            start = source.offset(site.statement.lineno, 0)
+            text = source.text[start : source.span(following)[1]]
+            indent = source.lines[site.statement.lineno - 1][: site.statement.col_offset]
+            inner = text.replace(f"\n{indent}", f"\n{indent}    ")
+            yield [Edit(source.file, start, start + len(text),
+                        f"{indent}if self.training:\n    {inner}")]  # fmt: skip
+    inputs = [each.arg for each in function.args.args[1:]]
+    if inputs:
+        early = ("if not self.training:", f"    return {inputs[0]}")
+        yield [source.insert_before(site.statement, *early)]
+        yield [source.insert_before(function.body[0], *early)]
+
+
+@fixes("dropout_always_on")
+def dropout_in_function(site: Site) -> Iterator[Edits]:
+    """Pass the mode to a function that applies dropout, or remove the dropout."""
+    source, function = site.source, site.function
+    for call in site.calls:
+        if "dropout" not in called(call).lower() and called(call) != "Dropout":
+            continue
+        flag = argument(call, 2, "training")
+        if function is not None and source.parent(function, ast.ClassDef) is None and not (
+            function.args.kwonlyargs or function.args.vararg or function.args.kwarg
+        ) and function.args.args:  # fmt: skip
+            last = max(source.span(n)[1] for n in [*function.args.args, *function.args.defaults])
+            edits = [Edit(source.file, last, last, ", training=False")]
+            edits.append(
+                source.set_keyword(call, "training", "training")
+                if flag is None else source.replace(flag, "training")
+            )  # fmt: skip
+            edits += [
+                other.set_keyword(each, "training", "self.training")
+                for other, each in calls_of(site, function.name)
+                if other.parent(each, ast.ClassDef) is not None
+            ]
+            yield edits
+        if call.args:
+            yield [source.replace(call, source.code(call.args[0]))]
+
+
+# Parameters without a counterpart
+
+
+@fixes("random_parameters")
+def remove_parameter(site: Site) -> Iterator[Edits]:
+    """Remove a parameter, or a module with it, and its uses."""
+    source, cls, statement = site.source, site.cls, site.statement
+    if cls is None:
+        return
+    for target, _ in assigned(statement):
+        if not is_self(target):
+            continue
+        assert isinstance(target, ast.Attribute)
+        edits = [source.remove(statement)]
+        for used in _used(source, cls, target.attr):
+            edit = _without(source, used)
+            if edit is None:
+                break
+            edits.append(edit)
+        else:
+            yield edits
+
+
+def _without(source: Source, used: ast.expr) -> Edit | None:
+    """The code around a parameter without it: `y` of `self.gate * y` or of `self.scale(y)`."""
+    above = source.parents[used]
+    while isinstance(above, (ast.Attribute, ast.Subscript)) or (
+        isinstance(above, ast.Call) and above.func is used and is_method_of_tensor(used)
+    ):
+        used, above = above, source.parents[above]
+    if isinstance(above, ast.Call) and above.func is not used and called(above) in GATES:
+        used, above = above, source.parents[above]
+    if isinstance(above, ast.Call) and above.func is used and len(above.args) == 1:
+        return source.replace(above, source.code(above.args[0]))
+    if isinstance(above, ast.BinOp):
+        other = above.left if above.right is used else above.right
+        start, end = source.grouped(other)
+        return source.replace(above, source.text[start:end])
+    if isinstance(above, ast.AugAssign) and above.value is used:
+        return source.remove(above)
+    return None
+
+
+GATES = ("sigmoid", "tanh", "exp", "softplus", "relu")  # functions of a learned factor
+
+
+def is_method_of_tensor(node: ast.expr) -> bool:
+    """Whether a name is of a method such as in `self.gate.sigmoid()`."""
+    return isinstance(node, ast.Attribute) and not is_self(node)
+
+
+# Sizes
+
+
+@fixes("inner_dim")
+def inner_ratio(site: Site) -> Iterator[Edits]:
+    """Change the factor between the width and the inner width of the MLP."""
+    found, expected = site.finding.values["found"], site.finding.values["expected"]
+    width = _model_width(site)
+    if not width or expected % width:
+        return
+    ratio = expected // width
+    edits = []
+    for source, node in _inner_expressions(site):
+        for factor in source.nodes(ast.expr, node):
+            for place in origins(site, source, factor):
+                value = constant(place.node)
+                if isinstance(value, (int, float)) and value * width == found:
+                    text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
+                    edits.append(place.source.replace(place.node, text))
+    yield from attempts(site, edits)
+
+
+@fixes("inner_dim")
+def inner_width(site: Site) -> Iterator[Edits]:
+    """Derive the inner width of the MLP from the width."""
+    width = _model_width(site)
+    if not width or site.finding.values["expected"] % width:
+        return
+    ratio = site.finding.values["expected"] // width
+    source = site.source
+    calls = [call for call in site.calls if len(call.args) >= 2]
+    for call in calls[:1]:
+        text = f"{ratio} * {source.operand(call.args[0])}"
+        hidden = call.args[1]
+        for place in chain(site, source, hidden)[1:]:
+            if (
+                place.source is source
+                and source.parent(place.node, ast.FunctionDef) is site.function
+            ):
+                yield [source.replace(place.node, text)]
+        code = source.code(hidden)
+        scope = site.cls or source.tree
+        same = [
+            each for other in source.nodes(ast.Call, scope) for each in other.args
+            if source.code(each) == code
+        ]  # fmt: skip
+        yield [source.replace(each, text) for each in same]
+
+
+def _model_width(site: Site) -> int:
+    """The width of the model that the finding is about."""
+    return int(site.config.n_embd)
+
+
+def _inner_expressions(site: Site) -> Iterator[Written]:
+    """The arguments of the calls around the finding, with what they get their values from."""
+    source = site.source
+    for call in source.nodes(ast.Call, site.function or site.cls or source.tree):
+        for node in call.args:
+            yield from chain(site, source, node)
+
+
+ROLES = {
+    "vocab_mismatch": "vocab_size",
+    "n_layer_mismatch": "n_layer",
+    "n_head_mismatch": "n_head",
+    "context_too_short": "n_positions",
+}
+
+
+@fixes(*ROLES)
+def size_of_constructor(site: Site) -> Iterator[Edits]:
+    """Use the size that the constructor is called with instead of another one."""
+    role, found = ROLES[site.finding.code], site.finding.values["found"]
+    sized: list[tuple[Written, str]] = []
+    for source in site.sources.values():
+        for node in source.nodes(ast.expr):
+            if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
+                names = _sized(site, source, node, role)
+                sized += [(Written(source, node), name) for name in names[:1]]
+    yield from _size_attempts(site, sized)
+
+
+@fixes(*ROLES)
+def size_without_arithmetic(site: Site) -> Iterator[Edits]:
+    """Remove the arithmetic with a size, such as padding of the vocabulary."""
+    role = ROLES[site.finding.code]
+    sized: list[tuple[Written, str]] = []
+    for source in site.sources.values():
+        for node in source.nodes(ast.BinOp):
+            if not isinstance(source.parents[node], ast.BinOp):
+                names = _variables(node)
+                if len(names) == 1 and role_of(_last_name(names[0])) == role:
+                    sized.append((Written(source, node), source.code(names[0])))
+    yield from _size_attempts(site, sized)
+
+
+def _variables(node: ast.expr) -> list[ast.expr]:
+    """The operands of arithmetic that are not numbers."""
+    if isinstance(node, ast.BinOp):
+        return [*_variables(node.left), *_variables(node.right)]
+    return [] if constant(node) is not ... else [node]
+
+
+def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edits]:
+    """Replace sizes: those written like the finding's, then as for other edits."""
+    start, end = site.source.span(site.statement)
+    near = {
+        source.code(node) for (source, node), _ in sized
+        if source is site.source and start <= source.span(node)[0] < end
+    }  # fmt: skip
+    edits = [source.replace_group(node, text) for (source, node), text in sized]
+    alike = [
+        edit for edit, ((source, node), _) in zip(edits, sized, strict=True)
+        if source.code(node) in near
+    ]  # fmt: skip
+    if alike:
+        yield alike
+    yield from attempts(site, edits)
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Subscript):
+        return str(constant(node.slice))
+    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
+
+
+def _sized(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
+    """How code at a node can write a size: an argument, or an entry of a config."""
+    function = source.parent(node, ast.FunctionDef)
+    if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+        return []
+    names = [each.arg for each in [*function.args.args[1:], *function.args.kwonlyargs]]
+    found = [name for name in names if role_of(name) == role]
+    for each in source.nodes(ast.expr):
+        if isinstance(each, (ast.Attribute, ast.Subscript)) and isinstance(each.value, ast.Name):
+            if each.value.id in names and role_of(_last_name(each)) == role:
+                found.append(source.code(each))
+    for name in names:
+        if any(n.attr for n in source.nodes(ast.Attribute, function)
+               if isinstance(n.value, ast.Name) and n.value.id == name):  # fmt: skip
+            fields = [
+                target.id for s in site.sources.values() for cls in s.nodes(ast.ClassDef)
+                for node_ in cls.body for target, _ in assigned(node_)
+                if isinstance(target, ast.Name)
+            ]  # fmt: skip
+            found += [f"{name}.{field}" for field in fields if role_of(field) == role]
+    return found

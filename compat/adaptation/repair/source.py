@@ -55,7 +55,7 @@ class Source:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Where a node begins and ends in the text."""
-        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg))
+        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg, ast.alias))
         assert node.end_lineno is not None and node.end_col_offset is not None
         return (
             self.offset(node.lineno, node.col_offset),
@@ -72,8 +72,24 @@ class Source:
         tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
         return self.code(node) if isinstance(node, tight) else f"({self.code(node)})"
 
+    def grouped(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node begins and ends, with the parentheses directly around it."""
+        start, end = self.span(node)
+        above = self.parents.get(node)
+        limit = self.span(above)[1] if isinstance(above, ast.Call) else len(self.text) + 1
+        while True:
+            before, after = self.text[:start].rstrip(), self.text[end:].lstrip()
+            close = len(self.text) - len(after) + 1
+            if not before.endswith("(") or not after.startswith(")") or close == limit:
+                return start, end
+            start, end = len(before) - 1, close
+
     def replace(self, node: ast.AST, text: str) -> Edit:
         return Edit(self.file, *self.span(node), text)
+
+    def replace_group(self, node: ast.AST, text: str) -> Edit:
+        """Replace a node and the parentheses directly around it."""
+        return Edit(self.file, *self.grouped(node), text)
 
     def insert_before(self, statement: ast.stmt, *lines: str) -> Edit:
         """New lines before a statement, indented like it."""

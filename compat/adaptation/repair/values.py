@@ -1,0 +1,272 @@
+"""Where the user's code writes the values that it passes on by names, arguments and configs."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from compat.repair.fixes import Site, argument, called
+from compat.repair.source import Edit, Source
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+DEPTH = 8  # how many names a value is followed through
+
+ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+
+
+class Written(NamedTuple):
+    """An expression and the file that it is in."""
+
+    source: Source
+    node: ast.expr
+
+
+def constant(node: ast.expr | None) -> object:
+    """The value of a literal or of arithmetic with literals, such as `10**-6`; else Ellipsis."""
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = constant(node.left), constant(node.right)
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            return ARITHMETIC[type(node.op)](left, right)
+    try:
+        return ... if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return ...
+
+
+def numeral(value: float) -> str:
+    """A number as people write it: `1e-5`, not `1e-05`."""
+    digits, exponent, power = f"{value:g}".partition("e")
+    return f"{digits}e{int(power)}" if exponent else digits
+
+
+def origins(site: Site, source: Source, node: ast.expr) -> list[Written]:
+    """The literals that an expression gets its value from, the most specific first."""
+    return [each for each in chain(site, source, node) if constant(each.node) is not ...]
+
+
+def chain(site: Site, source: Source, node: ast.expr) -> list[Written]:
+    """An expression and those that it gets its value from, through names and arguments."""
+    found: dict[ast.expr, Written] = {}
+    level = [Written(source, node)]
+    for _ in range(DEPTH):
+        following: list[Written] = []
+        for each in level:
+            if each.node not in found:
+                found[each.node] = each
+                if constant(each.node) is ...:
+                    following += _before(site, each)
+        level = following
+    return list(found.values())
+
+
+def _before(site: Site, written: Written) -> Iterator[Written]:
+    """The expressions that an expression may get its value from directly."""
+    source, node = written
+    if isinstance(node, ast.Name):
+        yield from _of_name(site, source, node)
+    elif isinstance(node, ast.Attribute):
+        cls = source.parent(node, ast.ClassDef)
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and cls is not None:
+            yield from _of_attribute(site, source, cls, node.attr)
+        else:
+            yield from entries(site, node.attr)
+    elif isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+        yield from entries(site, str(constant(node.slice)))
+    elif isinstance(node, ast.Call):
+        name = called(node)
+        key, default = {"get": (0, 1), "getattr": (1, 2)}.get(name, (99, 99))
+        if len(node.args) > key and isinstance(constant(node.args[key]), str):
+            yield from entries(site, str(constant(node.args[key])))
+            yield from (Written(source, each) for each in node.args[default : default + 1])
+        elif name in ("bool", "float", "int"):
+            yield from (Written(source, each) for each in node.args[:1])
+
+
+def _of_name(site: Site, source: Source, node: ast.Name) -> Iterator[Written]:
+    """The values assigned to a name in its function, its argument's, or else the file's."""
+    for scope in source.ancestors(node):
+        if not isinstance(scope, FUNCTIONS):
+            continue
+        assigned = list(assignments(scope, node.id))
+        yield from (Written(source, value) for value in assigned)
+        if node.id in [each.arg for each in _parameters(scope)]:
+            if not isinstance(scope, ast.Lambda):
+                yield from passed(site, source, scope, node.id)
+            default = default_of(scope, node.id)
+            if default is not None:
+                yield Written(source, default)
+            return
+        if assigned:
+            return
+    for each in site.sources.values():
+        for statement in each.tree.body:
+            yield from (Written(each, v) for v in assignments(statement, node.id, deep=False))
+
+
+def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> Iterator[Written]:
+    """The values of `self.name` in a class, or else in its bases."""
+    own = [Written(source, value) for value in self_assignments(cls, name)]
+    for statement in cls.body:
+        own += [Written(source, v) for v in assignments(statement, name, deep=False)]
+    yield from own
+    if not own:
+        for base in cls.bases:
+            for other, found in classes(site, base.id if isinstance(base, ast.Name) else ""):
+                yield from _of_attribute(site, other, found, name)
+
+
+def entries(site: Site, name: str) -> Iterator[Written]:
+    """The values of an entry of a config: a field, a key, or a keyword."""
+    for source in site.sources.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                for statement in node.body:
+                    found = list(assignments(statement, name, deep=False))
+                    yield from (Written(source, value) for value in found)
+                yield from (Written(source, value) for value in self_assignments(node, name))
+            elif isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if constant(key) == name:
+                        yield Written(source, value)
+            elif isinstance(node, ast.Call):
+                yield from (Written(source, k.value) for k in node.keywords if k.arg == name)
+                flags = [constant(each) for each in node.args]
+                if called(node) == "add_argument" and f"--{name}" in flags:
+                    yield from (
+                        Written(source, k.value) for k in node.keywords if k.arg == "default"
+                    )
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                if constant(node.targets[0].slice) == name:
+                    yield Written(source, node.value)
+
+
+def assignments(within: ast.AST, name: str, *, deep: bool = True) -> Iterator[ast.expr]:
+    """The values assigned to a name."""
+    for node in ast.walk(within) if deep else [within]:
+        for target, value in assigned(node):
+            if isinstance(target, ast.Name) and target.id == name:
+                yield value
+
+
+def self_assignments(within: ast.AST, name: str) -> Iterator[ast.expr]:
+    """The values assigned to `self.name`."""
+    for node in ast.walk(within):
+        for target, value in assigned(node):
+            if is_self(target, name):
+                yield value
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment with their values."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)
+            else:
+                yield target, node.value
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        yield node.target, node.value
+
+
+def is_self(node: ast.AST, name: str | None = None) -> bool:
+    """Whether a node is `self.name`, or any attribute of `self`."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and name in (None, node.attr)
+    )
+
+
+def classes(site: Site, name: str) -> Iterator[tuple[Source, ast.ClassDef]]:
+    """The classes of a name."""
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            if cls.name == name:
+                yield source, cls
+
+
+def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
+    """The `__init__` of a class."""
+    functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+    return next((node for node in functions if node.name == "__init__"), None)
+
+
+def calls_of(site: Site, name: str) -> Iterator[tuple[Source, ast.Call]]:
+    """The calls of a function or class."""
+    for source in site.sources.values():
+        for call in source.nodes(ast.Call):
+            if called(call) == name:
+                yield source, call
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+    arguments = function.args
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def default_of(
+    function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name: str
+) -> ast.expr | None:
+    """The default of a parameter."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    for parameter, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
+        if parameter.arg == name:
+            return default
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return next((default for parameter, default in keyword_only if parameter.arg == name), None)
+
+
+def passed(
+    site: Site, source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
+) -> Iterator[Written]:
+    """What the calls of a function, or of the class that it constructs, pass as an argument."""
+    cls = source.parents.get(function)
+    is_method = isinstance(cls, ast.ClassDef)
+    names = [each.arg for each in _parameters(function)]
+    place = names.index(name) - is_method
+    target = function.name
+    if isinstance(cls, ast.ClassDef) and function.name == "__init__":
+        target = cls.name
+    for other, call in calls_of(site, target):
+        found = argument(call, place, name)
+        if found is not None:
+            yield Written(other, found)
+
+
+def attempts(site: Site, edits: list[Edit]) -> Iterator[list[Edit]]:
+    """Edits that may belong together: those of the finding's statement, then all, then each."""
+    edits = list(dict.fromkeys(edits))
+    start, end = site.source.span(site.statement)
+    near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
+    function = site.function
+    if function is not None:
+        start, end = site.source.span(function)
+    around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
+    for group in (near, around, edits):
+        if group:
+            yield group
+    yield from ([edit] for edit in edits)
+
+
+def plus(source: Source, node: ast.expr, text: str) -> Edit:
+    """Add a term to an expression, in parentheses where the code around it needs them."""
+    return source.replace(node, with_term(source, node, text, source.parents.get(node)))
+
+
+def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) -> str:
+    """The code of an expression with a term added."""
+    total = f"{source.code(node)} + {text}"
+    binds = isinstance(above, (ast.Attribute, ast.Subscript, ast.UnaryOp)) or (
+        isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add)
+    )
+    return f"({total})" if binds and source.grouped(node) == source.span(node) else total
