@@ -74,6 +74,16 @@ class Source:
         tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
         return self.code(node) if isinstance(node, tight) else f"({self.code(node)})"
 
+    def enclosed(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node begins and ends with the parentheses directly around it."""
+        start, end = self.span(node)
+        before = self.text[:start].rstrip()
+        after = len(self.text) - len(self.text[end:].lstrip())
+        called = isinstance(self.parents.get(node), (ast.Call, ast.keyword))
+        if not called and before.endswith("(") and self.text[after : after + 1] == ")":
+            return len(before) - 1, after + 1
+        return start, end
+
     def replace(self, node: ast.AST, text: str) -> Edit:
         return Edit(self.file, *self.span(node), text)
 
