@@ -109,9 +109,11 @@ def _assignments(
                 for i, part in enumerate(target.elts):
                     if assigns(part, name) and isinstance(value, ast.Tuple):
                         found.append((value.elts[i], None))
-                    elif assigns(part, name):
+                    elif assigns(part, name) and value is not None:
                         found.append((value, target))
-            elif assigns(target, name) and value is not None and not isinstance(node, ast.AugAssign):
+            elif (
+                assigns(target, name) and value is not None and not isinstance(node, ast.AugAssign)
+            ):
                 found.append((value, None))
     return found
 
@@ -182,7 +184,7 @@ def _is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
     sizes = [v for v, unpacked in _assignments(site.source, scope, node.id) if unpacked]
-    return any(isinstance(v, ast.Attribute) or isinstance(v, ast.Call) and called(v) == "size"
+    return any(isinstance(v, ast.Attribute) or (isinstance(v, ast.Call) and called(v) == "size")
                for v in sizes)  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def _is_size(node: ast.AST) -> bool:
     """Whether a node is `x.shape[i]`, `x.size(i)` or `len(x)`."""
     if isinstance(node, ast.Subscript):
         of = node.value
-        return isinstance(of, ast.Attribute) and of.attr == "shape" or (
+        return (isinstance(of, ast.Attribute) and of.attr == "shape") or (
             isinstance(of, ast.Call) and called(of) == "size"
         )
     return isinstance(node, ast.Call) and bool(node.args) and called(node) in ("size", "len")
@@ -520,11 +522,11 @@ def _other_scales(site: Site) -> Iterator[Edits]:
                             yield [source.replace(size, other)]
         for part, divides in parts:
             own = [source.operand(size) for size in _sizes_in(site, part)]
-            exponent = 0.25 if _is_shared(site, factor) else 0.5
+            root = 0.25 if _is_shared(site, factor) else 0.5
             for known in _known_scales(site, part, divides):
                 yield [_replaced(source, part, known)]
             for other in list(dict.fromkeys([*own, *_head_sizes(site, part)]))[:3]:
-                yield [_replaced(source, part, _root(site, other, divides, exponent))]
+                yield [_replaced(source, part, _root(site, other, divides, root))]
         if factor.rest is not None:
             yield from _without(source, factor)
 
@@ -629,7 +631,11 @@ def _without(source: Source, factor: Factor) -> Iterator[Edits]:
     above = source.parents[whole]
     assert rest is not None
     same = isinstance(above, ast.Assign) and len(above.targets) == 1
-    if isinstance(above, ast.Assign) and same and source.code(above.targets[0]) == source.code(rest):
+    if (
+        isinstance(above, ast.Assign)
+        and same
+        and source.code(above.targets[0]) == source.code(rest)
+    ):
         yield [source.remove(above)]
     elif isinstance(above, ast.Expr):
         yield [source.remove(above)]
@@ -642,7 +648,7 @@ def _without(source: Source, factor: Factor) -> Iterator[Edits]:
 def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
     """Scale k like q, or q like k, where only one has a factor."""
     source, function = site.source, site.function
-    statement = source.parent(factor.node, ast.stmt)  # type: ignore[type-abstract]
+    statement = source.parent(factor.node, ast.stmt)
     if abs(change + 0.25) > 1e-3 or function is None or not isinstance(statement, ast.Assign):
         return
     scaled = source.code(statement.targets[0])
@@ -656,7 +662,9 @@ def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
                     value = node.value
                     text = value if isinstance(value, ast.BinOp) else None
                     code = source.code(value) if text is None else source.operand(value)
-                    yield [source.replace(value, f"{code} {operator} {source.operand(factor.node)}")]
+                    yield [
+                        source.replace(value, f"{code} {operator} {source.operand(factor.node)}")
+                    ]
 
 
 @fixes("no_attn_scale", "wrong_scale", "scale_by_d_model")
@@ -751,11 +759,11 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
     for call in source.nodes(ast.Call, cls) if cls is not None else []:
         first = argument(call, 0, "name")
         if called(call) == "register_buffer" and isinstance(first, ast.Constant):
-            value = argument(call, 1, "tensor")
+            name, value = str(first.value), argument(call, 1, "tensor")
             if isinstance(value, ast.Name):
                 value = _definition(site, value, _scope(source, value)) or value
-            if value is not None and (MASK.search(str(first.value)) or _triangle(value)):
-                found.append((f"self.{first.value}[..., :{{T}}, :{{T}}]", value))
+            if value is not None and (MASK.search(name) or _triangle(value)):
+                found.append((f"self.{name}[..., :{{T}}, :{{T}}]", value))
     used = {source.code(n) for n in source.nodes(ast.Attribute, cls) if cls is not None}
     return [
         (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
@@ -779,6 +787,11 @@ def _length(site: Site) -> str | None:
             name = target.elts[1]
             if isinstance(name, ast.Name) and name.id != "_":
                 return name.id
+        axis = value.args[0] if isinstance(value, ast.Call) and value.args else None
+        axis = value.slice if isinstance(value, ast.Subscript) else axis
+        one = isinstance(axis, ast.Constant) and axis.value == 1
+        if isinstance(target, ast.Name) and _is_size(value) and one:
+            return target.id
     return None
 
 
@@ -822,7 +835,7 @@ def masked_scores(site: Site) -> Iterator[Edits]:
     """Mask the scores before the softmax, with a mask of the user's if there is one."""
     source = site.source
     for call, scores in _softmax_calls(site)[:2]:
-        statement = source.parent(call, ast.stmt)  # type: ignore[type-abstract]
+        statement = source.parent(call, ast.stmt)
         assert statement is not None
         name, before, edits = _named_scores(site, scores)
         length = _length(site) or f"{name}.size(-1)"
@@ -872,13 +885,13 @@ def module_mask(site: Site) -> Iterator[Edits]:
             kinds = [kind for kind in MODULE_MASKS if kind in built]
         if not kinds or not call.args:
             continue
-        statement = source.parent(call, ast.stmt)  # type: ignore[type-abstract]
+        statement = source.parent(call, ast.stmt)
         assert statement is not None
         keyword = MODULE_MASKS[kinds[0]]
         x = source.operand(call.args[0])
         first = any(k.arg == "batch_first" for c in source.nodes(ast.Call) for k in c.keywords)
         length = f"{x}.size({1 if first else 0})"
-        for mask, value in _masks(site, statement):
+        for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
                 text = mask.format(T=size).replace("[..., ", "[")
                 yield [source.set_keyword(call, keyword, text)]
@@ -963,7 +976,7 @@ def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
 def _is_integer(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         node = node.operand
-    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+    return isinstance(node, ast.Constant) and type(node.value) is int
 
 
 OPPOSITES: dict[type[ast.cmpop], tuple[str, list[str]]] = {
@@ -994,7 +1007,7 @@ def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
 
 def _near_mask(source: Source, node: ast.AST) -> bool:
     """Whether a statement of a node names a mask."""
-    statement = source.parent(node, ast.stmt)  # type: ignore[type-abstract]
+    statement = source.parent(node, ast.stmt)
     names = [getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(statement or node)]
     return any(isinstance(name, str) and MASK.search(name) for name in names)
 
@@ -1004,7 +1017,8 @@ def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
     for node in source.nodes(ast.BinOp, scope):
         if isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             for part in (node.left, node.right):
-                yield [Edit(source.file, *source.enclosed(node), source.text[slice(*source.enclosed(part))])]  # noqa: E501
+                start, end = source.enclosed(part)
+                yield [Edit(source.file, *source.enclosed(node), source.text[start:end])]
         elif isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)):
             for part in (node.left, node.right):
                 if isinstance(part, ast.expr) and _triangle(part):
@@ -1030,7 +1044,7 @@ def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
             yield from _comparisons(source, mask)
             value = mask.comparators[0]
             if isinstance(value, ast.Constant) and value.value in (0, 1):
-                yield [source.replace(value, str(1 - int(value.value)))]
+                yield [source.replace(value, "0" if value.value else "1")]
         elif mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
             yield [source.replace(mask, f"~{source.operand(mask)}")]
 
@@ -1065,3 +1079,249 @@ def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
             yield [renamed, source.remove_argument(call, whole)]
         else:
             yield [renamed, source.replace(diagonal, "1")]
+
+
+# The softmax.
+
+
+@fixes("mask_after_softmax")
+def mask_before_softmax(site: Site) -> Iterator[Edits]:
+    """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
+    source = site.source
+    for whole, kept, hidden in _late_masks(site):
+        statement = source.parent(whole, ast.stmt) or site.statement
+        if isinstance(whole, ast.stmt):
+            statement = whole
+        for call, scores in _softmax_calls(site):
+            yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
+
+
+def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
+    """What applies a mask to probabilities: the operation, its operand and what it hides."""
+    source = site.source
+
+    def is_zero(mask: ast.expr) -> str:
+        if isinstance(mask, ast.Call) and called(mask) in ("float", "to", "type_as", "int"):
+            inner = mask.func.value if isinstance(mask.func, ast.Attribute) else None
+            if isinstance(inner, ast.Compare):
+                return f"~{source.operand(inner)}"
+        return f"{source.operand(mask)} == 0"
+
+    def negated(mask: ast.expr) -> str:
+        if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
+            return source.code(mask.operand)
+        return f"~{source.operand(mask)}"
+
+    for node in [site.statement, *ast.walk(site.statement)]:
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+            yield node, node.target, is_zero(node.value)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            yield node, node.left, is_zero(node.right)
+            yield node, node.right, is_zero(node.left)
+        elif isinstance(node, ast.Call):
+            name, operands = called(node).rstrip("_"), list(node.args)
+            method = isinstance(node.func, ast.Attribute) and not _is_function(site, node.func)
+            if isinstance(node.func, ast.Attribute) and method:
+                operands.insert(0, node.func.value)
+            if name == "masked_fill" and len(operands) > 1:
+                yield node, operands[0], source.code(operands[1])
+            elif name in ("mul", "multiply") and len(operands) == 2:
+                yield node, operands[0], is_zero(operands[1])
+            elif name == "where" and len(operands) == 3:
+                if method:  # p.where(mask, 0)
+                    yield node, operands[0], negated(operands[1])
+                else:
+                    yield node, operands[1], negated(operands[0])
+                    yield node, operands[2], source.code(operands[0])
+
+
+def _moved_mask(
+    site: Site, statement: ast.stmt, whole: ast.AST, kept: ast.expr, hidden: str,
+    call: ast.Call, scores: ast.expr,
+) -> Iterator[Edits]:  # fmt: skip
+    """A mask that hides `hidden`, moved from one statement to the scores of a softmax."""
+    source, inf = site.source, _minus_inf(site.source)
+    softmax = source.parent(call, ast.stmt)
+    assert softmax is not None
+    if softmax is statement:  # softmax(scores) * mask
+        start, end = source.enclosed(whole)
+        inner = _with_mask(source, scores, hidden, inf)
+        first, last = source.span(scores)
+        a, b = source.span(kept)
+        if a <= first and last <= b:
+            text = source.text[a:first] + inner + source.text[last:b]
+            yield [Edit(source.file, start, end, text)]
+        return
+    alone = isinstance(whole, ast.stmt) or isinstance(source.parents[whole], ast.Expr)
+    above = source.parents.get(whole)
+    if isinstance(above, ast.Assign):
+        alone = source.code(above.targets[0]) == source.code(kept)
+    removed = source.remove(statement) if alone else source.replace(whole, source.operand(kept))
+    plain = isinstance(scores, ast.Name) and softmax.lineno != statement.lineno
+    late = {
+        node.id for node in source.nodes(ast.Name, site.function)
+        if isinstance(node.ctx, ast.Store) and softmax.lineno < node.lineno < statement.lineno
+    } & set(re.findall(r"\w+", hidden))  # fmt: skip
+    if not late and plain:
+        name = source.code(scores)
+        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+        yield [source.insert_before(softmax, line), removed]
+    elif not late:
+        name, before, edits = _named_scores(site, scores)
+        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+        yield [*edits, source.insert_before(softmax, *before, line), removed]
+    elif alone:  # the mask is created between the two
+        code = source.code(softmax)
+        a, b = source.span(scores)
+        start = source.span(softmax)[0]
+        if plain:
+            name = source.code(scores)
+            lines = [f"{name} = {name}.masked_fill({hidden}, {inf})", code]
+        else:
+            text = _with_mask(source, scores, hidden, inf)
+            lines = [code[: a - start] + text + code[b - start :]]
+        yield [source.remove(softmax), source.insert_before(statement, *lines), removed]
+
+
+def _with_mask(source: Source, scores: ast.expr, hidden: str, inf: str) -> str:
+    """Scores with a mask, as an expression."""
+    return f"{source.operand(scores)}.masked_fill({hidden}, {inf})"
+
+
+@fixes("softmax_dim")
+def softmax_over_keys(site: Site) -> Iterator[Edits]:
+    """Compute the softmax over the last dimension."""
+    source = site.source
+    scopes: list[ast.AST] = [site.statement]
+    scopes += [] if site.function is None else [site.function]
+    scopes += [] if site.cls is None else [site.cls]
+    for scope in scopes:
+        calls = [c for c in source.nodes(ast.Call, scope) if called(c) in DIMENSIONS]
+        calls += [
+            c for c in source.nodes(ast.Call, scope) if _is_softmax(site, c) and c not in calls
+        ]
+        softmaxes = [c for c in calls if "softmax" in called(c).lower()]
+        changes = [(c, edits) for c in calls if (edits := _last_dimension(site, c))]
+        if len(changes) > 1:
+            ours = [edits for call, edits in changes if call not in softmaxes]
+            if len(ours) > 1:  # a softmax that is written out
+                yield list(dict.fromkeys(edit for edits in ours for edit in edits))
+        for _, edits in changes:
+            yield edits
+
+
+def _last_dimension(site: Site, call: ast.Call) -> Edits:
+    """A call that reduces the last dimension, if it does not yet."""
+    source, name = site.source, called(call)
+    method = isinstance(call.func, ast.Attribute) and not _is_function(site, call.func)
+    place = 0 if name == "Softmax" or method else 1
+    present = argument(call, place, "dim") or argument(call, 9, "axis")
+    if present is None:
+        return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
+    if isinstance(present, (ast.Name, ast.Attribute)):
+        known = present.id if isinstance(present, ast.Name) else present.attr
+        return next(([other.replace(value, "-1")] for other, value in settings(site, known)
+                     if _is_integer(value)), [source.replace(present, "-1")])  # fmt: skip
+    return [] if source.code(present) == "-1" else [source.replace(present, "-1")]
+
+
+# The heads.
+
+
+@fixes("no_head_merge_transpose")
+def transposed_heads(site: Site) -> Iterator[Edits]:
+    """Transpose the heads back before they are merged."""
+    yield from _unique(_merges(site))
+
+
+def _merges(site: Site) -> Iterator[Edits]:
+    source = site.source
+    assert site.function is not None
+    others = [c for c in source.nodes(ast.Call, site.function) if c not in site.calls]
+    for call in [*site.calls, *reversed(others)]:
+        name = called(call)
+        if name not in ("view", "reshape", "flatten", "contiguous", "rearrange"):
+            continue
+        heads = call.func.value if isinstance(call.func, ast.Attribute) else None
+        function = isinstance(call.func, ast.Attribute) and _is_function(site, call.func)
+        if heads is None or function:
+            heads = call.args[0] if call.args else None
+        contiguous = ""
+        if name == "view" and heads is not None:
+            inner = heads
+            if isinstance(inner, ast.Call) and called(inner) == "contiguous":
+                continue  # a candidate of its own
+            contiguous = ".contiguous()"
+        if heads is None:
+            continue
+        for swap in _swaps(source, site.function):
+            start, end = source.enclosed(heads)
+            code = source.text[start:end]
+            if isinstance(heads, ast.BinOp) and not code.startswith("("):
+                code = f"({code})"
+            yield [Edit(source.file, start, end, f"{code}{swap}{contiguous}")]
+
+
+def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
+    """How the function exchanges tokens and heads."""
+    found = []
+    scope = source.parent(function, ast.ClassDef) or source.tree
+    for call in [*source.nodes(ast.Call, function), *source.nodes(ast.Call, scope)]:
+        places = [source.code(a) for a in call.args]
+        method = isinstance(call.func, ast.Attribute)
+        if called(call) in ("transpose", "swapaxes") and method and len(places) == 2:
+            if not any(place in ("-1",) for place in places):
+                found.append(f".{called(call)}({', '.join(places)})")
+        elif called(call) == "permute" and method and places == ["0", "2", "1", "3"]:
+            found.append(".permute(0, 2, 1, 3)")
+    return list(dict.fromkeys([*found, ".transpose(1, 2)"]))[:3]
+
+
+@fixes("shared_kv")
+def own_value(site: Site) -> Iterator[Edits]:
+    """Use the value, or its projection, that the code has but does not use."""
+    source, function = site.source, site.function
+    assert function is not None
+    unused = _unused_names(source, function)
+    for name in dict.fromkeys(unused):
+        if name == "_":
+            continue
+        for product in reversed(_products(source, function)):
+            for operand in (product.right, product.left):
+                for node in source.nodes(ast.Name, operand):
+                    yield [source.replace(node, name)]
+        for call in reversed(source.nodes(ast.Call, function)):
+            for operand in reversed(call.args):
+                if isinstance(operand, ast.Name) and operand.id != name:
+                    yield [source.replace(operand, name)]
+    yield from _unused_projections(site)
+
+
+def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
+    """The variables and parameters whose last value is never used."""
+    names = source.nodes(ast.Name, function)
+    last = {arg.arg: 0 for arg in function.args.args if arg.arg != "self"}
+    for node in names:
+        if isinstance(node.ctx, ast.Store):
+            statement = source.parent(node, ast.stmt)
+            last[node.id] = 0 if statement is None else statement.end_lineno or 0
+    read = {
+        node.id for node in names
+        if isinstance(node.ctx, ast.Load) and node.lineno > last.get(node.id, 0)
+    }  # fmt: skip
+    return [name for name in last if name not in read]
+
+
+def _unused_projections(site: Site) -> Iterator[Edits]:
+    """Use a module of the class that is built but never called in place of another one."""
+    source, cls = site.source, site.cls
+    if cls is None:
+        return
+    own = [node for node in source.nodes(ast.Attribute, cls) if _own_attribute(node)]
+    loads = [node for node in own if isinstance(node.ctx, ast.Load)]
+    used = {node.attr for node in loads}
+    for node in own:
+        if isinstance(node.ctx, ast.Store) and node.attr not in used:
+            for other in reversed(loads):
+                if sum(load.attr == other.attr for load in loads) > 1:
+                    yield [source.replace(other, f"self.{node.attr}")]
