@@ -498,7 +498,11 @@ def _other_scales(site: Site) -> Iterator[Edits]:
     source, values = site.source, site.finding.values
     code, found, expected = site.finding.code, values["found"], values["expected"]
     factors = _factors(site)
-    if code == "no_attn_scale":  # one that has no effect
+    if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
+        if any(called(call) == SDPA for call in source.nodes(ast.Call, site.function)):
+            for factor in factors:
+                if factor.rest is not None:
+                    yield from _without(source, factor)
         factors = [f for f in factors if _is_one(site, f.node)]
     change = math.log(expected / found) / math.log(values["d_head"]) if found > 0 else math.nan
     inverse = found > 0 and abs(found * expected - 1) < 1e-5
@@ -512,14 +516,18 @@ def _other_scales(site: Site) -> Iterator[Edits]:
                 for exponent, power in _exponents(part):
                     for step in (change, change / 2):
                         new = power - step if divides else power + step
-                        if new and abs(new * 4 - round(new * 4)) < 1e-3:
+                        if round(new * 4) and abs(new * 4 - round(new * 4)) < 1e-3:
                             yield [source.replace(exponent, f"{round(new * 4) / 4:g}")]
         if code == "scale_by_d_model":
             for part, _ in parts:
                 for size in _sizes_in(site, part):
+                    value = _definition(site, size, _scope(source, size))
+                    if value is not None and isinstance(value, (ast.Name, ast.Attribute)):
+                        for other in _substitutes(site, value)[:2]:
+                            yield [_replaced(source, value, other)]
                     if not _is_root(_definition(site, size, _scope(source, size))):
                         for other in _substitutes(site, size)[:3]:
-                            yield [source.replace(size, other)]
+                            yield [_replaced(source, size, other)]
         for part, divides in parts:
             own = [source.operand(size) for size in _sizes_in(site, part)]
             root = 0.25 if _is_shared(site, factor) else 0.5
@@ -533,7 +541,10 @@ def _other_scales(site: Site) -> Iterator[Edits]:
 
 def _is_one(site: Site, node: ast.expr) -> bool:
     value = _definition(site, node, _scope(site.source, node)) or node
-    return isinstance(value, ast.Constant) and value.value == 1
+    values = [value]
+    if isinstance(value, ast.Name):
+        values += [other for _, other in settings(site, value.id)]
+    return any(isinstance(other, ast.Constant) and other.value == 1 for other in values)
 
 
 def _is_root(node: ast.expr | None) -> bool:
@@ -597,6 +608,9 @@ def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
     tight = isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div))
     product = re.match(r"1\.0 / ", text) is not None
     text = f"({text})" if right and tight and product else text
+    operand = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
+    if start == source.span(node)[0] and not isinstance(above, operand):
+        text = text[1:-1] if re.fullmatch(r"\([^()]*\)", text) else text
     return Edit(source.file, start, end, text)
 
 
@@ -727,6 +741,14 @@ def _softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
             found.append((call, call.func.value))
         elif call.args:
             found.append((call, call.args[0]))
+    if not found:  # a softmax that is written out
+        for call in source.nodes(ast.Call, inside):
+            method = isinstance(call.func, ast.Attribute) and not _is_function(site, call.func)
+            operand: ast.expr | None = next(iter(call.args), None)
+            if isinstance(call.func, ast.Attribute) and method:
+                operand = call.func.value
+            if called(call) == "exp" and operand is not None:
+                found.append((call, operand))
     return found
 
 
@@ -857,7 +879,7 @@ def masked_scores(site: Site) -> Iterator[Edits]:
 def _named_scores(site: Site, scores: ast.expr) -> tuple[str, list[str], list[Edit]]:
     """A variable for the argument of a softmax, and what assigns it if it is an expression."""
     source, inner = site.source, scores
-    while isinstance(inner, ast.BinOp) and isinstance(inner.op, (ast.Mult, ast.Div)):
+    while isinstance(inner, ast.BinOp) and not isinstance(inner.op, ast.MatMult):
         inner = inner.left
     if isinstance(inner, ast.Name):
         return inner.id, [], []
@@ -906,6 +928,56 @@ def module_mask(site: Site) -> Iterator[Edits]:
         yield [source.insert_before(statement, *lines), source.set_keyword(call, keyword, keyword)]
 
 
+@fixes("no_mask")
+def assigned_mask(site: Site) -> Iterator[Edits]:
+    """Assign the result of `masked_fill`, where it is not used."""
+    for node in site.source.nodes(ast.Expr, site.function):
+        call = node.value
+        if isinstance(call, ast.Call) and called(call) == "masked_fill":
+            if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+                name = call.func.value.id
+                yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
+
+
+@fixes("unexplained", "no_mask", "finite_mask")
+def infinite_mask(site: Site) -> Iterator[Edits]:
+    """Set masked scores to -inf, where they are set to, or combined with, another number."""
+    source, function = site.source, site.function
+    if function is None or not _products(source, function):
+        return
+    inf = _minus_inf(source)
+    for call in source.nodes(ast.Call, function):
+        name = called(call).rstrip("_")
+        value = argument(call, 1, "value") if name == "masked_fill" else None
+        if name == "where" and len(call.args) == 3:
+            value = next((a for a in call.args[1:] if _is_number(site, a)), None)
+        if value is not None and _is_number(site, value):
+            yield [source.replace(value, inf)]
+        mask = argument(call, 3, "attn_mask") if name == SDPA else None
+        if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+            yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
+            yield [source.replace(mask, f"{source.operand(mask)} == 0")]
+    for node in source.nodes(ast.BinOp, function):
+        for mask, scores in ((node.right, node.left), (node.left, node.right)):
+            if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(source, mask):
+                text = _with_mask(source, scores, f"{source.operand(mask)} == 0", inf)
+                yield [source.replace(node, text)]
+    for augmented in source.nodes(ast.AugAssign, function):
+        if _is_mask(source, augmented.value):
+            name = source.code(augmented.target)
+            hidden = f"{source.operand(augmented.value)} == 0"
+            text = f"{name} = {name}.masked_fill({hidden}, {inf})"
+            yield [source.replace(augmented, text)]
+
+
+def _is_mask(source: Source, node: ast.expr) -> bool:
+    """Whether an operand is named like a mask or creates one."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return bool(_triangle(node)) or (isinstance(name, str) and MASK.search(name) is not None)
+
+
 @fixes("mask_off", "no_mask")
 def causal_mask(site: Site) -> Iterator[Edits]:
     """Change what creates or applies a mask so that it hides the tokens after each one."""
@@ -933,6 +1005,7 @@ def _other_masks(site: Site) -> Iterator[Edits]:
         yield from _comparisons(source, scope)
     for scope in scopes[:2]:
         yield from _other_triangles(source, scope)
+        yield from _changes_of_mask(source, scope)
 
 
 def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
@@ -1017,8 +1090,10 @@ def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
     for node in source.nodes(ast.BinOp, scope):
         if isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             for part in (node.left, node.right):
-                start, end = source.enclosed(part)
-                yield [Edit(source.file, *source.enclosed(node), source.text[start:end])]
+                above = source.parents[node]
+                tight = isinstance(above, (ast.BinOp, ast.UnaryOp, ast.Attribute))
+                start, end = source.enclosed(part) if tight else source.span(part)
+                yield [Edit(source.file, *source.span(node), source.text[start:end])]
         elif isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)):
             for part in (node.left, node.right):
                 if isinstance(part, ast.expr) and _triangle(part):
@@ -1041,10 +1116,10 @@ def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
         if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
             yield [source.replace(mask, source.code(mask.operand))]
         elif isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
-            yield from _comparisons(source, mask)
             value = mask.comparators[0]
             if isinstance(value, ast.Constant) and value.value in (0, 1):
                 yield [source.replace(value, "0" if value.value else "1")]
+            yield from _comparisons(source, mask)
         elif mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
             yield [source.replace(mask, f"~{source.operand(mask)}")]
 
@@ -1055,9 +1130,40 @@ def _shifts(source: Source, scope: ast.AST) -> Iterator[Edits]:
         name = source.code(node.value)
         if not MASK.search(name):
             continue
-        for part in source.nodes(ast.BinOp, node.slice):
-            if _is_integer(part.right):
-                yield [source.replace(part, source.code(part.left))]
+        shifted: Edits = []
+        for part in source.nodes(ast.Slice, node.slice):
+            if part.lower is not None and _is_integer(part.lower) and part.upper is not None:
+                shifted.append(source.replace(part.lower, ""))
+            if isinstance(part.upper, ast.BinOp) and _is_integer(part.upper.right):
+                shifted.append(source.replace(part.upper, source.code(part.upper.left)))
+        if shifted:
+            yield shifted
+        for binary in source.nodes(ast.BinOp, node.slice):
+            if _is_integer(binary.right):
+                yield [source.replace(binary, source.code(binary.left))]
+
+
+def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Leave out what changes a mask after it was created, and what transposes it."""
+    items: Edits = []
+    for node in source.nodes(ast.stmt, scope):
+        for target in targets(node):
+            base = target.value if isinstance(target, ast.Subscript) else target
+            if not isinstance(base, ast.Name) or not MASK.search(base.id):
+                continue
+            value = getattr(node, "value", None)
+            own = any(isinstance(n, ast.Name) and n.id == base.id for n in ast.walk(value or node))
+            if isinstance(target, ast.Subscript):
+                items.append(source.remove(node))
+            elif isinstance(node, ast.AugAssign) or own:
+                yield [source.remove(node)]
+    if items:
+        yield items
+    for inner in source.nodes(ast.expr, scope):
+        turned = inner.func if isinstance(inner, ast.Call) else inner
+        if isinstance(turned, ast.Attribute) and _near_mask(source, inner):
+            if turned.attr in (("transpose", "flip", "t") if inner is not turned else ("T", "mT")):
+                yield [source.replace(inner, source.code(turned.value))]
 
 
 def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
