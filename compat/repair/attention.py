@@ -221,8 +221,8 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
             if node.lineno < place.lineno:
                 found += [
                     t.id for t in node.targets
-                    if isinstance(t, ast.Name) and (_is_quotient(node.value) or HEAD_SIZE.match(t.id))
-                    and _is_number(site, node.value)
+                    if isinstance(t, ast.Name) and _is_number(site, node.value)
+                    and (_is_quotient(node.value) or HEAD_SIZE.match(t.id))
                 ]  # fmt: skip
                 found += _unpacked_head_size(node)
         found += [
@@ -853,6 +853,17 @@ def is_causal(site: Site) -> Iterator[Edits]:
 
 
 @fixes("no_mask")
+def assigned_mask(site: Site) -> Iterator[Edits]:
+    """Assign the result of `masked_fill`, where it is not used."""
+    for node in site.source.nodes(ast.Expr, site.function):
+        call = node.value
+        if isinstance(call, ast.Call) and called(call) == "masked_fill":
+            if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+                name = call.func.value.id
+                yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
+
+
+@fixes("no_mask")
 def masked_scores(site: Site) -> Iterator[Edits]:
     """Mask the scores before the softmax, with a mask of the user's if there is one."""
     source = site.source
@@ -928,22 +939,14 @@ def module_mask(site: Site) -> Iterator[Edits]:
         yield [source.insert_before(statement, *lines), source.set_keyword(call, keyword, keyword)]
 
 
-@fixes("no_mask")
-def assigned_mask(site: Site) -> Iterator[Edits]:
-    """Assign the result of `masked_fill`, where it is not used."""
-    for node in site.source.nodes(ast.Expr, site.function):
-        call = node.value
-        if isinstance(call, ast.Call) and called(call) == "masked_fill":
-            if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-                name = call.func.value.id
-                yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
-
-
-@fixes("unexplained", "no_mask", "finite_mask")
+@fixes("unexplained", "no_mask")
 def infinite_mask(site: Site) -> Iterator[Edits]:
     """Set masked scores to -inf, where they are set to, or combined with, another number."""
     source, function = site.source, site.function
-    if function is None or not _products(source, function):
+    if function is None:
+        return
+    fused = any(called(call) == SDPA for call in source.nodes(ast.Call, function))
+    if not fused and not _products(source, function):
         return
     inf = _minus_inf(source)
     for call in source.nodes(ast.Call, function):
@@ -990,7 +993,7 @@ def _other_masks(site: Site) -> Iterator[Edits]:
     if site.finding.code == "no_mask" or site.function is None:
         scopes = [] if site.function is None else [site.function]
     elif site.cls is not None:
-        scopes += [node for node in source.nodes(ast.FunctionDef, site.cls)]
+        scopes += [site.function, *source.nodes(ast.FunctionDef, site.cls)]
     scopes.append(source.tree)
     scopes = list(dict.fromkeys(scopes))
     for scope in scopes[:1]:
@@ -1004,8 +1007,8 @@ def _other_masks(site: Site) -> Iterator[Edits]:
         yield from _shifts(source, scope)
         yield from _comparisons(source, scope)
     for scope in scopes[:2]:
-        yield from _other_triangles(source, scope)
         yield from _changes_of_mask(source, scope)
+        yield from _other_triangles(source, scope)
 
 
 def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
@@ -1198,12 +1201,15 @@ def mask_before_softmax(site: Site) -> Iterator[Edits]:
         statement = source.parent(whole, ast.stmt) or site.statement
         if isinstance(whole, ast.stmt):
             statement = whole
-        for call, scores in _softmax_calls(site):
+        for call, scores in _softmax_calls(site)[:2]:
             yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
 
 
 def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
-    """What applies a mask to probabilities: the operation, its operand and what it hides."""
+    """What applies a mask to probabilities: the operation, its operand and what it hides.
+
+    What `tril` hides is "".
+    """
     source = site.source
 
     def is_zero(mask: ast.expr) -> str:
@@ -1216,9 +1222,12 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
     def negated(mask: ast.expr) -> str:
         if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
             return source.code(mask.operand)
+        if isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
+            operator = "!=" if isinstance(mask.ops[0], ast.Eq) else "=="
+            return f"{source.code(mask.left)} {operator} {source.code(mask.comparators[0])}"
         return f"~{source.operand(mask)}"
 
-    for node in [site.statement, *ast.walk(site.statement)]:
+    for node in [*ast.walk(site.statement), *ast.walk(site.function or site.statement)]:
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
             yield node, node.target, is_zero(node.value)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -1231,6 +1240,8 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
                 operands.insert(0, node.func.value)
             if name == "masked_fill" and len(operands) > 1:
                 yield node, operands[0], source.code(operands[1])
+            elif name == "tril" and operands and isinstance(operands[0], (ast.Name, ast.Call)):
+                yield node, operands[0], ""
             elif name in ("mul", "multiply") and len(operands) == 2:
                 yield node, operands[0], is_zero(operands[1])
             elif name == "where" and len(operands) == 3:
@@ -1249,7 +1260,7 @@ def _moved_mask(
     source, inf = site.source, _minus_inf(site.source)
     softmax = source.parent(call, ast.stmt)
     assert softmax is not None
-    if softmax is statement:  # softmax(scores) * mask
+    if softmax is statement and hidden:  # softmax(scores) * mask
         start, end = source.enclosed(whole)
         inner = _with_mask(source, scores, hidden, inf)
         first, last = source.span(scores)
@@ -1262,7 +1273,15 @@ def _moved_mask(
     above = source.parents.get(whole)
     if isinstance(above, ast.Assign):
         alone = source.code(above.targets[0]) == source.code(kept)
-    removed = source.remove(statement) if alone else source.replace(whole, source.operand(kept))
+    start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.enclosed(whole)
+    removed = Edit(source.file, start, end, source.operand(kept))
+    removed = source.remove(statement) if alone else removed
+    if not hidden:  # the probabilities pass through tril
+        name, before, edits = _named_scores(site, scores)
+        new = f"{site.torch('torch.ones_like')}({name}, dtype={site.torch('torch.bool')}).triu(1)"
+        lines = [*before, f"{name} = {name}.masked_fill({new}, {inf})"]
+        yield [*edits, source.insert_before(softmax, *lines), removed]
+        return
     plain = isinstance(scores, ast.Name) and softmax.lineno != statement.lineno
     late = {
         node.id for node in source.nodes(ast.Name, site.function)
@@ -1326,8 +1345,12 @@ def _last_dimension(site: Site, call: ast.Call) -> Edits:
         return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
     if isinstance(present, (ast.Name, ast.Attribute)):
         known = present.id if isinstance(present, ast.Name) else present.attr
-        return next(([other.replace(value, "-1")] for other, value in settings(site, known)
-                     if _is_integer(value)), [source.replace(present, "-1")])  # fmt: skip
+        value = _definition(site, present, _scope(source, present))
+        if value is not None and _is_integer(value):
+            return [source.replace(value, "-1")]
+        for other, value in settings(site, known):
+            if _is_integer(value) and other.code(value) != "-1":
+                return [other.replace(value, "-1")]
     return [] if source.code(present) == "-1" else [source.replace(present, "-1")]
 
 
@@ -1360,12 +1383,25 @@ def _merges(site: Site) -> Iterator[Edits]:
             contiguous = ".contiguous()"
         if heads is None:
             continue
-        for swap in _swaps(source, site.function):
+        swaps = _swaps(source, site.function)
+        for swap in [*_unflattened(source, site.function), *swaps]:
             start, end = source.enclosed(heads)
             code = source.text[start:end]
             if isinstance(heads, ast.BinOp) and not code.startswith("("):
                 code = f"({code})"
             yield [Edit(source.file, start, end, f"{code}{swap}{contiguous}")]
+
+
+def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
+    """How heads are separated that the function has as one axis with the batch."""
+    found = []
+    for call in source.nodes(ast.Call, function):
+        if called(call) in ("view", "reshape") and len(call.args) == 3:
+            first, length = call.args[:2]
+            if isinstance(first, ast.BinOp) and isinstance(first.op, ast.Mult):
+                parts = [source.code(part) for part in (first.left, first.right, length)]
+                found.append(f".view({', '.join(parts)}, -1).transpose(1, 2)")
+    return found[:1]
 
 
 def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
@@ -1400,6 +1436,15 @@ def own_value(site: Site) -> Iterator[Edits]:
             for operand in reversed(call.args):
                 if isinstance(operand, ast.Name) and operand.id != name:
                     yield [source.replace(operand, name)]
+    for assignment in source.nodes(
+        ast.Assign, function
+    ):  # v = k.view(…), where there is a v before
+        target = assignment.targets[0]
+        if isinstance(target, ast.Name):
+            before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
+            if any(isinstance(n.ctx, ast.Store) and n.id == target.id for n in before):
+                for other in source.nodes(ast.Name, assignment.value)[:1]:
+                    yield [source.replace(other, target.id)]
     yield from _unused_projections(site)
 
 
