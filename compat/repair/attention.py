@@ -522,7 +522,8 @@ def _other_scales(site: Site) -> Iterator[Edits]:
             for part, _ in parts:
                 for size in _sizes_in(site, part):
                     value = _definition(site, size, _scope(source, size))
-                    if value is not None and isinstance(value, (ast.Name, ast.Attribute)):
+                    named = getattr(size, "id", getattr(size, "attr", ""))
+                    if isinstance(value, (ast.Name, ast.Attribute)) and HEAD_SIZE.match(named):
                         for other in _substitutes(site, value)[:2]:
                             yield [_replaced(source, value, other)]
                     if not _is_root(_definition(site, size, _scope(source, size))):
@@ -785,7 +786,12 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             if isinstance(value, ast.Name):
                 value = _definition(site, value, _scope(source, value)) or value
             if value is not None and (MASK.search(name) or _triangle(value)):
-                found.append((f"self.{name}[..., :{{T}}, :{{T}}]", value))
+                views = ("view", "reshape", "unsqueeze", "expand")
+                axes = any(called(c) in views for c in site.source.nodes(ast.Call, value)) or any(
+                    isinstance(n, ast.Constant) and n.value is None for n in ast.walk(value)
+                )
+                part = "[:, :, :{T}, :{T}]" if axes else "[:{T}, :{T}]"
+                found.append((f"self.{name}{part}", value))
     used = {source.code(n) for n in source.nodes(ast.Attribute, cls) if cls is not None}
     return [
         (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
@@ -921,12 +927,13 @@ def module_mask(site: Site) -> Iterator[Edits]:
         statement = source.parent(call, ast.stmt)
         assert statement is not None
         keyword = MODULE_MASKS[kinds[0]]
-        x = source.operand(call.args[0])
+        names = [n.id for n in source.nodes(ast.Name, call.args[0]) if n.id != "self"]
+        x = names[-1] if names else source.operand(call.args[0])
         first = any(k.arg == "batch_first" for c in source.nodes(ast.Call) for k in c.keywords)
         length = f"{x}.size({1 if first else 0})"
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
-                text = mask.format(T=size).replace("[..., ", "[")
+                text = mask.format(T=size).replace("[:, :, ", "[")
                 yield [source.set_keyword(call, keyword, text)]
         ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
         new = f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
@@ -1436,9 +1443,7 @@ def own_value(site: Site) -> Iterator[Edits]:
             for operand in reversed(call.args):
                 if isinstance(operand, ast.Name) and operand.id != name:
                     yield [source.replace(operand, name)]
-    for assignment in source.nodes(
-        ast.Assign, function
-    ):  # v = k.view(…), where there is a v before
+    for assignment in source.nodes(ast.Assign, function):
         target = assignment.targets[0]
         if isinstance(target, ast.Name):
             before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
