@@ -474,7 +474,8 @@ def flag(site: Site) -> Iterator[Edits]:
     """Change a flag that switches the scale or the mask off."""
     assert site.function is not None
     tests = [n.test for n in ast.walk(site.function) if isinstance(n, (ast.If, ast.IfExp))]
-    tests += [k.value for call in site.calls for k in call.keywords]
+    if not _is_cached(site.source, site.function):
+        tests += [k.value for call in site.calls for k in call.keywords]
     names = [n.attr if isinstance(n, ast.Attribute) else n.id
              for test in tests for n in ast.walk(test)
              if isinstance(n, (ast.Attribute, ast.Name))]  # fmt: skip
@@ -792,6 +793,11 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
                 )
                 part = "[:, :, :{T}, :{T}]" if axes else "[:{T}, :{T}]"
                 found.append((f"self.{name}{part}", value))
+    if _is_cached(source, function):  # only those that begin at an offset fit
+        found = [
+            (name, value) for name, value in found
+            if value is None or any(isinstance(n, ast.Sub) for n in ast.walk(value))
+        ]  # fmt: skip
     used = {source.code(n) for n in source.nodes(ast.Attribute, cls) if cls is not None}
     return [
         (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
@@ -837,12 +843,52 @@ def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[
     return [shown] if _triangle(value) == "triu" else [added, hidden, shown]
 
 
+def _is_cached(source: Source, function: ast.AST | None) -> bool:
+    """Whether a function may have more keys than queries, because it has a KV cache."""
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    names = [node.id for node in source.nodes(ast.Name, function)]
+    names += [arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]]
+    joined = any(called(c) in ("cat", "concat", "update") for c in source.nodes(ast.Call, function))
+    return joined or any(re.search(r"cache|past", name) for name in names)
+
+
+@fixes("no_mask")
+def cached_mask(site: Site) -> Iterator[Edits]:
+    """Pass a mask to `scaled_dot_product_attention` where a KV cache rules out `is_causal`."""
+    source = site.source
+    for call in site.calls:
+        if called(call) != SDPA or not _is_cached(source, site.function) or len(call.args) < 2:
+            continue
+        statement, (q, k) = source.parent(call, ast.stmt), call.args[:2]
+        if statement is None or not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
+            continue
+        queries, keys = _size(site, q.id, -2), _size(site, k.id, -2)
+        dtype = site.torch("torch.bool")
+        edits = []
+        causal, mask = argument(call, 5, "is_causal"), argument(call, 3, "attn_mask")
+        if causal is not None and not isinstance(causal, ast.Constant):
+            edits.append(source.replace(causal, "False"))
+        used = {node.id for node in source.nodes(ast.Name, site.function)}
+        used |= {arg.arg for arg in site.function.args.args} if site.function else set()
+        name = next(m for m in ("attn_mask", "causal_mask", "visible") if m not in used)
+        lines = [
+            f"{name} = {site.torch('torch.ones')}({queries}, {keys}, dtype={dtype}, "
+            f"device={q.id}.device)",
+            f"{name} = {name}.tril({keys} - {queries})",
+        ]
+        edits.append(source.insert_before(statement, *lines))
+        edits.append(source.set_keyword(call, "attn_mask", name) if mask is None
+                     else source.replace(mask, name))  # fmt: skip
+        yield edits
+
+
 @fixes("no_mask")
 def is_causal(site: Site) -> Iterator[Edits]:
     """Let `scaled_dot_product_attention` hide the tokens after each one."""
     source = site.source
     for call in site.calls:
-        if called(call) != SDPA:
+        if called(call) != SDPA or _is_cached(source, site.function):
             continue
         present = argument(call, 5, "is_causal")
         mask = argument(call, 3, "attn_mask")
@@ -1047,13 +1093,29 @@ def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
             elif source.code(diagonal) != "0":
                 whole: ast.AST = next((k for k in call.keywords if k.value is diagonal), diagonal)
                 yield [source.remove_argument(call, whole)]
-        elif isinstance(diagonal, ast.BinOp) and _is_integer(diagonal.right):
-            code = source.code(diagonal.left)
-            yield [source.replace(diagonal, f"{code} + 1" if upper else code)]
         elif diagonal is not None:
-            if upper:
-                yield [source.replace(diagonal, f"{source.code(diagonal)} + 1")]
-            yield [source.replace(diagonal, "1" if upper else "0")]
+            yield from _other_offsets(source, call, diagonal, upper)
+
+
+def _other_offsets(
+    source: Source, call: ast.Call, diagonal: ast.expr, upper: bool
+) -> Iterator[Edits]:
+    """Shift a diagonal that is computed, such as `n_key - n_query + 1` or a variable."""
+    function = _scope(source, call)
+    places = [diagonal]
+    if isinstance(diagonal, ast.Name) and function is not None:
+        places += [v for v, u in _assignments(source, function, diagonal.id) if u is None]
+    for place in places:
+        for node in source.nodes(ast.BinOp, place):
+            if isinstance(node.op, (ast.Add, ast.Sub)) and _is_integer(node.right):
+                yield [source.replace(node, source.code(node.left))]
+            elif isinstance(node.op, ast.Add) and _is_integer(node.left):
+                yield [source.replace(node, source.code(node.right))]
+    code = source.code(diagonal)
+    for sign in ("+", "-") if upper else ("-", "+"):
+        yield [source.replace(diagonal, f"{code} {sign} 1")]
+    if not _is_cached(source, function):
+        yield [source.replace(diagonal, "1" if upper else "0")]
 
 
 def _is_integer(node: ast.expr) -> bool:
@@ -1185,6 +1247,8 @@ def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
         other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
         renamed = Edit(source.file, start, end, other)
         diagonal = _diagonal(source, call)
+        if diagonal is not None and not _is_integer(diagonal):
+            continue
         if diagonal is None:
             close = source.span(call)[1] - 1
             comma = ", " if call.args else ""
