@@ -121,3 +121,41 @@ def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
     if len(call.args) > place:
         return call.args[place]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
+    """The values that the user's files give to a name: keywords, then defaults and assignments."""
+    for source in site.sources.values():
+        for keyword in ast.walk(source.tree):
+            if isinstance(keyword, ast.keyword) and keyword.arg == name:
+                yield source, keyword.value
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef):
+                places = [*node.args.posonlyargs, *node.args.args]
+                last = places[len(places) - len(node.args.defaults) :]
+                pairs = [
+                    *zip(last, node.args.defaults, strict=True),
+                    *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+                ]
+                yield from ((source, value) for arg, value in pairs if arg.arg == name and value)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                if any(assigns(target, name) for target in targets(node)):
+                    yield source, node.value
+            elif isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value == name:
+                        yield source, value
+
+
+def targets(node: ast.stmt) -> list[ast.expr]:
+    """What an assignment assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+def assigns(target: ast.expr, name: str) -> bool:
+    """Whether a target is a variable or an attribute of this name."""
+    if isinstance(target, ast.Attribute):
+        return target.attr == name
+    return isinstance(target, ast.Name) and target.id == name

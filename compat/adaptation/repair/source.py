@@ -83,6 +83,15 @@ class Source:
             if not before.endswith("(") or not after.startswith(")") or close == limit:
                 return start, end
             start, end = len(before) - 1, close
+    def enclosed(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node begins and ends with the parentheses directly around it."""
+        start, end = self.span(node)
+        before = self.text[:start].rstrip()
+        after = len(self.text) - len(self.text[end:].lstrip())
+        called = isinstance(self.parents.get(node), (ast.Call, ast.keyword))
+        if not called and before.endswith("(") and self.text[after : after + 1] == ")":
+            return len(before) - 1, after + 1
+        return start, end
 
     def replace(self, node: ast.AST, text: str) -> Edit:
         return Edit(self.file, *self.span(node), text)
