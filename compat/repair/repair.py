@@ -27,7 +27,7 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import AdaptError, CompatError
-from compat.repair import attention, blocks, embeddings, norms, parameters  # fill the registry
+from compat.repair import activations, attention, blocks, embeddings, norms, parameters  # fill the registry
 from compat.repair.fixes import FIXES, UNSAFE, Edits, Site
 from compat.repair.source import Source, apply
 from compat.saving import save_pretrained
@@ -35,7 +35,7 @@ from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_target, resized
 from compat.user_models.notebook import code_cells, read_source
 
-__all__ = ["Repair", "Target", "attention", "blocks", "embeddings", "norms", "parameters", "repair"]
+__all__ = ["Repair", "Target", "activations", "attention", "blocks", "embeddings", "norms", "parameters", "repair"]
 
 MAX_TRIALS = 120  # models that are built and compared in one search
 REPAIRED = ("breaks", "drifts")

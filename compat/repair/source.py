@@ -40,9 +40,7 @@ class Source:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node that every node is a child of."""
-        return {
-            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
-        }
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -73,6 +71,13 @@ class Source:
         """A node's code, in parentheses unless it binds as tightly as a call."""
         tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
         return self.code(node) if isinstance(node, tight) else f"({self.code(node)})"
+
+    def quoted(self, value: str) -> str:
+        """A string in the quotes that the file uses most."""
+        written = [self.code(node) for node in self.nodes(ast.Constant)]
+        single = sum(code.startswith("'") for code in written)
+        double = sum(code.startswith('"') and not code.startswith('"""') for code in written)
+        return f"'{value}'" if single > double else f'"{value}"'
 
     def replace(self, node: ast.AST, text: str) -> Edit:
         return Edit(self.file, *self.span(node), text)
@@ -107,6 +112,25 @@ class Source:
         comma = "" if inside[-1] in "(," else ", "
         comma = " " if inside[-1] == "," else comma
         return Edit(self.file, len(inside), len(inside), f"{comma}{name}={value}")
+
+    def unwrap(self, outer: ast.expr, inner: ast.expr) -> list[Edit]:
+        """Replace an expression by a part of it, which can be edited at the same time."""
+        (start, end), (first, last) = self.span(outer), self.span(inner)
+        tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+        around = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
+        bare = isinstance(inner, tight) or not isinstance(self.parents.get(outer), around)
+        if not bare or (last < end and inner.lineno != inner.end_lineno):
+            return [Edit(self.file, start, first, "("), Edit(self.file, last, end, ")")]
+        return [Edit(self.file, start, first, ""), Edit(self.file, last, end, "")]
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The list of statements that a statement is in."""
+        above = self.parents[statement]
+        for name in ("body", "orelse", "finalbody"):
+            found = getattr(above, name, None)
+            if isinstance(found, list) and any(node is statement for node in found):
+                return found
+        return [statement]
 
     def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
         """A call without one of its arguments."""
