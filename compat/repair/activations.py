@@ -34,6 +34,32 @@ STRINGS = ("gelu_new", "gelu_pytorch_tanh", "gelu_tanh", "tanh_gelu", "new_gelu"
 
 
 @fixes(*CODES)
+def activation_by_name(site: Site) -> Iterator[Edits]:
+    """Replace the name of an activation by that of the tanh approximation of GELU."""
+    if site.finding.values["expected"] != "gelu_new":
+        return
+    for source in _ordered(site):
+        strings = {n: n.value for n in source.nodes(ast.Constant) if isinstance(n.value, str)}
+        known = [name for name in STRINGS if name in strings.values()]
+        known += ["gelu_new"] if "ACT2FN" in source.text and "gelu_new" not in known else []
+        for node, value in strings.items():
+            if value.lower().replace("_", "") not in _names(site):
+                continue
+            call = source.parent(node, ast.Call)
+            if call is not None and called(call).startswith("Transformer"):
+                yield [source.replace(node, f"lambda x: {_function(site, 'x')}")]
+            elif isinstance(above := source.parents.get(node), ast.Subscript):
+                yield from ([source.replace(node, source.quoted(name))] for name in known)
+                yield [source.replace(above, _module(site))]
+            elif not isinstance(above, (ast.Compare, ast.Dict)):
+                yield from ([source.replace(node, source.quoted(name))] for name in known)
+                if value != "gelu":
+                    for other, found in _mentions(site, {"gelu"}):
+                        renamed = source.replace(node, source.quoted("gelu"))
+                        yield [renamed, *_replaced(site, other, found)]
+
+
+@fixes(*CODES)
 def replaced_activation(site: Site) -> Iterator[Edits]:
     """Replace a module or function of torch by the checkpoint's activation."""
     if site.finding.values["expected"] in TORCH:
@@ -59,29 +85,6 @@ def replaced_own_activation(site: Site) -> Iterator[Edits]:
 
 
 @fixes(*CODES)
-def activation_by_name(site: Site) -> Iterator[Edits]:
-    """Replace the name of an activation by that of the tanh approximation of GELU."""
-    if site.finding.values["expected"] != "gelu_new":
-        return
-    for source in _ordered(site):
-        strings = {n: n.value for n in source.nodes(ast.Constant) if isinstance(n.value, str)}
-        known = [name for name in STRINGS if name in strings.values()]
-        known += ["gelu_new"] if "ACT2FN" in source.text and "gelu_new" not in known else []
-        for node, value in strings.items():
-            if value.lower().replace("_", "") not in _names(site):
-                continue
-            call = source.parent(node, ast.Call)
-            if call is not None and called(call).startswith("Transformer"):
-                yield [source.replace(node, f"lambda x: {_function(site, 'x')}")]
-            elif not isinstance(source.parents.get(node), (ast.Compare, ast.Dict)):
-                yield from ([source.replace(node, source.quoted(name))] for name in known)
-                if value != "gelu":
-                    for other, found in _mentions(site, {"gelu"}):
-                        renamed = source.replace(node, source.quoted("gelu"))
-                        yield [renamed, *_replaced(site, other, found)]
-
-
-@fixes(*CODES)
 def replaced_formula(site: Site) -> Iterator[Edits]:
     """Replace a formula, written in one statement or in several, by the function of torch."""
     if site.finding.values["expected"] not in TORCH:
@@ -97,6 +100,19 @@ def replaced_formula(site: Site) -> Iterator[Edits]:
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         name = statement.target.id
         yield [site.source.replace(statement, f"{name} = {_function(site, name)}")]
+
+
+@fixes(*CODES)
+def replaced_attribute(site: Site) -> Iterator[Edits]:
+    """Replace whatever the constructor assigns to the attribute that is called on the line."""
+    if site.cls is None or site.finding.values["expected"] not in TORCH:
+        return
+    names = {c.func.attr for c in site.calls if isinstance(c.func, ast.Attribute)}
+    for node in site.source.nodes(ast.Assign, site.cls):
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Attribute) and target.attr in names:
+            if not isinstance(value, ast.Call) or called(value) == "getattr":
+                yield [site.source.replace(value, _module(site))]
 
 
 @fixes("other_activation")

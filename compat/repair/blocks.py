@@ -758,18 +758,16 @@ def _split_sum(
     """Add attention to the stream in a statement of its own, before the MLP."""
     source, x = site.source, stream.id
     block = source.block(statement)
-    place = statement
-    if isinstance(mlp, ast.Name):
-        before = block[: block.index(statement)]
-        computing = [s for s in before if mlp.id in _stores(s) and _loads(source, s, x)]
-        if not computing:
-            return None
-        place = computing[-1]
-    if isinstance(attention, ast.Name) and place is not statement:
-        known = block[: block.index(place)]
-        if not any(attention.id in _stores(s) for s in known):
-            return None
-    last = isinstance(stream, ast.Name) and source.span(stream)[0] > source.span(attention)[0]
+    place, needed = statement, {n.id for n in source.nodes(ast.Name, mlp)}
+    if not _loads(source, mlp, x):
+        for other in reversed(block[: block.index(statement)]):
+            if _stores(other) & needed:
+                needed |= {n.id for n in source.nodes(ast.Name, other)}
+                place = other if _loads(source, other, x) else place
+    known = set().union(*(_stores(s) for s in block[block.index(place) :]))
+    if place is not statement and known & {n.id for n in source.nodes(ast.Name, attention)} - {x}:
+        return None  # attention is computed later
+    last = source.span(stream)[0] > source.span(attention)[0]
     sums = [f"{source.code(a)} + {x}" if last else f"{x} + {source.code(a)}"
             for a in (attention, mlp)]  # fmt: skip
     if isinstance(statement, ast.AugAssign):
@@ -794,6 +792,18 @@ def mlp_after_attention(site: Site) -> Iterator[Edits]:
                         n for s in block[block.index(other) + 1 : block.index(statement) + 1]
                         for n in _loads(source, s, old) if n is not residual.stream
                     ]  # fmt: skip
+                    yield from _moved_behind(source, block, other, old)
                     if uses and new and new[0] != old:
                         yield [source.replace(node, new[0]) for node in uses]
                         yield [source.replace(uses[0], new[0])]
+
+
+def _moved_behind(
+    source: Source, block: list[ast.stmt], total: ast.stmt, stream: str
+) -> Iterator[Edits]:
+    """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
+    for statement in block[: block.index(total)]:
+        unread = not any(_loads(source, total, name) for name in _stores(statement))
+        if _loads(source, statement, stream) and unread and isinstance(statement, ast.Assign):
+            lines = source.code(statement)
+            yield [source.remove(statement), source.insert_after(total, lines)]

@@ -73,14 +73,15 @@ def _slice(site: Site, node: ast.Slice) -> Edits | None:
     length = _less(site, node.upper)
     if length is None:
         return None
-    return [Edit(site.source.file, start, last, ":"), length]
+    short = re.fullmatch(r"\w+", length.text) or site.source.text[last - 1] == ":"
+    return [Edit(site.source.file, start, last, ":" if short else ": "), length]
 
 
 def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
     """Without the offset in `positions + 1`, and without `positions += 1`."""
     source = site.source
     for node in source.nodes(ast.BinOp, region):
-        statement = source.parent(node, ast.stmt)  # type: ignore[type-abstract]
+        statement = source.parent(node, ast.stmt)
         if (edit := _less(site, node)) is None:
             continue
         rest = node.left if _is_offset(site, node.right) else node.right
@@ -130,7 +131,9 @@ def _cumulative(site: Site) -> Iterator[Edits]:
     source = site.source
     for call in source.nodes(ast.Call, site.function):
         if called(call) == "cumsum":
-            yield [source.replace(call, f"{source.code(call)} - {site.finding.values['found']}")]
+            new = f"{source.code(call)} - {site.finding.values['found']}"
+            inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
+            yield [source.replace(call, f"({new})" if inside else new)]
 
 
 @fixes("no_pos")
@@ -304,7 +307,8 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
                      if n.id == target.id and isinstance(n.ctx, ast.Load)]  # fmt: skip
             assert isinstance(statement, ast.stmt)
             yield [removed(source, statement), *(source.replace(n, tensor.id) for n in reads)]
-        yield [*_only(source, call, tensor), *unused(site, [call.func])]
+        own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
+        yield [*_only(source, call, tensor), *(unused(site, [call.func]) if own else [])]
 
 
 def _argument(call: ast.Call) -> ast.expr | None:
