@@ -68,6 +68,17 @@ def replaced_activation(site: Site) -> Iterator[Edits]:
 
 
 @fixes(*CODES)
+def encoder_activation(site: Site) -> Iterator[Edits]:
+    """Pass the activation to torch's own layers, which use ReLU by default."""
+    for source in _ordered(site):
+        for call in source.nodes(ast.Call):
+            layer = re.fullmatch("Transformer(Encoder|Decoder)Layer", called(call))
+            if layer and argument(call, 4, "activation") is None:
+                function = f"lambda x: {_function(site, 'x')}"
+                yield [source.set_keyword(call, "activation", function)]
+
+
+@fixes(*CODES)
 def replaced_own_activation(site: Site) -> Iterator[Edits]:
     """Replace the user's class or function of another activation where it is used."""
     if site.finding.values["expected"] not in TORCH or site.function is None:
