@@ -271,6 +271,11 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
                     return [*gone, *moved]
             if _residuals(source, later):
                 break
+        inner = call.args[0]
+        if isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.Name):
+            tensor = inner.args[0]
+            normed = source.replace(tensor, _wrap(source, call)(tensor.id))
+            return [*source.unwrap(call, inner), normed]
     return None
 
 
@@ -337,6 +342,24 @@ def added_norm(site: Site) -> Iterator[Edits]:
                 yield [place, *edits]
 
 
+@fixes("missing_ln")
+def norm_of_wrapper(site: Site) -> Iterator[Edits]:
+    """Apply the unused norm of a class that wraps the branches."""
+    source = site.source
+    for cls in source.nodes(ast.ClassDef):
+        names = [] if cls is site.cls else _unused_norms(site, cls)
+        for name in names:
+            for statement in source.nodes(ast.Return, cls):
+                residuals = _residuals(source, statement)
+                for residual in residuals:
+                    if edits := _normed_input(site, residual, _of_self(name)):
+                        yield edits
+                value = statement.value
+                if not residuals and isinstance(value, ast.Call) and value.args:
+                    tensor = value.args[0]
+                    yield [source.replace(tensor, f"self.{name}({source.code(tensor)})")]
+
+
 def _norm_like(site: Site, name: str) -> Wrap:
     """The code of a norm of this name, applied like another one in the function."""
     for call in site.source.nodes(ast.Call, site.function):
@@ -352,6 +375,10 @@ def _norm_like(site: Site, name: str) -> Wrap:
                 )
                 func = code[: len(code) - len(owner.attr)] + name + rest
                 return lambda tensor: f"{func}({tensor})"
+    return _of_self(name)
+
+
+def _of_self(name: str) -> Wrap:
     return lambda tensor: f"self.{name}({tensor})"
 
 
@@ -588,7 +615,8 @@ def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[st
     written = [name for s in reversed(before) for name in sorted(_stores(s))]
     parameters = [a.arg for a in site.function.args.args if a.arg != "self"]
     local = {*parameters, *_stores(site.function)}
-    every = dict.fromkeys([*idle, *(n for n in read if n in local), *written, *parameters])
+    target = [n for n in _stores(statement) & local if n not in read]  # x = dropout(y)
+    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *parameters])
     return list(every)[:4]
 
 

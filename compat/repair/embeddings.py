@@ -167,6 +167,23 @@ def added_positions(site: Site) -> Iterator[Edits]:
             yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
 
 
+@fixes("no_pos")
+def added_position_module(site: Site) -> Iterator[Edits]:
+    """Add the user's own module of positions, which is built and not used."""
+    source = site.source
+    every = source.nodes(ast.Attribute)
+    read = {node.attr for node in every if isinstance(node.ctx, ast.Load)}
+    unread = [n.attr for n in every if "pos" in n.attr.lower() and n.attr not in read]
+    for name in dict.fromkeys(unread):
+        for call in source.nodes(ast.Call):
+            token = re.search("emb|tok|wte", called(call), re.I) and not called(call)[0].isupper()
+            if not token or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
+                continue
+            code = source.code(call)
+            yield [source.replace(call, f"{code} + self.{name}({source.code(call.args[0])})")]
+            yield [_with_positions(site, call, f"self.{name}", source.code(call.args[0]))]
+
+
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     """The lookup of the tokens plus the one of their positions."""
     arange = site.torch("torch.arange")
