@@ -384,9 +384,14 @@ def _of_self(name: str) -> Wrap:
 
 def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
     """The attributes and keys of norms that a class builds and nothing reads."""
-    every = {n.attr for s in site.sources.values() for n in s.nodes(ast.Attribute)
-             if isinstance(n.ctx, ast.Load)}  # fmt: skip
     within = set(ast.walk(cls))
+    every = {
+        node.attr
+        for source in site.sources.values()
+        for node in source.nodes(ast.Attribute)
+        if isinstance(node.ctx, ast.Load)
+        and (node in within or not (isinstance(node.value, ast.Name) and node.value.id == "self"))
+    }
     return [name for name, call in _norm_modules(site).items()
             if call in within and name not in every]  # fmt: skip
 
