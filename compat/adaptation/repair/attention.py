@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compat.repair.fixes import (
+from compat.adaptation.repair.fixes import (
     Edits,
     Site,
     argument,
@@ -18,7 +18,7 @@ from compat.repair.fixes import (
     settings,
     targets,
 )
-from compat.repair.source import Edit, Source
+from compat.adaptation.repair.source import Edit, Source
 
 SDPA = "scaled_dot_product_attention"
 HEAD_SIZE = re.compile(
@@ -604,7 +604,7 @@ def _is_reciprocal(node: ast.expr) -> bool:
 
 def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
     """Replace an expression and the parentheses around it."""
-    start, end = source.enclosed(node)
+    start, end = source.grouped(node)
     above = source.parents[node]
     right = isinstance(above, ast.BinOp) and above.right is node
     tight = isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div))
@@ -620,9 +620,9 @@ def _turned(source: Source, factor: Factor) -> Iterator[Edits]:
     """Divide instead of multiplying, or the other way round."""
     whole, new = factor.whole, "*" if factor.divides else "/"
     if isinstance(whole, ast.BinOp) and factor.node is whole.right:
-        start, end = source.enclosed(whole.left)[1], source.enclosed(whole.right)[0]
+        start, end = source.grouped(whole.left)[1], source.grouped(whole.right)[0]
     elif isinstance(whole, ast.AugAssign):
-        start, end = source.span(whole.target)[1], source.enclosed(whole.value)[0]
+        start, end = source.span(whole.target)[1], source.grouped(whole.value)[0]
     elif isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):
         end = source.span(whole.func)[1]
         start = end - len(whole.func.attr)
@@ -700,7 +700,7 @@ def scaled_scores(site: Site) -> Iterator[Edits]:
 
 def _applied(source: Source, node: ast.expr, operation: str) -> Edit:
     """Append an operation such as `/ scale` to an expression."""
-    start, end = source.enclosed(node)
+    start, end = source.grouped(node)
     above = source.parents[node]
     code = source.code(node)
     if (start, end) != source.span(node):
@@ -1164,12 +1164,12 @@ def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
             for part in (node.left, node.right):
                 above = source.parents[node]
                 tight = isinstance(above, (ast.BinOp, ast.UnaryOp, ast.Attribute))
-                start, end = source.enclosed(part) if tight else source.span(part)
+                start, end = source.grouped(part) if tight else source.span(part)
                 yield [Edit(source.file, *source.span(node), source.text[start:end])]
         elif isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)):
             for part in (node.left, node.right):
                 if isinstance(part, ast.expr) and _triangle(part):
-                    yield [source.replace(node, source.text[slice(*source.enclosed(part))])]
+                    yield [source.replace(node, source.text[slice(*source.grouped(part))])]
     for call in _triangles(source, scope):
         base = call.func.value if isinstance(call.func, ast.Attribute) else None
         inner = base if _triangle(base) else next(iter(call.args), None)
@@ -1332,7 +1332,7 @@ def _moved_mask(
     softmax = source.parent(call, ast.stmt)
     assert softmax is not None
     if softmax is statement and hidden:  # softmax(scores) * mask
-        start, end = source.enclosed(whole)
+        start, end = source.grouped(whole)
         inner = _with_mask(source, scores, hidden, inf)
         first, last = source.span(scores)
         a, b = source.span(kept)
@@ -1344,7 +1344,7 @@ def _moved_mask(
     above = source.parents.get(whole)
     if isinstance(above, ast.Assign):
         alone = source.code(above.targets[0]) == source.code(kept)
-    start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.enclosed(whole)
+    start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.grouped(whole)
     removed = Edit(source.file, start, end, source.operand(kept))
     removed = source.remove(statement) if alone else removed
     if not hidden:  # the probabilities pass through tril
@@ -1456,7 +1456,7 @@ def _merges(site: Site) -> Iterator[Edits]:
             continue
         swaps = _swaps(source, site.function)
         for swap in [*_unflattened(source, site.function), *swaps]:
-            start, end = source.enclosed(heads)
+            start, end = source.grouped(heads)
             code = source.text[start:end]
             if isinstance(heads, ast.BinOp) and not code.startswith("("):
                 code = f"({code})"

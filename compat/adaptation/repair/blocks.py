@@ -1,1 +1,842 @@
-"""Fixes."""
+"""Fixes of the order of norms and branches, of residual connections, and of norms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.formulas import removed, unused
+from compat.adaptation.repair.source import Edit, Source
+
+NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
+WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
+BODY = ("ModuleList", "Sequential", "TransformerEncoder", "clones")
+SHAPE = ("shape", "size", "device", "dtype", "dim", "ndim", "numel", "new_zeros", "new_ones")
+# Names of the first and the second norm of a block.
+PAIRS = (
+    ("1", "2"), ("input", "post_attention"), ("before", "after"), ("pre", "post"),
+    ("attention", "mlp"), ("attn", "mlp"), ("attn", "ffn"), ("attn", "ff"), ("att", "ff"),
+    ("first", "second"), ("_a", "_b"), ("0", "1"),
+)  # fmt: skip
+
+Wrap = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A sum of the residual stream and the output of a branch.
+
+    Args:
+        statement: that computes the sum.
+        sum: the sum; None if the statement is `x += branch`.
+        stream: the operand that carries the stream.
+        branch: the other operand.
+    """
+
+    statement: ast.stmt
+    sum: ast.expr | None
+    stream: ast.Name
+    branch: ast.expr
+
+
+def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
+    """The readings of a statement as a residual sum, the likeliest first."""
+    if isinstance(statement, ast.AugAssign):
+        whole = isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Name)
+        target = statement.target
+        if whole and isinstance(target, ast.Name):
+            return [Residual(statement, None, target, statement.value)]
+        return []
+    if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
+        return []
+    for node in source.nodes(ast.BinOp, statement):
+        if isinstance(node.op, ast.Add) and not isinstance(source.parents[node], ast.Subscript):
+            pairs = [(node.left, node.right), (node.right, node.left)]
+            both = [Residual(statement, node, a, b) for a, b in pairs if isinstance(a, ast.Name)]
+            return [residual for residual in both if not isinstance(residual.branch, ast.Constant)]
+    return []
+
+
+def _stores(statement: ast.stmt) -> set[str]:
+    """The names that a statement assigns."""
+    return {
+        node.id for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }  # fmt: skip
+
+
+def _loads(source: Source, statement: ast.AST, name: str) -> list[ast.Name]:
+    """Where a statement reads a tensor, other than its shape and its type."""
+    found = []
+    for node in source.nodes(ast.Name, statement):
+        above = source.parents[node]
+        shape = isinstance(above, ast.Attribute) and above.attr in SHAPE
+        length = isinstance(above, ast.Call) and called(above) == "len"
+        if node.id == name and isinstance(node.ctx, ast.Load) and not (shape or length):
+            found.append(node)
+    return found
+
+
+def _normed_input(
+    site: Site, residual: Residual, wrap: Wrap, gone: tuple[ast.stmt, ...] = ()
+) -> Edits | None:
+    """Apply a norm to the input of a residual branch.
+
+    Args:
+        site: the finding.
+        residual: the sum after the branch.
+        wrap: the code of the norm of a tensor.
+        gone: statements that are removed.
+    """
+    source, name = site.source, residual.stream.id
+    block = source.block(residual.statement)
+    end = block.index(residual.statement)
+    start = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])
+                  and block[i] not in gone), -1)  # fmt: skip
+    copied = block[start] if start >= 0 else None
+    tensor = name
+    if isinstance(copied, ast.Assign) and isinstance(copied.value, ast.Name):
+        tensor = copied.value.id  # residual = x
+    else:
+        copied = None
+    uses: list[ast.Name] = []
+    for statement in block[start + 1 : end + 1]:
+        if statement in gone:
+            continue
+        uses += [n for n in _loads(source, statement, tensor) if n is not residual.stream]
+        if tensor in _stores(statement):
+            break
+    if not uses and copied is not None:
+        tensor, copied = name, None
+        for statement in block[start + 1 : end + 1]:
+            uses += [n for n in _loads(source, statement, name) if n is not residual.stream]
+    if not uses:
+        return None
+    first = next(s for s in block if uses[0] in set(ast.walk(s)))
+    if copied is not None and first is not residual.statement:
+        return [source.insert_before(first, f"{tensor} = {wrap(tensor)}")]
+    if len(uses) == 1:
+        return [source.replace(uses[0], wrap(tensor))]
+    new = _new_name(site, "normed", "y", "x_norm")
+    edits = [source.replace(node, new) for node in uses]
+    return [source.insert_before(first, f"{new} = {wrap(tensor)}"), *edits]
+
+
+def _new_name(site: Site, *names: str) -> str:
+    """A name that the function does not use."""
+    within = site.function or site.source.tree
+    known = {node.id for node in ast.walk(within) if isinstance(node, ast.Name)}
+    return next(name for name in (*names, "normed_input") if name not in known)
+
+
+# Norms.
+
+
+def _norm_modules(site: Site) -> dict[str, ast.Call]:
+    """The calls that build a norm, by the attribute or key under which a module holds it."""
+    found: dict[str, ast.Call] = {}
+    for source in site.sources.values():
+        for call in source.nodes(ast.Call):
+            if not _is_norm_class(called(call)):
+                continue
+            for above in source.ancestors(call):
+                if isinstance(above, ast.keyword) and above.arg:
+                    found.setdefault(above.arg, call)
+                elif isinstance(above, ast.Dict):
+                    for key, value in zip(above.keys, above.values, strict=True):
+                        if isinstance(key, ast.Constant) and call in set(ast.walk(value)):
+                            found.setdefault(str(key.value), call)
+                elif isinstance(above, ast.Assign):
+                    target = above.targets[0]
+                    if isinstance(target, ast.Attribute):
+                        found.setdefault(target.attr, call)
+                elif isinstance(above, (ast.Call, ast.List, ast.comprehension, ast.ListComp,
+                                        ast.GeneratorExp)):  # fmt: skip
+                    inside = isinstance(above, ast.Call) and called(above) not in (
+                        "ModuleList", "ModuleDict", "dict",
+                    )  # fmt: skip
+                    if not inside:
+                        continue
+                break
+    return found
+
+
+def _is_norm_class(name: str) -> bool:
+    return bool(NORM.search(name)) and name[:1].isupper() and not WRAPPER.search(name)
+
+
+def _is_norm(site: Site, call: ast.Call) -> bool:
+    """Whether a call applies a norm to its first argument."""
+    func: ast.expr = call.func
+    while isinstance(func, ast.Subscript):
+        if isinstance(func.slice, ast.Constant) and func.slice.value in _norm_modules(site):
+            return bool(call.args)
+        func = func.value
+    name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    known = name in _norm_modules(site) or bool(NORM.search(name))
+    return bool(call.args) and known and not name[:1].isupper()
+
+
+def _wrap(source: Source, call: ast.Call) -> Wrap:
+    """The code of a norm of another tensor than the one of this call."""
+    (start, end), (first, last) = source.span(call), source.span(call.args[0])
+    before, after = source.text[start:first], source.text[last:end]
+    return lambda tensor: f"{before}{tensor}{after}"
+
+
+def _statements(site: Site) -> list[ast.stmt]:
+    """The simple statements of the finding's function, the finding's own first."""
+    within = site.function or site.statement
+    found = [n for n in site.source.nodes(ast.stmt, within) if not hasattr(n, "body")]
+    return sorted(found, key=lambda node: node is not site.statement)
+
+
+def _all_then_first(candidates: list[Edits]) -> Iterator[Edits]:
+    """All edits together if there are several, then those of the first."""
+    if len(candidates) > 1:
+        yield list(dict.fromkeys(edit for edits in candidates for edit in edits))
+    yield from candidates[:1]
+
+
+@fixes("post_ln")
+def pre_norm(site: Site) -> Iterator[Edits]:
+    """Move the norms behind the residual sums to the inputs of the branches."""
+    found = [edits for statement in _statements(site) if (edits := _post_to_pre(site, statement))]
+    yield from _all_then_first(found)
+
+
+def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
+    source = site.source
+    for call in source.nodes(ast.Call, statement):
+        if not _is_norm(site, call):
+            continue
+        summed = call.args[0]
+        if isinstance(summed, ast.BinOp):
+            for residual in _residuals(source, statement):
+                moved = _normed_input(site, residual, _wrap(source, call))
+                if residual.sum is summed and moved:
+                    return [*source.unwrap(call, summed), *moved]
+        block = source.block(statement)
+        i = block.index(statement)
+        if not isinstance(summed, ast.Name) or not i or summed.id not in _stores(block[i - 1]):
+            continue
+        for residual in _residuals(source, block[i - 1]):
+            moved = _normed_input(site, residual, _wrap(source, call), (statement,))
+            if moved:
+                return [*_without(source, statement, call), *moved]
+    return None
+
+
+def _without(source: Source, statement: ast.stmt, call: ast.Call) -> Edits:
+    """Remove a call of a norm, or its statement if it does nothing else."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    same = isinstance(target, ast.Name) and ast.unparse(target) == ast.unparse(call.args[0])
+    if same and isinstance(statement, ast.Assign) and statement.value is call:
+        return [removed(source, statement)]
+    return source.unwrap(call, call.args[0])
+
+
+@fixes("post_ln")
+def norm_first(site: Site) -> Iterator[Edits]:
+    """Set `norm_first` of torch's own layers."""
+    for source in site.sources.values():
+        layers = [c for c in source.nodes(ast.Call) if re.match("Transformer.*Layer", called(c))]
+        if layers:
+            yield [source.set_keyword(call, "norm_first", "True") for call in layers]
+
+
+@fixes("norm_on_output")
+def norm_on_input(site: Site) -> Iterator[Edits]:
+    """Move the norms of the branches from their outputs to their inputs."""
+    found = [e for statement in _statements(site) if (e := _output_to_input(site, statement))]
+    yield from _all_then_first(found)
+
+
+def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
+    source = site.source
+    block = source.block(statement)
+    for call in source.nodes(ast.Call, statement):
+        if not _is_norm(site, call) or isinstance(call.args[0], ast.BinOp):
+            continue
+        gone = _without(source, statement, call)
+        alone = (statement,) if len(gone) == 1 else ()
+        for later in block[block.index(statement) :]:
+            for residual in _residuals(source, later):
+                if later is statement and call not in set(ast.walk(residual.branch)):
+                    continue
+                if moved := _normed_input(site, residual, _wrap(source, call), alone):
+                    return [*gone, *moved]
+            if _residuals(source, later):
+                break
+        inner = call.args[0]
+        if isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.Name):
+            tensor = inner.args[0]
+            normed = source.replace(tensor, _wrap(source, call)(tensor.id))
+            return [*source.unwrap(call, inner), normed]
+    return None
+
+
+@fixes("extra_ln")
+def removed_norm(site: Site) -> Iterator[Edits]:
+    """Remove the call of a norm, and the module that is then not used."""
+    source = site.source
+    for call in site.calls:
+        if _is_norm(site, call):
+            edits = _without(source, site.statement, call)
+            yield [*edits, *_unused_norm(site, call)]
+            yield edits
+
+
+def _unused_norm(site: Site, call: ast.Call) -> Edits:
+    """The removal of the module that only this call uses."""
+    source = site.source
+    edits = unused(site, [call.func])
+    if edits or not isinstance(call.func, ast.Attribute):
+        return edits
+    name = call.func.attr
+    if sum(node.attr == name for node in source.nodes(ast.Attribute)) == 1:
+        for built in source.nodes(ast.Call):
+            edits += [source.remove_argument(built, k) for k in built.keywords if k.arg == name]
+    return edits
+
+
+@fixes("extra_ln")
+def removed_norm_module(site: Site) -> Iterator[Edits]:
+    """Remove a norm from a Sequential, or the last norm of torch's own encoder."""
+    for source in sorted(site.sources.values(), key=lambda source: source is not site.source):
+        for call in source.nodes(ast.Call):
+            items: list[ast.expr | ast.keyword] = []
+            if called(call) == "Sequential":
+                items = [a for a in call.args
+                         if isinstance(a, ast.Call) and _is_norm_class(called(a))]  # fmt: skip
+            elif called(call).startswith("Transformer"):
+                items = [k for k in call.keywords if k.arg == "norm"]
+            yield from ([source.remove_argument(call, item)] for item in items)
+
+
+@fixes("missing_ln")
+def added_norm(site: Site) -> Iterator[Edits]:
+    """Apply a norm to the input of a branch: an unused one of the class, or a new one."""
+    if site.cls is None or site.finding.tap is None:
+        return
+    source, first = site.source, site.finding.tap.endswith("ln_1")
+    block = source.block(site.statement)
+    sums = [r for s in block[block.index(site.statement) :] for r in _residuals(source, s)][:2]
+    for name in _unused_norms(site, site.cls):
+        wrap = _norm_like(site, name)
+        for residual in sums:
+            if edits := _normed_input(site, residual, wrap):
+                yield edits
+    init = _init(site.cls)
+    if init is None:
+        return
+    for name, statement, new in _new_norms(site, init, first):
+        place = (
+            source.insert_before(statement, new) if first else source.insert_after(statement, new)
+        )
+        for residual in sums:
+            if edits := _normed_input(site, residual, _norm_like(site, name)):
+                yield [place, *edits]
+
+
+@fixes("missing_ln")
+def norm_of_wrapper(site: Site) -> Iterator[Edits]:
+    """Apply the unused norm of a class that wraps the branches."""
+    source = site.source
+    for cls in source.nodes(ast.ClassDef):
+        names = [] if cls is site.cls else _unused_norms(site, cls)
+        for name in names:
+            for statement in source.nodes(ast.Return, cls):
+                residuals = _residuals(source, statement)
+                for residual in residuals:
+                    if edits := _normed_input(site, residual, _of_self(name)):
+                        yield edits
+                value = statement.value
+                if not residuals and isinstance(value, ast.Call) and value.args:
+                    tensor = value.args[0]
+                    yield [source.replace(tensor, f"self.{name}({source.code(tensor)})")]
+
+
+def _norm_like(site: Site, name: str) -> Wrap:
+    """The code of a norm of this name, applied like another one in the function."""
+    for call in site.source.nodes(ast.Call, site.function):
+        if _is_norm(site, call) and isinstance(call.func, (ast.Attribute, ast.Subscript)):
+            owner: ast.expr = call.func
+            while isinstance(owner, ast.Subscript):
+                owner = owner.value
+            if isinstance(owner, ast.Attribute):
+                end = site.source.span(owner)[1]
+                code, rest = (
+                    site.source.code(owner),
+                    site.source.text[end : site.source.span(call.func)[1]],
+                )
+                func = code[: len(code) - len(owner.attr)] + name + rest
+                return lambda tensor: f"{func}({tensor})"
+    return _of_self(name)
+
+
+def _of_self(name: str) -> Wrap:
+    return lambda tensor: f"self.{name}({tensor})"
+
+
+def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
+    """The attributes and keys of norms that a class builds and nothing reads."""
+    within = set(ast.walk(cls))
+    every = {
+        node.attr
+        for source in site.sources.values()
+        for node in source.nodes(ast.Attribute)
+        if isinstance(node.ctx, ast.Load)
+        and (node in within or not (isinstance(node.value, ast.Name) and node.value.id == "self"))
+    }
+    return [name for name, call in _norm_modules(site).items()
+            if call in within and name not in every]  # fmt: skip
+
+
+def _init(cls: ast.ClassDef) -> ast.FunctionDef | None:
+    return next(
+        (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
+
+
+def _new_norms(
+    site: Site, init: ast.FunctionDef, first: bool
+) -> Iterator[tuple[str, ast.stmt, str]]:
+    """The name of a new norm, the statement it stands beside, and the statement that builds it."""
+    source = site.source
+    own = [
+        s
+        for s in init.body
+        if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Attribute)
+    ]
+    for statement in own:
+        target, value = statement.targets[0], statement.value
+        if isinstance(target, ast.Attribute) and target.attr in _norm_modules(site):
+            name = _sibling(target.attr, first)
+            yield name, statement, f"self.{name} = {source.code(value)}"
+    name = "ln_1" if first else "ln_2"
+    for new in _constructors(site, init):
+        yield name, own[0], f"self.{name} = {new}"
+
+
+def _sibling(name: str, first: bool) -> str:
+    """The name of the first norm of a block after that of the second, or the other way around."""
+    for pair in PAIRS:
+        new, old = pair if first else pair[::-1]
+        if old in name:
+            return new.join(name.rsplit(old, 1))
+    return "ln_1" if first else "ln_2"
+
+
+def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
+    """The code of a new norm, the user's norms first; each name in it is known in the method."""
+    known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
+    local = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)
+             and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    known |= local | {s.name for s in site.source.tree.body if isinstance(s, ast.ClassDef)}
+    known |= {t.id for s in site.source.tree.body if isinstance(s, ast.Assign)
+              for t in s.targets if isinstance(t, ast.Name)}  # fmt: skip
+    own = {n.attr for n in ast.walk(init) if isinstance(n, ast.Attribute)
+           and isinstance(n.ctx, ast.Store)}  # fmt: skip
+
+    def is_known(node: ast.AST) -> bool:
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
+                      and isinstance(n.value, ast.Name) and n.value.id == "self"}  # fmt: skip
+        return names <= known and attributes <= own
+
+    seen: set[str] = set()
+    norms = list(_norm_modules(site).values())
+    for call in norms:
+        code = ast.unparse(call)
+        written = [s.code(call) for s in site.sources.values() if call in set(ast.walk(s.tree))]
+        if is_known(call) and code not in seen:
+            seen.add(code)
+            yield written[0]
+    classes = {ast.unparse(call.func) for call in norms} or {site.torch("torch.nn.LayerNorm")}
+    for call in site.source.nodes(ast.Call, init):
+        place = {"Linear": 0, "Embedding": 1}.get(called(call))
+        if place is not None and len(call.args) > place and is_known(call.args[place]):
+            for cls in sorted(classes):
+                new = f"{cls}({site.source.code(call.args[place])})"
+                if new not in seen:
+                    seen.add(new)
+                    yield new
+
+
+@fixes("no_final_ln")
+def final_norm(site: Site) -> Iterator[Edits]:
+    """Apply a norm before the head: an unused one of the class, or a new one."""
+    if site.cls is None or (init := _init(site.cls)) is None:
+        return
+    for name in _unused_norms(site, site.cls):
+        for edits in _before_head(site, _held(site, name)):
+            yield edits
+    if not _unused_norms(site, site.cls):
+        name = _final_name(site)
+        for new in _constructors(site, init):
+            place = _beside_head(site, init, f"self.{name} = {new}")
+            for edits in _before_head(site, f"self.{name}"):
+                yield [place, *edits]
+
+
+def _held(site: Site, name: str) -> str:
+    """How the class reaches a module of its own, or one in a ModuleDict."""
+    assert site.cls is not None
+    for statement in site.source.nodes(ast.Assign, site.cls):
+        target = statement.targets[0]
+        if not isinstance(target, ast.Attribute):
+            continue
+        if target.attr == name:
+            break
+        if _norm_modules(site)[name] in set(ast.walk(statement)):
+            keyed = site.source.nodes(ast.Subscript, site.cls)
+            owners = [s.value.attr for s in keyed if isinstance(s.value, ast.Attribute)]
+            if target.attr in owners:
+                return f"self.{target.attr}[{site.source.quoted(name)}]"
+            return f"self.{target.attr}.{name}"
+    return f"self.{name}"
+
+
+def _before_head(site: Site, norm: str) -> Iterator[Edits]:
+    """Apply a norm to the tensor that the finding's line passes to the head."""
+    source, statement = site.source, site.statement
+    if site.function is None:
+        return
+    local = {a.arg for a in site.function.args.args} | _stores(site.function)
+    tensors = [n for n in source.nodes(ast.Name, statement) if n.id in local - {"self"}
+               and n in _loads(source, statement, n.id)]  # fmt: skip
+    for node in tensors:
+        new = source.insert_before(_outermost(site), f"{node.id} = {norm}({node.id})")
+        inline = source.replace(node, f"{norm}({node.id})")
+        nested = _outermost(site) is not statement or isinstance(
+            source.parents[node], ast.Subscript
+        )
+        if nested or isinstance(statement, ast.Assign):
+            yield [new]
+            yield [inline]
+        else:
+            yield [inline]
+            yield [new]
+    calls = [c for c in site.calls if c.args and isinstance(c.args[0], (ast.Call, ast.Subscript))]
+    for call in calls:
+        yield [source.replace(call.args[0], f"{norm}({source.code(call.args[0])})")]
+
+
+def _outermost(site: Site) -> ast.stmt:
+    """The statement of the function's body that the finding's line is in."""
+    assert site.function is not None
+    return next(s for s in site.function.body if site.statement in set(ast.walk(s)))
+
+
+def _final_name(site: Site) -> str:
+    """A name for the final norm in the style of the others."""
+    styles = (("ln", "ln_f"), ("layernorm", "final_layernorm"), ("layer_norm", "final_layer_norm"),
+              ("norm", "norm"))  # fmt: skip
+    for name in _norm_modules(site):
+        for start, new in styles:
+            if start in name.lower():
+                return new
+    return "ln_f"
+
+
+def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
+    """Insert a statement before the one that builds the head, or after the blocks."""
+    read = {n.attr for n in site.source.nodes(ast.Attribute, site.statement)}
+    built = [s for s in init.body if isinstance(s, ast.Assign)]
+    for statement in built:
+        target = statement.targets[0]
+        if (
+            isinstance(target, ast.Attribute)
+            and target.attr in read
+            and called_in(statement, "Linear")
+        ):
+            return site.source.insert_before(statement, new)
+    blocks = [s for s in built if any(called_in(s, name) for name in BODY)]
+    return site.source.insert_after((blocks or built or init.body)[-1], new)
+
+
+def called_in(node: ast.AST, name: str) -> bool:
+    """Whether a call of this name is in the node."""
+    return any(isinstance(n, ast.Call) and called(n) == name for n in ast.walk(node))
+
+
+# Residual connections.
+
+
+@fixes("missing_residual")
+def added_residual(site: Site) -> Iterator[Edits]:
+    """Add the input of a branch to its output."""
+    source = site.source
+    if site.function is None:
+        return
+    block = source.block(site.statement)
+    start = block.index(site.statement)
+    for statement in _branch_end(source, block, start):
+        value = getattr(statement, "value", None)
+        if not isinstance(statement, (ast.Assign, ast.Return)) or not isinstance(value, ast.expr):
+            continue
+        if isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Name):
+            continue
+        for name in _streams(site, block[:start], statement):
+            left = f"{name} + {source.code(value)}"
+            right = f"{source.code(value)} + {name}"
+            yield [source.replace(value, right if _stream_last(site) else left)]
+    yield from _saved_residual(site, block, start)
+
+
+def _branch_end(source: Source, block: list[ast.stmt], start: int) -> list[ast.stmt]:
+    """The statements with which a branch may end, the last first: its call, dropout, a copy."""
+    found = [block[start]]
+    for i in range(start + 1, len(block)):
+        value = getattr(block[i], "value", None)
+        names = _stores(found[-1])
+        dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
+        read = (
+            {n.id for n in source.nodes(ast.Name, value)} if isinstance(value, ast.expr) else set()
+        )
+        copied = isinstance(value, ast.Name) and not any(
+            _loads(source, later, value.id) for later in block[i + 1 :]
+        )
+        if not names & read or not (dropout or copied):
+            break
+        if copied and isinstance(block[i], ast.Return):
+            break
+        found.append(block[i])
+    return found[::-1]
+
+
+def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[str]:
+    """The names that may hold the residual stream, the likeliest first."""
+    source = site.source
+    assert site.function is not None
+    copies = [s.targets[0].id for s in before if isinstance(s, ast.Assign)
+              and isinstance(s.targets[0], ast.Name) and isinstance(s.value, ast.Name)]  # fmt: skip
+    idle = [name for name in reversed(copies) if not _loads(source, statement, name)]
+    read = [n.id for n in source.nodes(ast.Name, statement) if n in _loads(source, statement, n.id)]
+    written = [name for s in reversed(before) for name in sorted(_stores(s))]
+    parameters = [a.arg for a in site.function.args.args if a.arg != "self"]
+    local = {*parameters, *_stores(site.function)}
+    target = [n for n in _stores(statement) & local if n not in read]  # x = dropout(y)
+    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *parameters])
+    return list(every)[:4]
+
+
+def _stream_last(site: Site) -> bool:
+    """Whether the function writes its other sums as `branch + x`."""
+    sums = [s for s in _statements(site) if _residuals(site.source, s)]
+    found = [_residuals(site.source, s)[0] for s in sums]
+    return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
+
+
+def _saved_residual(site: Site, block: list[ast.stmt], start: int) -> Iterator[Edits]:
+    """Save the stream before a branch that overwrites it, and add it behind the branch."""
+    source, statement = site.source, site.statement
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+        return
+    name = statement.targets[0].id
+    names = [s.targets[0].id for s in _statements(site) if isinstance(s, ast.Assign)
+             and isinstance(s.targets[0], ast.Name) and isinstance(s.value, ast.Name)]  # fmt: skip
+    saved = names[0] if names else _new_name(site, "residual", "shortcut")
+    first = start
+    while (
+        first and _stores(block[first - 1]) == {name} and not _residuals(source, block[first - 1])
+    ):
+        first -= 1
+    last = start
+    while last + 1 < len(block) and _stores(block[last + 1]) == {name}:
+        if any(_is_norm(site, call) for call in source.nodes(ast.Call, block[last + 1])):
+            break
+        last += 1
+    for begin in range(first, start + 1):
+        end = block[last]
+        if isinstance(end, ast.Assign):
+            added = source.replace(end.value, f"{saved} + {source.code(end.value)}")
+            yield [source.insert_before(block[begin], f"{saved} = {name}"), added]
+
+
+@fixes("missing_residual")
+def residual_wrapper(site: Site) -> Iterator[Edits]:
+    """Put a module into the user's wrapper that adds the input to the output."""
+    for source in site.sources.values():
+        for wrapper in source.nodes(ast.ClassDef):
+            if not re.search("resid", wrapper.name, re.I):
+                continue
+            wrapped = [c for c in source.nodes(ast.Call) if called(c) == wrapper.name and c.args]
+            names = {called(c.args[0]) for c in wrapped if isinstance(c.args[0], ast.Call)}
+            for call in source.nodes(ast.Call):
+                above = source.parents[call]
+                inside = isinstance(above, ast.Call) and called(above) == wrapper.name
+                if called(call) in names and not inside:
+                    yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
+
+
+@fixes("missing_residual")
+def residual_from_attention(site: Site) -> Iterator[Edits]:
+    """Add the MLP to the sum that includes attention instead of the input of the block."""
+    source = site.source
+    block = source.block(site.statement)
+    for statement in block[block.index(site.statement) :]:
+        for residual in _residuals(source, statement):
+            read = [name for s in block[: block.index(statement)] for name in _stores(s)]
+            for name in reversed(read):
+                if name != residual.stream.id:
+                    yield [source.replace(residual.stream, name)]
+
+
+@fixes("residual_from_norm")
+def residual_before_norm(site: Site) -> Iterator[Edits]:
+    """Start the residual connections before the norms."""
+    found: list[Edits] = []
+    for statement in _statements(site):
+        for residual in _residuals(site.source, statement):
+            if edits := _from_before_norm(site, residual):
+                found.append(edits)
+                break
+        else:
+            found += _normed_operand(site, statement)
+    yield from _all_then_first(found)
+
+
+def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
+    """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
+    source = site.source
+    return [
+        source.unwrap(operand, operand.args[0])
+        for node in source.nodes(ast.BinOp, statement)
+        for operand in (node.left, node.right)
+        if isinstance(node.op, ast.Add)
+        and isinstance(operand, ast.Call)
+        and _is_norm(site, operand)
+        and isinstance(operand.args[0], ast.Name)
+    ][:1]
+
+
+def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
+    source, name = site.source, residual.stream.id
+    block = source.block(residual.statement)
+    end = block.index(residual.statement)
+    i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
+    if i < 0 or not isinstance(definition := block[i], ast.Assign):
+        return None
+    value = definition.value
+    before = block[i - 1] if i else None
+    if isinstance(value, ast.Name) and isinstance(before, ast.Assign):  # x = ln(x); residual = x
+        call = before.value
+        if value.id in _stores(before) and isinstance(call, ast.Call) and _is_norm(site, call):
+            same = isinstance(call.args[0], ast.Name) and call.args[0].id == value.id
+            if not same:
+                return [source.replace(value, source.code(call.args[0]))]
+            return [
+                source.replace(before, source.code(definition)),
+                source.replace(definition, source.code(before)),
+            ]
+        return None
+    if not isinstance(value, ast.Call) or not _is_norm(site, value):
+        return None
+    tensor = value.args[0]
+    if not isinstance(tensor, ast.Name):
+        return None
+    if tensor.id != name:  # h = ln(x); x = h + branch(h)
+        return [source.replace(residual.stream, tensor.id)]
+    moved = _normed_input(site, residual, _wrap(source, value), (definition,))
+    return None if moved is None else _merged([removed(source, definition), *moved])
+
+
+def _merged(edits: Edits) -> Edits:
+    """The edits without two that begin at the same place."""
+    return list({(edit.start, edit.end): edit for edit in edits}.values())
+
+
+# Parallel branches.
+
+
+@fixes("parallel_block")
+def sequential_branches(site: Site) -> Iterator[Edits]:
+    """Add attention to the stream before the MLP reads it."""
+    source, statement = site.source, site.statement
+    for later in [statement, *_statements(site)]:
+        terms = _terms(source, later)
+        streams = [t for t in terms if isinstance(t, ast.Name)]
+        if len(terms) != 3:
+            continue
+        for stream in streams:
+            first, last = [t for t in terms if t is not stream]
+            for attention, mlp in ((first, last), (last, first)):
+                edits = _split_sum(site, later, stream, attention, mlp)
+                if edits:
+                    yield edits
+
+
+def _terms(source: Source, statement: ast.stmt) -> list[ast.expr]:
+    """The terms of the sum that a statement assigns or returns."""
+    value = getattr(statement, "value", None)
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        return [statement.target, *_flat(statement.value)]
+    return _flat(value) if isinstance(value, ast.expr) else []
+
+
+def _flat(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_flat(node.left), *_flat(node.right)]
+    return [node]
+
+
+def _split_sum(
+    site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
+) -> Edits | None:
+    """Add attention to the stream in a statement of its own, before the MLP."""
+    source, x = site.source, stream.id
+    block = source.block(statement)
+    place, needed = statement, {n.id for n in source.nodes(ast.Name, mlp)}
+    if not _loads(source, mlp, x):
+        for other in reversed(block[: block.index(statement)]):
+            if _stores(other) & needed:
+                needed |= {n.id for n in source.nodes(ast.Name, other)}
+                place = other if _loads(source, other, x) else place
+    known = set().union(*(_stores(s) for s in block[block.index(place) :]))
+    if place is not statement and known & {n.id for n in source.nodes(ast.Name, attention)} - {x}:
+        return None  # attention is computed later
+    last = source.span(stream)[0] > source.span(attention)[0]
+    sums = [f"{source.code(a)} + {x}" if last else f"{x} + {source.code(a)}"
+            for a in (attention, mlp)]  # fmt: skip
+    if isinstance(statement, ast.AugAssign):
+        lines = [f"{x} += {source.code(attention)}", f"{x} += {source.code(mlp)}"]
+        return [source.insert_before(place, lines[0]), source.replace(statement, lines[1])]
+    value = getattr(statement, "value")  # noqa: B009
+    return [source.insert_before(place, f"{x} = {sums[0]}"), source.replace(value, sums[1])]
+
+
+@fixes("parallel_block")
+def mlp_after_attention(site: Site) -> Iterator[Edits]:
+    """Let the MLP read the sum that includes attention."""
+    source = site.source
+    found = [s for s in reversed(sorted(_statements(site), key=lambda s: s.lineno))]
+    for statement in found:
+        for residual in _residuals(source, statement):
+            block = source.block(statement)
+            for other in block[: block.index(statement)]:
+                for first in _residuals(source, other):
+                    old, new = first.stream.id, sorted(_stores(other))
+                    uses = [
+                        n for s in block[block.index(other) + 1 : block.index(statement) + 1]
+                        for n in _loads(source, s, old) if n is not residual.stream
+                    ]  # fmt: skip
+                    yield from _moved_behind(source, block, other, old)
+                    if uses and new and new[0] != old:
+                        yield [source.replace(node, new[0]) for node in uses]
+                        yield [source.replace(uses[0], new[0])]
+
+
+def _moved_behind(
+    source: Source, block: list[ast.stmt], total: ast.stmt, stream: str
+) -> Iterator[Edits]:
+    """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
+    for statement in block[: block.index(total)]:
+        unread = not any(_loads(source, total, name) for name in _stores(statement))
+        if _loads(source, statement, stream) and unread and isinstance(statement, ast.Assign):
+            lines = source.code(statement)
+            yield [source.remove(statement), source.insert_after(total, lines)]

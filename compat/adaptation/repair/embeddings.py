@@ -1,1 +1,413 @@
-"""Fixes."""
+"""Fixes of the embeddings and of what happens to the logits."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
+from compat.adaptation.repair.source import Edit, Source
+
+# Names of the number of positions in a constructor.
+POSITIONS = re.compile(
+    r"n_?positions|n_?ctx|block_?size|max_?(seq(uence)?_?)?(len(gth)?|t|position_embeddings|steps)"
+    r"|context(_?(len(gth)?|size|window))?|seq(uence)?_?len(gth)?|max_position_embeddings",
+    re.I,
+)
+
+
+# Positions.
+
+
+@fixes("pos_offset")
+def first_position(site: Site) -> Iterator[Edits]:
+    """Remove the number that is added to the positions."""
+    around: list[ast.AST | None] = [site.statement, site.function, site.cls, site.source.tree]
+    for region in around:
+        if region is None:
+            continue
+        calls = [e for c in site.source.nodes(ast.Call, region) if (e := _arange(site, c))]
+        slices = [e for s in site.source.nodes(ast.Slice, region) if (e := _slice(site, s))]
+        both = [*calls, *slices]
+        yield from both
+        yield from _sums(site, region)
+        if not both:
+            yield from _numbers(site, region)
+    yield from _cumulative(site)
+
+
+def _is_offset(site: Site, node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value == site.finding.values["found"]
+
+
+def _less(site: Site, node: ast.expr) -> Edit | None:
+    """A sum without the offset."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        for offset, rest in ((node.right, node.left), (node.left, node.right)):
+            if _is_offset(site, offset):
+                return site.source.replace(node, site.source.code(rest))
+    return None
+
+
+def _arange(site: Site, call: ast.Call) -> Edits | None:
+    """`arange(1, T + 1)` from 0 on."""
+    if called(call) not in ("arange", "range") or len(call.args) < 2:
+        return None
+    if not _is_offset(site, call.args[0]):
+        return None
+    source = site.source
+    end = _less(site, call.args[1])
+    length = source.replace(
+        call.args[1], f"{source.code(call.args[1])} - {source.code(call.args[0])}"
+    )
+    return [source.replace(call.args[0], "0"), end or length]
+
+
+def _slice(site: Site, node: ast.Slice) -> Edits | None:
+    """`table[1 : T + 1]` from 0 on."""
+    if node.lower is None or node.upper is None or not _is_offset(site, node.lower):
+        return None
+    start, last = site.source.span(node.lower)[0], site.source.span(node.upper)[0]
+    length = _less(site, node.upper)
+    if length is None:
+        return None
+    short = re.fullmatch(r"\w+", length.text) or site.source.text[last - 1] == ":"
+    return [Edit(site.source.file, start, last, ":" if short else ": "), length]
+
+
+def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
+    """Without the offset in `positions + 1`, and without `positions += 1`."""
+    source = site.source
+    for node in source.nodes(ast.BinOp, region):
+        statement = source.parent(node, ast.stmt)
+        if (edit := _less(site, node)) is None:
+            continue
+        rest = node.left if _is_offset(site, node.right) else node.right
+        if isinstance(statement, ast.Assign) and statement.value is node:
+            if ast.unparse(statement.targets[0]) == ast.unparse(rest):
+                yield [removed(source, statement)]
+                continue
+        yield [edit]
+    for augmented in source.nodes(ast.AugAssign, region):
+        if isinstance(augmented.op, ast.Add) and _is_offset(site, augmented.value):
+            yield [removed(source, augmented)]
+    if region is site.statement:
+        yield from _named_offset(site)
+
+
+def _named_offset(site: Site) -> Iterator[Edits]:
+    """Without `self.offset` in `positions + self.offset`."""
+    source = site.source
+    regions = [site.statement, site.function]
+    for region in regions:
+        for node in source.nodes(ast.BinOp, region) if region else []:
+            if not isinstance(node.op, ast.Add):
+                continue
+            for offset, rest in ((node.right, node.left), (node.left, node.right)):
+                name = (
+                    offset.attr if isinstance(offset, ast.Attribute) else getattr(offset, "id", "")
+                )
+                if re.search("offset|shift|start|pad|bias", name, re.I):
+                    edit = source.replace(node, source.code(rest))
+                    yield [edit, *unused(site, [offset])]
+
+
+def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
+    """Set a number to 0 that is the offset, such as `start = 2 if cache is None else …`."""
+    source = site.source
+    found = [n for n in source.nodes(ast.Constant, region) if _is_offset(site, n)]
+    for node in found:
+        above = source.parents.get(node)
+        if type(node.value) is int and isinstance(
+            above, (ast.IfExp, ast.Assign, ast.AnnAssign, ast.arguments, ast.keyword)
+        ):
+            yield [source.replace(node, "0")]
+
+
+def _cumulative(site: Site) -> Iterator[Edits]:
+    """Count the positions of a cumulative sum from 0."""
+    source = site.source
+    for call in source.nodes(ast.Call, site.function):
+        if called(call) == "cumsum":
+            new = f"{source.code(call)} - {site.finding.values['found']}"
+            inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
+            yield [source.replace(call, f"({new})" if inside else new)]
+
+
+@fixes("no_pos")
+def added_positions(site: Site) -> Iterator[Edits]:
+    """Add the position embedding: an unused one of the class, or a new one."""
+    source = site.source
+    if site.cls is None or site.function is None:
+        return
+    init = next((n for n in site.cls.body if isinstance(n, ast.FunctionDef)
+                 and n.name == "__init__"), None)  # fmt: skip
+    if init is None:
+        return
+    tables = _tables(site, init)
+    read = [n.attr for n in source.nodes(ast.Attribute) if isinstance(n.ctx, ast.Load)]
+    for lookup in site.calls:
+        token = tables.get(getattr(lookup.func, "attr", ""))
+        if token is None or len(lookup.args) != 1:
+            continue
+        ids = source.operand(lookup.args[0])
+        for name, (holder, _) in tables.items():
+            if name not in read:
+                yield [_with_positions(site, lookup, f"{holder}.{name}", ids)]
+        holder, table = token
+        length = _positions(source, init)
+        if length is not None and len(table.args) > 1:
+            kind, width = source.code(table.func), source.code(table.args[1])
+            statement = next(s for s in init.body if table in set(ast.walk(s)))
+            name = _position_name(getattr(lookup.func, "attr", ""))
+            new = f"self.{name} = {kind}({length}, {width})"
+            edit = source.insert_after(statement, new)
+            yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
+
+
+@fixes("no_pos")
+def added_position_module(site: Site) -> Iterator[Edits]:
+    """Add the user's own module of positions, which is built and not used."""
+    source = site.source
+    every = source.nodes(ast.Attribute)
+    read = {node.attr for node in every if isinstance(node.ctx, ast.Load)}
+    unread = [n.attr for n in every if "pos" in n.attr.lower() and n.attr not in read]
+    for name in dict.fromkeys(unread):
+        for call in source.nodes(ast.Call):
+            token = re.search("emb|tok|wte", called(call), re.I) and not called(call)[0].isupper()
+            if not token or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
+                continue
+            code = source.code(call)
+            yield [source.replace(call, f"{code} + self.{name}({source.code(call.args[0])})")]
+            yield [_with_positions(site, call, f"self.{name}", source.code(call.args[0]))]
+
+
+def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
+    """The lookup of the tokens plus the one of their positions."""
+    arange = site.torch("torch.arange")
+    positions = f"{table}({arange}({ids}.size(-1), device={ids}.device))"
+    lookup_code = site.source.code(lookup)
+    inside = isinstance(site.source.parents[lookup], (ast.BinOp, ast.Attribute))
+    new = f"{lookup_code} + {positions}"
+    return site.source.replace(lookup, f"({new})" if inside else new)
+
+
+def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]]:
+    """The embeddings of a constructor by name, each with what holds it and the call."""
+    found: dict[str, tuple[str, ast.Call]] = {}
+    for call in site.source.nodes(ast.Call, init):
+        if "Embedding" not in called(call):
+            continue
+        key = ""
+        for above in site.source.ancestors(call):
+            if isinstance(above, ast.keyword) and not key:
+                key = above.arg or ""
+            elif isinstance(above, ast.Dict) and not key:
+                pairs = zip(above.keys, above.values, strict=True)
+                key = next((str(k.value) for k, v in pairs
+                            if v is call and isinstance(k, ast.Constant)), "")  # fmt: skip
+            elif isinstance(above, ast.Assign):
+                target = above.targets[0]
+                if isinstance(target, ast.Attribute):
+                    holder = f"self.{target.attr}" if key else "self"
+                    found[key or target.attr] = (holder, call)
+                break
+    return found
+
+
+def _positions(source: Source, init: ast.FunctionDef) -> str | None:
+    """How a constructor can write the number of positions."""
+    names = [a.arg for a in [*init.args.args, *init.args.kwonlyargs] if a.arg != "self"]
+    for name in names:
+        if POSITIONS.fullmatch(name):
+            return name
+    for owner in names:  # config.block_size, if the file mentions it
+        for node in source.nodes(ast.Attribute):
+            of_owner = isinstance(node.value, ast.Name) and node.value.id in (
+                owner,
+                "config",
+                "self",
+            )
+            if of_owner and POSITIONS.fullmatch(node.attr):
+                return f"{owner}.{node.attr}"
+        for item in source.nodes(ast.AnnAssign):
+            if isinstance(item.target, ast.Name) and POSITIONS.fullmatch(item.target.id):
+                return f"{owner}.{item.target.id}"
+        for key in source.nodes(ast.Constant):
+            if isinstance(key.value, str) and POSITIONS.fullmatch(key.value):
+                return f"{owner}[{source.code(key)}]"
+    return None
+
+
+def _position_name(token: str) -> str:
+    """A name for the position embedding in the style of the token embedding's."""
+    for old, new in (("wte", "wpe"), ("token", "position"), ("tok", "pos"), ("word", "position")):
+        if old in token:
+            return token.replace(old, new)
+    return "wpe"
+
+
+# Factors.
+
+
+@fixes("scaled_embedding", "scaled_logits")
+def removed_factor(site: Site) -> Iterator[Edits]:
+    """Remove a multiplication or a division."""
+    source = site.source
+    for region in (site.statement, site.function):
+        if region is None:
+            continue
+        for node in source.nodes(ast.AugAssign, region):
+            if isinstance(node.op, (ast.Mult, ast.Div)):
+                yield [removed(source, node), *unused(site, [node.value])]
+        for product in source.nodes(ast.expr, region):
+            for tensor, factor in _factors(product):
+                gone = unused(site, [factor])
+                yield [*_only(source, product, tensor), *gone]
+
+
+def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """The two readings of a product as a tensor and a factor, the likelier first."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+        left, right = (node.left, node.right), (node.right, node.left)
+        if isinstance(node.op, ast.Div):
+            return [left]
+        is_factor = isinstance(node.left, (ast.Constant, ast.Attribute)) or "sqrt" in ast.unparse(
+            node.left
+        )
+        return [right, left] if is_factor else [left, right]
+    if isinstance(node, ast.Call) and called(node).rstrip("_") in (
+        "mul",
+        "div",
+        "multiply",
+        "divide",
+    ):
+        if len(node.args) == 2:
+            return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
+        if len(node.args) == 1 and isinstance(node.func, ast.Attribute):
+            return [(node.func.value, node.args[0])]
+    return []
+
+
+def _only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
+    """A part in place of an expression; without the statement if that then does nothing."""
+    statement = source.parents.get(node)
+    code = ast.unparse(part)
+    if isinstance(statement, ast.Expr):
+        return [removed(source, statement)]
+    if isinstance(statement, ast.Assign) and statement.value is node:
+        if len(statement.targets) == 1 and ast.unparse(statement.targets[0]) == code:
+            return [removed(source, statement)]
+    return source.unwrap(node, part)
+
+
+# The logits.
+
+
+@fixes("softmax_output")
+def removed_softmax(site: Site) -> Iterator[Edits]:
+    """Return the logits instead of their softmax."""
+    source = site.source
+    for call in [*site.calls, *source.nodes(ast.Call, site.function), *source.nodes(ast.Call)]:
+        if "softmax" not in called(call).lower().replace("_", "") or called(call)[:1].isupper():
+            continue
+        tensor = _argument(call)
+        if tensor is None:
+            continue
+        statement = source.parents.get(call)
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(target, ast.Name) and isinstance(tensor, ast.Name) and target.id != tensor.id:
+            function = source.parent(call, ast.FunctionDef)
+            reads = [n for n in source.nodes(ast.Name, function)
+                     if n.id == target.id and isinstance(n.ctx, ast.Load)]  # fmt: skip
+            assert isinstance(statement, ast.stmt)
+            yield [removed(source, statement), *(source.replace(n, tensor.id) for n in reads)]
+        own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
+        yield [*_only(source, call, tensor), *(unused(site, [call.func]) if own else [])]
+
+
+def _argument(call: ast.Call) -> ast.expr | None:
+    """The tensor of `softmax(x, dim)` or `x.softmax(dim)`."""
+    if isinstance(call.func, ast.Attribute):
+        owner = ast.unparse(call.func.value)
+        module = owner in ("torch", "F", "nn", "self") or owner.endswith(
+            (".functional", ".special")
+        )
+        if not module and not owner.startswith("self."):
+            return call.func.value
+        if not module and not call.args:
+            return call.func.value
+        if not module and isinstance(call.args[0], (ast.Constant, ast.UnaryOp)):
+            return call.func.value
+    return call.args[0] if call.args else next((k.value for k in call.keywords
+                                                if k.arg in ("input", "x")), None)  # fmt: skip
+
+
+@fixes("softmax_output")
+def removed_softmax_module(site: Site) -> Iterator[Edits]:
+    """Remove a softmax from a Sequential, or its module together with the calls of it."""
+    source = site.source
+    for call in source.nodes(ast.Call):
+        for item in call.args:
+            if isinstance(item, ast.Call) and called(item) in ("Softmax", "LogSoftmax"):
+                yield [source.remove_argument(call, item)]
+    for node in source.nodes(ast.Assign):
+        target = node.targets[0]
+        built = isinstance(node.value, ast.Call) and called(node.value) in ("Softmax", "LogSoftmax")
+        if not built or not isinstance(target, ast.Attribute):
+            continue
+        uses = [c for c in source.nodes(ast.Call) if called(c) == target.attr and c.args]
+        edits = [edit for use in uses for edit in _only(source, use, use.args[0])]
+        if edits:
+            yield [source.remove(node), *edits]
+
+
+@fixes("changed_logits", "scaled_logits")
+def unchanged_logits(site: Site) -> Iterator[Edits]:
+    """Remove element-wise operations on the logits."""
+    source = site.source
+    found = _steps(site)
+    if len(found) > 1:
+        yield [removed(source, statement) for statement in found]
+    for formula in formulas(site, site.statement):
+        operands = inputs(site, formula)
+        order = (ast.Call, ast.BinOp, ast.Name, ast.Subscript, ast.Attribute)
+        ranked = [o for kind in order for o in operands if isinstance(o, kind)]
+        for operand in ranked:
+            gone: list[ast.AST] = [o for o in operands if o is not operand]
+            yield [*_only(source, formula, operand), *unused(site, gone)]
+    statement = site.statement
+    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
+        yield [removed(source, statement)]
+    for call in site.calls:
+        if isinstance(call.func, ast.Attribute) and isinstance(statement, (ast.Assign, ast.Return)):
+            yield _only(source, call, call.func.value)
+        if call.args:
+            yield _only(source, call, call.args[0])
+
+
+def _steps(site: Site) -> list[ast.stmt]:
+    """The statements around the finding's that all change the same tensor by element."""
+    block = site.source.block(site.statement)
+
+    def changed(statement: ast.stmt) -> str | None:
+        if isinstance(statement, ast.AugAssign):
+            return ast.unparse(statement.target)
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+            return None
+        name = statement.targets[0].id
+        whole = statement.value in formulas(site, statement)
+        own = any(isinstance(o, ast.Name) and o.id == name for o in inputs(site, statement.value))
+        return name if whole and own else None
+
+    name, i = changed(site.statement), block.index(site.statement)
+    if name is None:
+        return []
+    first = last = i
+    while first and changed(block[first - 1]) == name:
+        first -= 1
+    while last + 1 < len(block) and changed(block[last + 1]) == name:
+        last += 1
+    return block[first : last + 1]

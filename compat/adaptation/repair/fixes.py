@@ -90,10 +90,22 @@ class Site:
             found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0)
         )
 
+    @cached_property
+    def imported(self) -> frozenset[str]:
+        """The names that imports bind."""
+        nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
+        return frozenset(
+            alias.asname or alias.name.partition(".")[0]
+            for node in nodes
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        )
+
     def torch(self, name: str) -> str:
         """How the file can write `torch.nn.functional.gelu` and the like with its own imports."""
         known: dict[str, str] = {}  # the alias of every imported module
-        for node in ast.walk(self.source.tree):
+        nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     known[alias.name] = alias.asname or alias.name

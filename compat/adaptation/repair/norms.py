@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from compat.repair.fixes import Edits, Site, argument, called, fixes
-from compat.repair.source import Edit, Source
-from compat.repair.values import (
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.values import (
     Written,
     assignments,
     attempts,

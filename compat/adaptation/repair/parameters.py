@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.repair.fixes import Edits, Site, argument, called, fixes
-from compat.repair.source import Edit, Source
-from compat.repair.values import (
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.values import (
     Written,
     assigned,
     assignments,

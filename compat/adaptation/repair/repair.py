@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 from compat.adaptation.adapt import adapt
-from compat.adaptation.repair import (  # fill the registry
+from compat.adaptation.repair import (
+    activations,
     attention,
     blocks,
     embeddings,
+    modules,
     norms,
     parameters,
 )
@@ -41,10 +43,11 @@ from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_target, resized
 from compat.user_models.notebook import code_cells, read_source
 
-__all__ = ["Repair", "Target", "attention", "blocks", "embeddings", "norms", "parameters", "repair"]
-
+# Importing these modules fills the registry.
+AREAS = (activations, attention, blocks, embeddings, modules, norms, parameters)
 MAX_TRIALS = 120  # models that are built and compared in one search
 REPAIRED = ("breaks", "drifts")
+SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,8 @@ def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) ->
     checkpoint = open_checkpoint(source)
     with tempfile.TemporaryDirectory() as folder:
         small = _small_checkpoint(checkpoint.config, Path(folder))
-        try:
-            found = _Search(target, small, unsafe).run()
-        except CompatError:  # such as a model that is built in one size only
-            found = _Search(target, checkpoint, unsafe).run()
+        trial = small if _is_built_in(target, small) else checkpoint
+        found = _Search(target, trial, unsafe).run()
     return found if found is not None and _is_proved(target, checkpoint, found) else None
 
 
@@ -152,6 +153,15 @@ def _small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     save_pretrained(model, folder / "small")
     return open_checkpoint(folder / "small")
+
+
+def _is_built_in(target: Target, checkpoint: Checkpoint) -> bool:
+    """Whether the model can be built in a checkpoint's sizes; some authors write sizes as numbers."""
+    try:
+        found = target.adapt(checkpoint, {})
+    except CompatError:
+        return False
+    return not any(finding.code in SIZES for finding in found.findings)
 
 
 @dataclass

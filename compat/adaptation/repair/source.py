@@ -83,15 +83,13 @@ class Source:
             if not before.endswith("(") or not after.startswith(")") or close == limit:
                 return start, end
             start, end = len(before) - 1, close
-    def enclosed(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node begins and ends with the parentheses directly around it."""
-        start, end = self.span(node)
-        before = self.text[:start].rstrip()
-        after = len(self.text) - len(self.text[end:].lstrip())
-        called = isinstance(self.parents.get(node), (ast.Call, ast.keyword))
-        if not called and before.endswith("(") and self.text[after : after + 1] == ")":
-            return len(before) - 1, after + 1
-        return start, end
+
+    def quoted(self, value: str) -> str:
+        """A string in the quotes that the file uses most."""
+        written = [self.code(node) for node in self.nodes(ast.Constant)]
+        single = sum(code.startswith("'") for code in written)
+        double = sum(code.startswith('"') and not code.startswith('"""') for code in written)
+        return f"'{value}'" if single > double else f'"{value}"'
 
     def replace(self, node: ast.AST, text: str) -> Edit:
         return Edit(self.file, *self.span(node), text)
@@ -129,6 +127,25 @@ class Source:
         comma = "" if inside[-1] in "(," else ", "
         comma = " " if inside[-1] == "," else comma
         return Edit(self.file, len(inside), len(inside), f"{comma}{name}={value}")
+
+    def unwrap(self, outer: ast.expr, inner: ast.expr) -> list[Edit]:
+        """Replace an expression by a part of it, which can be edited at the same time."""
+        (start, end), (first, last) = self.span(outer), self.span(inner)
+        tight = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+        around = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
+        bare = isinstance(inner, tight) or not isinstance(self.parents.get(outer), around)
+        if not bare or (last < end and inner.lineno != inner.end_lineno):
+            return [Edit(self.file, start, first, "("), Edit(self.file, last, end, ")")]
+        return [Edit(self.file, start, first, ""), Edit(self.file, last, end, "")]
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The list of statements that a statement is in."""
+        above = self.parents[statement]
+        for name in ("body", "orelse", "finalbody"):
+            found = getattr(above, name, None)
+            if isinstance(found, list) and any(node is statement for node in found):
+                return found
+        return [statement]
 
     def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
         """A call without one of its arguments."""

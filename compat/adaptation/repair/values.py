@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from compat.repair.fixes import Site, argument, called
-from compat.repair.source import Edit, Source
+from compat.adaptation.repair.fixes import Site, argument, called
+from compat.adaptation.repair.source import Edit, Source
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through

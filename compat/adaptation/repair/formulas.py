@@ -1,0 +1,132 @@
+"""Expressions of the user's source that compute a function of each element of one tensor."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, called
+from compat.adaptation.repair.source import Edit, Source
+
+ELEMENTWISE = frozenset(
+    "abs add celu clamp clamp_max clamp_min clip div divide elu erf erfc exp gelu hardsigmoid "
+    "hardswish hardtanh leaky_relu log maximum minimum mish mul multiply nan_to_num neg ones_like "
+    "pow relu relu6 rsqrt selu sigmoid silu softplus softsign sqrt square sub tanh tensor "
+    "true_divide where zeros_like float".split()
+)
+
+
+def inputs(site: Site, node: ast.expr) -> list[ast.expr]:
+    """The different operands of an element-wise expression that are not constants.
+
+    An expression of another kind, such as the call of a module, is its own operand.
+    """
+    found: dict[str, ast.expr] = {}
+    for operand in _operands(site, node):
+        if not (isinstance(operand, ast.Name) and operand.id in _constants(site)):
+            found.setdefault(ast.dump(operand), operand)
+    return list(found.values())
+
+
+def formulas(site: Site, within: ast.AST) -> list[ast.expr]:
+    """The largest element-wise expressions in the order of the text."""
+    expressions = site.source.nodes(ast.expr, within)
+    formula = {node for node in expressions if _parts(site, node) is not None}
+    return [
+        node for node in expressions
+        if node in formula and site.source.parents.get(node) not in formula
+    ]  # fmt: skip
+
+
+def _operands(site: Site, node: ast.expr) -> Iterator[ast.expr]:
+    parts = _parts(site, node)
+    if parts is None:
+        if not _is_constant(site, node):
+            yield node
+        return
+    for part in parts:
+        yield from _operands(site, part)
+
+
+def _parts(site: Site, node: ast.expr) -> list[ast.expr] | None:
+    """The operands of one operation on elements; None for any other expression."""
+    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
+        return [node.left, node.right]
+    if isinstance(node, ast.UnaryOp):
+        return [node.operand]
+    if isinstance(node, ast.Compare):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.Call) and called(node).rstrip("_") in ELEMENTWISE:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(node.func, ast.Attribute) and not _is_imported(site, node.func):
+            return None if _root(node.func) is None else [node.func.value, *arguments]
+        return arguments
+    return None
+
+
+def _is_constant(site: Site, node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return isinstance(node.func.value, ast.Name) and node.func.value.id in ("math", "np")
+    return isinstance(node, ast.Constant) or _is_imported(site, node)
+
+
+def _is_imported(site: Site, node: ast.expr) -> bool:
+    """Whether a name is looked up in an imported module, such as `math.pi`."""
+    root = _root(node)
+    return isinstance(root, ast.Name) and root.id in site.imported
+
+
+def _root(node: ast.expr) -> ast.expr:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
+
+
+def _constants(site: Site) -> set[str]:
+    """The names that are assigned numbers only, in the function or in the module."""
+    statements = [*site.source.tree.body, *(site.function.body if site.function else [])]
+    return {
+        target.id
+        for statement in statements
+        if isinstance(statement, ast.Assign) and not list(_operands(site, statement.value))
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def removed(source: Source, statement: ast.stmt) -> Edit:
+    """The removal of a statement, and of the `if` around it if it is alone there."""
+    above = source.parents.get(statement)
+    while isinstance(above, ast.If) and not above.orelse and above.body == [statement]:
+        statement, above = above, source.parents.get(above)
+    return source.remove(statement)
+
+
+def unused(site: Site, gone: list[ast.AST]) -> Edits:
+    """The removal of assignments whose names are only read in nodes that are removed."""
+    source = site.source
+    inside = {node for node_gone in gone for node in ast.walk(node_gone)}
+    edits: Edits = []
+    names = {node.attr for node in inside if isinstance(node, ast.Attribute)
+             and isinstance(node.value, ast.Name) and node.value.id == "self"}  # fmt: skip
+    for name in sorted(names):
+        every = [n for n in source.nodes(ast.Attribute) if n.attr == name]
+        edits += _assignment(source, [n for n in every if n not in inside])
+    local = {node.id for node in inside if isinstance(node, ast.Name)} - site.imported
+    for name in sorted(local):
+        if site.function is None or name in {a.arg for a in ast.walk(site.function.args)
+                                             if isinstance(a, ast.arg)}:  # fmt: skip
+            continue
+        named = [n for n in source.nodes(ast.Name, site.function) if n.id == name]
+        edits += _assignment(source, [n for n in named if n not in inside])
+    return edits
+
+
+def _assignment(source: Source, mentions: list[ast.Name] | list[ast.Attribute]) -> Edits:
+    """The removal of an assignment that is the only mention of a name."""
+    if len(mentions) != 1 or not isinstance(mentions[0].ctx, ast.Store):
+        return []
+    statement = source.parents.get(mentions[0])
+    if not isinstance(statement, ast.Assign) or statement.targets != [mentions[0]]:
+        return []
+    return [] if len(source.block(statement)) == 1 else [source.remove(statement)]
