@@ -60,7 +60,7 @@ def _exchanged(site: Site, call: ast.Call) -> Edits:
 
 @fixes("qk_norm")
 def without_normalization(site: Site) -> Iterator[Edits]:
-    """The statements that normalize q and k are removed, or their calls replaced by the argument."""
+    """Remove the statements that normalize q and k, or replace the calls by their arguments."""
     removed = [
         site.source.remove(node)
         for node in site.source.nodes(ast.Assign, site.function or site.statement)

@@ -156,7 +156,7 @@ def _small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
 
 
 def _is_built_in(target: Target, checkpoint: Checkpoint) -> bool:
-    """Whether the model can be built in a checkpoint's sizes; some authors write sizes as numbers."""
+    """Whether the model is built in the sizes of a checkpoint, and has none of its own."""
     try:
         found = target.adapt(checkpoint, {})
     except CompatError:
