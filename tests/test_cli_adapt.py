@@ -15,6 +15,7 @@ from rich.console import Console
 
 from compat import Adaptation, Finding, NameMap, check_parity, load_into
 from compat.adaptation import CODES
+from compat.adaptation.diagnosis.explanations import EXPLANATIONS, explain
 from compat.cli.adapt import show
 from compat.errors import collapse_layers
 from compat.taps import Tap
@@ -210,3 +211,56 @@ def test_the_benchmark_times_every_stage() -> None:
     assert sum(found["seconds"].values()) == pytest.approx(found["total"])
     assert found["total"] < found["process"]
     assert found["ratio"] == pytest.approx(found["total"] / (6 * found["forward"] + 10))
+
+
+# Repair
+
+
+def test_a_diff_is_printed_and_nothing_is_written(cli: Cli, tiny: Path) -> None:
+    before = Path("erf.py").read_text()
+    done = cli("adapt", "erf.py:MyGPT", "--model", tiny, "--diff")
+    assert done.code == 1
+    changed = [line for line in done.out.splitlines() if line.startswith(("+", "-"))]
+    assert changed[:2] == ["--- a/erf.py", "+++ b/erf.py"]
+    assert changed[2] == f"-        {ERF_SOURCE}" and 'approximate="tanh"' in changed[3]
+    assert "--fix writes the edits" in done.err
+    assert Path("erf.py").read_text() == before
+
+
+def test_a_fix_is_written(cli: Cli, tiny: Path) -> None:
+    done = cli("adapt", "erf.py:MyGPT", "--model", tiny, "--fix")
+    assert done.code == 0 and "repaired erf_gelu in erf.py" in done.err
+    assert cli("adapt", "erf.py:MyGPT", "--model", tiny).code == 0
+
+
+def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
+    cli: Cli, tiny: Path
+) -> None:
+    path = Path("odd.py")
+    path.write_text(Path("right.py").read_text().replace("return self.norm(x)", "return x.sin()"))
+    before = path.read_text()
+    done = cli("adapt", "odd.py:MyGPT", "--model", tiny, "--fix")
+    assert done.code == 1 and "no edits were found" in done.err
+    assert "✗" in done.out and path.read_text() == before
+
+
+def test_a_single_part(cli: Cli, tiny: Path) -> None:
+    done = cli("adapt", "erf.py:Block", "--model", tiny, "--part", "h.1")
+    assert done.code == 1
+    assert done.out.startswith("✓ mapped 12 of 12 tensors")
+    assert "erf_gelu · breaks parity at h.1.act" in done.out
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_deviation_is_explained(code: str) -> None:
+    what, why, fix = explain(code).split("\n\n")
+    assert what.endswith(".") and why == EXPLANATIONS[code] and fix.startswith("Fix: ")
+    assert "{" not in explain(code)
+
+
+def test_explain(cli: Cli) -> None:
+    done = cli("explain", "erf_gelu")
+    assert done.code == 0 and done.out.startswith("erf_gelu: breaks parity\n")
+    assert EXPLANATIONS["erf_gelu"].split()[-1] in done.out
+    done = cli("explain", "erf_gleu")
+    assert done.code == 2 and "erf_gelu?" in done.err

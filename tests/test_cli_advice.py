@@ -21,6 +21,7 @@ GROUP = typer.main.get_command(app)
 OPTIONS = {
     name: {option for parameter in command.params for option in parameter.opts}
     for name, command in GROUP.commands.items()  # type: ignore[attr-defined]
+    if name != "explain"  # reads no checkpoint
 }
 # Which commands show the messages of a part of the library; all of them, unless listed here.
 REACHED_BY = {

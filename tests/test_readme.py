@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from compat.checkpoint import open_checkpoint
-from compat.dialects.linear import GPTModel
+from compat.dialects.linear import GPTModel, MultiHeadAttention
 from tests.command_line import ROOT, Cli
 
 PLACES = ["README.md", *(f"{top}/**/README.md" for top in ("compat", "scripts", "tests"))]
@@ -41,6 +41,7 @@ def test_python_blocks_run(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, object] = {name: GPTModel(CONFIG) for name in READERS_MODELS}
+    names["my_attention"] = MultiHeadAttention(CONFIG)
     for number, block in enumerate(blocks(readme, "python"), start=1):
         code = compile(block.replace('"gpt2"', '"demo"'), f"{readme}, block {number}", "exec")
         exec(code, names)

@@ -48,7 +48,7 @@ _PATTERNS = {
     "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid",
     "n_embd": rf".*{_EMB}({_SIZE}|len)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate|nx"
-    r"|ninp|emsize|normalizedshape",
+    r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?")

@@ -39,6 +39,20 @@ EXPLANATIONS = {
     "reads `self.W_key(x)` for both, the weights of one of them are never used.",
     "no_head_merge_transpose": "Before the merge, the heads are (B, H, T, D). Reshaping this to "
     "(B, T, C) without the transpose mixes heads and tokens, although the shape is right.",
+    "no_head_split_transpose": "Reshaping (B, T, C) to (B, H, T, D) without the transpose takes "
+    "the channels of one head from several tokens, although the shape is right.",
+    "qk_norm": "Later models normalize queries and keys to keep training stable. GPT-2's weights "
+    "were trained without it, and the lengths of q and k carry information.",
+    "grouped_query_attention": "Later models let several query heads share keys and values to save "
+    "memory. The checkpoint has a key and a value for every head.",
+    "sliding_window": "GPT-2 was trained to read its whole context. With a window, distant tokens "
+    "have no influence.",
+    "gated_mlp": "LLaMA and others multiply the activation by a second projection. The checkpoint "
+    "has no weights for it.",
+    "plain_list": "nn.Module finds parameters in attributes that are modules, and does not look "
+    "into lists. parameters(), state_dict() and to() leave out these modules.",
+    "low_precision": "bfloat16 has 8 bits of mantissa. One computation in it limits the precision "
+    "of everything after it.",
     "softmax_dim": "The weights of a query must add up to 1 over the keys. Over any other axis "
     "they do not, although no shape changes.",
     "mask_after_softmax": "A softmax over unmasked scores includes later tokens in its sum. "

@@ -124,13 +124,13 @@ def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) ->
     """
     checkpoint = open_checkpoint(source)
     with tempfile.TemporaryDirectory() as folder:
-        small = _small_checkpoint(checkpoint.config, Path(folder))
+        small = small_checkpoint(checkpoint.config, Path(folder))
         trial = small if _is_built_in(target, small) else checkpoint
-        found = _Search(target, trial, unsafe).run()
-    return found if found is not None and _is_proved(target, checkpoint, found) else None
+        found = Search(target, trial, unsafe).run()
+    return found if found is not None and is_proved(target, checkpoint, found) else None
 
 
-def _small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
+def small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
     """Noise in the shapes of a small GPT-2 that is otherwise configured like the user's."""
     heads = min(config.n_head, 4)
     inner = None if config.n_inner is None else 12 * heads * config.n_inner // config.n_embd
@@ -165,7 +165,7 @@ def _is_built_in(target: Target, checkpoint: Checkpoint) -> bool:
 
 
 @dataclass
-class _Search:
+class Search:
     """A greedy search: the first edit that improves the model is kept."""
 
     target: Target
@@ -267,7 +267,7 @@ def _rank(state: Adaptation) -> tuple[Any, ...]:
 # The proof in a process of its own.
 
 
-def _is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
+def is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
     """Whether a fresh process finds the edited model compatible with the checkpoint."""
     request = {
         "target": target.name,
@@ -283,4 +283,4 @@ def _is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
         text=True,
         check=False,
     )
-    return done.returncode == 0 and done.stdout.strip().endswith("compatible")
+    return done.returncode == 0 and done.stdout.splitlines()[-1:] == ["compatible"]

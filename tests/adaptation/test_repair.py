@@ -1,0 +1,166 @@
+"""Edits that repair a model: found for every deviation, proved elsewhere, written as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compat import AdaptError, GPT2Config, adapt
+from compat.adaptation.repair.repair import Repair, Search, Target, is_proved, repair
+from compat.adaptation.repair.repair import small_checkpoint as made_small
+from compat.adaptation.repair.source import Edit, Source, apply
+from compat.adaptation.repair.write import write
+from compat.checkpoint import Checkpoint, open_checkpoint
+from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
+from tests.adaptation.common import REFUSED, build
+
+# The deviations that are repaired; others are of sizes, of names, or change no number.
+REPAIRED = set(
+    """
+    changed_logits dropout_always_on eps_outside_sqrt eps_value erf_gelu extra_ln inner_dim
+    mask_after_softmax mask_off missing_ln missing_residual n_head_mismatch n_layer_mismatch
+    no_attn_scale no_final_ln no_head_merge_transpose no_head_split_transpose no_ln_bias
+    no_ln_weight no_mask no_mlp_bias no_pos no_proj_bias no_qkv_bias norm_on_output
+    other_activation parallel_block pos_offset post_ln qk_norm random_parameters relu
+    residual_from_norm rmsnorm scale_by_d_model scaled_embedding scaled_logits shared_kv silu
+    softmax_dim softmax_output unbiased_var vocab_mismatch wrong_scale
+    """.split()
+)
+# Models whose constructors have arguments that the checkpoint's sizes are not recognised for.
+ARGUMENTS = {"conv_proj": ("max_steps", 32), "head_loop": ("size", 48)}
+NO_DEVIATION = {("hub_style", "eps_value")}  # the constructor is called with the checkpoint's eps
+TRIED = [
+    mutation for mutation in MUTATIONS
+    if mutation.code in REPAIRED and mutation.style not in REFUSED
+    and mutation.style not in ARGUMENTS and (mutation.style, mutation.code) not in NO_DEVIATION
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return made_small(GPT2Config(), tmp_path_factory.mktemp("small"))
+
+
+def target_of(path: Path, style: str) -> Target:
+    return Target(f"{path}:{MODELS[style].cls}")
+
+
+def searched(path: Path, style: str, small: Checkpoint) -> Repair:
+    found = Search(target_of(path, style), small, unsafe=False).run()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("mutation", TRIED, ids=lambda m: f"{m.style}-{m.code}")
+def test_a_deviation_is_repaired(
+    small: Checkpoint, tiny: Path, tmp_path: Path, mutation: Mutation
+) -> None:
+    """The edits are found in one checkpoint's sizes, and judged in another's."""
+    path = composed(MODELS[mutation.style], [mutation], tmp_path)
+    before = path.read_text()
+    found = searched(path, mutation.style, small)
+    assert found.fixed
+    assert path.read_text() == before  # nothing is written by the search
+    path.write_text(found.texts[str(path)])
+    model = build(MODELS[mutation.style], path, tiny)
+    repaired = adapt(model, tiny)
+    wrong = {f.code for f in repaired.findings if f.severity in ("breaks", "drifts")}
+    own_sizes = {"n_head_mismatch", "n_layer_mismatch", "vocab_mismatch"}  # of the zoo's builder
+    assert repaired or wrong <= own_sizes
+
+
+TOGETHER = [
+    ("nano", "erf_gelu", "no_mask"),
+    ("mingpt", "no_attn_scale", "missing_residual", "no_proj_bias"),
+    ("book", "unbiased_var", "relu", "mask_off"),
+    ("vkq_fused", "silu", "no_head_merge_transpose", "no_final_ln"),
+    ("functional", "erf_gelu", "wrong_scale", "scaled_embedding"),
+    ("lens", "silu", "softmax_dim", "no_final_ln"),
+]
+
+
+@pytest.mark.parametrize("wanted", TOGETHER, ids="-".join)
+def test_several_deviations_are_repaired_by_one_diff(
+    small: Checkpoint, tmp_path: Path, wanted: tuple[str, ...]
+) -> None:
+    style, *codes = wanted
+    by_code = {m.code: m for m in reversed(MUTATIONS) if m.style == style}
+    path = composed(MODELS[style], [by_code[code] for code in codes], tmp_path)
+    found = searched(path, style, small)
+    assert set(codes) <= set(found.fixed)
+    assert found.diff.count("--- a/") == 1 and found.diff.count("@@") >= 2
+
+
+def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
+    tiny: Path, tmp_path: Path
+) -> None:
+    mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "erf_gelu"))
+    path = composed(MODELS["nano"], [mutation], tmp_path)
+    found = repair(target_of(path, "nano"), str(tiny))
+    assert found is not None and found.fixed == ["erf_gelu"]
+    [changed] = [line for line in found.diff.splitlines() if line.startswith("+ ")]
+    assert changed.strip("+ ") == 'self.gelu = nn.GELU(approximate="tanh")'
+    wrong = Repair({str(path): path.read_text()}, found.old, [])
+    assert not is_proved(target_of(path, "nano"), open_checkpoint(tiny), wrong)
+
+
+def test_a_patch_from_python(tiny: Path, tmp_path: Path) -> None:
+    mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("mingpt", "softmax_dim"))
+    path = composed(MODELS["mingpt"], [mutation], tmp_path)
+    patch = adapt(build(MODELS["mingpt"], path, tiny), tiny).patch()
+    assert patch is not None and patch.startswith("--- a/")
+    right = adapt(build(MODELS["mingpt"], ZOO / MODELS["mingpt"].file, tiny), tiny)
+    assert right.patch() is None
+
+
+def test_what_cannot_be_repaired_gives_nothing(small: Checkpoint, tmp_path: Path) -> None:
+    mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "rope"))
+    path = composed(MODELS["nano"], [mutation], tmp_path)
+    assert Search(target_of(path, "nano"), small, unsafe=False).run() is None
+
+
+# Text and files.
+
+
+def test_edits_of_a_text() -> None:
+    source = Source("f.py", "é = f(a,  # why\n      b)\n")
+    [call] = [node for node in source.nodes(type(source.tree.body[0].value))]  # type: ignore[attr-defined]
+    edits = [source.replace(call.args[0], "x"), source.set_keyword(call, "k", "1")]
+    assert apply(source.text, edits) == "é = f(x,  # why\n      b, k=1)\n"
+    assert apply("abc", [Edit("f.py", 1, 2, "")]) == "ac"
+
+
+def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.py"
+    path.write_bytes("# coding: latin-1\r\nx = 'é'\r\n".encode("latin-1"))
+    old, new = "# coding: latin-1\nx = 'é'\n", "# coding: latin-1\nx = 'è'\n"
+    write(Repair({str(path): new}, {str(path): old}, []))
+    assert path.read_bytes() == "# coding: latin-1\r\nx = 'è'\r\n".encode("latin-1")
+    assert [p.name for p in tmp_path.iterdir()] == ["gpt.py"]
+
+
+def test_a_cell_of_a_notebook_is_written_and_the_rest_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.ipynb"
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["# é\n"]},
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["x = 1\n", "y = 2"]},
+    ]
+    document = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    before = path.read_text()
+    name = f"{path}#cell-1"
+    write(Repair({name: "x = 3\ny = 2"}, {name: "x = 1\ny = 2"}, []))
+    assert path.read_text() == before.replace("x = 1", "x = 3")
+
+
+def test_nothing_is_written_if_a_file_has_changed_or_cannot_be_written(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text("a = 1\n")
+    two.write_text("b = 1\n")
+    new = {str(one): "a = 2\n", str(two): "b = 2\n"}
+    with pytest.raises(AdaptError, match="was changed while"):
+        write(Repair(new, {str(one): "a = 1\n", str(two): "b = 0\n"}, []))
+    assert (one.read_text(), two.read_text()) == ("a = 1\n", "b = 1\n")
+    assert {p.name for p in tmp_path.iterdir()} == {"one.py", "two.py"}
