@@ -36,7 +36,7 @@ ENCODINGS = {
     "C locale in ASCII": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
     "UTF-8": {"PYTHONIOENCODING": "utf-8:strict"},
 }
-COMPLETE = ("ascii", "UTF-8")  # with the commands that take seconds
+COMPLETE = ("ascii",)  # with the commands that take seconds
 CODECS = {"cp1252": "cp1252", "UTF-8": "utf-8", "C locale": "utf-8"}
 
 
