@@ -32,6 +32,10 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def _notes(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("note: ")]
+
+
 # What a person sees
 
 
@@ -39,8 +43,11 @@ def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
     """What the model's own code prints goes to stderr."""
     done = cli("adapt", "right.py:MyGPT", "--model", tiny)
     assert done.code == 0
-    assert set(done.err.split()) == {"built", "called"}
-    first = done.out.splitlines()[0]
+    printed, [built] = set(done.err.splitlines()), _notes(done.err)
+    assert printed == {"built", "called", built}
+    assert built == "note: compat built MyGPT(vocab=97, context=32, width=24, heads=4, layers=3)"
+    first, *_, last = done.out.splitlines()
+    assert last == f'    adapt(model, "{tiny}").raise_if_failed()'
     assert first.startswith("✓ mapped 40 of 40 tensors   ✓ parity at ")
     assert ", and logits on 22 inputs; max|Δlogits| = " in first
     assert "✗" not in done.out

@@ -101,7 +101,7 @@ def adapt_command(
     options.exclude({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
     options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
     from compat.user_code import handle_errors as handle_users_errors
-    from compat.user_models import construct, load_target, resized
+    from compat.user_models import construct, described_call, load_target, resized
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our data
         cls = load_target(target)
@@ -110,9 +110,10 @@ def adapt_command(
         status = Console(stderr=True).status("tracing and comparing …", spinner="line")
         with status, handle_users_errors(cls):
             built = construct(cls, checkpoint.config, kwargs=arguments, config_name=config_name)
+            call = described_call(cls, checkpoint.config, kwargs=arguments, config_name=config_name)
             with resized(cls, checkpoint.config):  # forward may read the sizes too
                 adaptation = compat.adapt(built, checkpoint, part=part)
-    for line in checkpoint.notes:
+    for line in [*checkpoint.notes, f"compat built {call}"]:
         note(f"note: {line}")
     if html is not None:
         from compat.html_report import adapt_page
@@ -131,6 +132,8 @@ def adapt_command(
         note("  ".join(part.plain for part in _headline(adaptation)))
     else:
         show(adaptation, console())
+        if adaptation:
+            _show_next_step(adaptation, part, console())
     raise typer.Exit(0 if adaptation.compatible else 1)
 
 
@@ -212,6 +215,19 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
             f"{where}: {finding.message} → {finding.fix}",
         )
         print_wrapped(out, title, others="  ")
+
+
+def _show_next_step(adaptation: compat.Adaptation, part: str | None, out: Console) -> None:
+    """How to load the weights in the user's own code."""
+    argument = "" if part is None else f", part={json.dumps(part)}"
+    out.print()
+    out.print(Text("To load the weights in your own code:"))
+    for line in (
+        "from compat import adapt",
+        f"model = {adaptation.model}(...)  # as you build it",
+        f"adapt(model, {json.dumps(adaptation.source)}{argument}).raise_if_failed()",
+    ):
+        out.print(Text(f"    {line}", "bold"), soft_wrap=True)
 
 
 def _headline(adaptation: compat.Adaptation) -> list[Text]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -21,10 +23,12 @@ from compat.user_models.config_object import (
     takes_config,
 )
 from compat.user_models.module_sizes import resized
-from compat.user_models.synonyms import CONFIG_NAMES, neutral, plain
+from compat.user_models.synonyms import CONFIG_NAMES, SIZES, neutral, plain, role_of
 from compat.user_models.usage import reads
 
 Parameter = inspect.Parameter
+# Roles whose values are the checkpoint's, or change no logits in eval mode.
+UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
 
 
 def construct(
@@ -52,6 +56,74 @@ def construct(
     Raises:
         AdaptError: An argument cannot be found, or the user's code raises.
     """
+    arguments = _found_arguments(target, config, kwargs, config_name)
+    with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
+        try:
+            with resized(target, config):
+                model = target(**arguments)
+        except (KeyError, AttributeError) as error:
+            missing = _missing_entries(target, arguments, error)
+            if not missing:
+                raise
+            raise AdaptError(_unknown(target, missing, config)) from error
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
+    return model
+
+
+def described_call(
+    target: Callable[..., nn.Module],
+    config: GPT2Config,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    config_name: str | None = None,
+) -> str:
+    """The call that `construct` makes with the same arguments, as text.
+
+    Entries of configs in the target's module that the call contradicts follow, other than sizes and
+    dropout.
+    """
+    arguments = _found_arguments(target, config, kwargs, config_name)
+    passed: dict[str, Any] = dict(arguments)
+    for value in arguments.values():
+        passed |= _entries(value)
+    text = _call(target, arguments)
+    for name, value in vars(sys.modules.get(target.__module__, target)).items():
+        own = {} if isinstance(value, type) or name.startswith("_") else _entries(value)
+        other = [
+            f"{key}={value!r}" for key, value in own.items()
+            if key in passed and role_of(key) not in UNTOLD and passed[key] != value
+        ]  # fmt: skip
+        if other:
+            text += f"; your {name} has {listed(other)}"
+    return text
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    """The entries of a config with names for them: a dictionary, a namespace or a dataclass."""
+    if isinstance(value, Mapping):
+        return {key: entry for key, entry in value.items() if isinstance(key, str)}
+    plain = isinstance(value, (SimpleNamespace, GPT2Config)) or dataclasses.is_dataclass(value)
+    return dict(vars(value)) if plain and hasattr(value, "__dict__") else {}
+
+
+def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{name}={value!r:.200}" for name, value in arguments.items())
+    return f"{target.__name__}({shown})"
+
+
+def _found_arguments(
+    target: Callable[..., nn.Module],
+    config: GPT2Config,
+    kwargs: Mapping[str, Any] | None,
+    config_name: str | None,
+) -> dict[str, Any]:
+    """The arguments that the target is called with.
+
+    Raises:
+        AdaptError: One of them cannot be found.
+    """
     given = dict(kwargs or {})
     parameters = _parameters(target)
     wrong = [name for name in given if name not in parameters]
@@ -73,20 +145,7 @@ def construct(
             arguments, missing = _function_arguments(parameters, config, given | named)
     if missing:
         raise AdaptError(_unknown(target, missing, config))
-    shown = ", ".join(f"{name}={value!r:.200}" for name, value in arguments.items())
-    with translated(f"{target.__name__}({shown}) cannot be built", advice=MAKE_MODEL):
-        try:
-            with resized(target, config):
-                model = target(**arguments)
-        except (KeyError, AttributeError) as error:
-            missing = _missing_entries(target, arguments, error)
-            if not missing:
-                raise
-            raise AdaptError(_unknown(target, missing, config)) from error
-    if not isinstance(model, nn.Module):
-        found = type(model).__name__
-        raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
-    return model
+    return arguments
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_target
+from compat.user_models import construct, described_call, load_target
 from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
@@ -326,3 +326,23 @@ def test_errors_recommend_a_function_first(tmp_path: Path, case: str) -> None:
 def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, gpt("", NOTHING, "raise KeyboardInterrupt"))
+
+
+def test_the_call_is_described_with_what_the_users_own_config_says_instead(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    source = """
+CONFIG = {"emb_dim": 768, "n_layers": 12, "qkv_bias": False, "drop_rate": 0.5}
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.linear = nn.Linear(cfg["emb_dim"], cfg["n_layers"], bias=cfg["qkv_bias"])
+        self.drop = nn.Dropout(cfg["drop_rate"])
+"""
+    path.write_text(CORE + source)
+    found = described_call(load_target(f"{path}:GPT"), CONFIG)
+    call, own = found.split("; ")
+    assert call == "GPT(cfg={'emb_dim': 24, 'n_layers': 3, 'qkv_bias': True, 'drop_rate': 0.1})"
+    assert own == "your CONFIG has qkv_bias=False"
+    path.write_text(CORE + source.replace("False", "True"))
+    assert ";" not in described_call(load_target(f"{path}:GPT"), CONFIG)
