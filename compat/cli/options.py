@@ -95,7 +95,7 @@ def choose_source(source: str | None, model: str | None, default: str | None = "
 
 
 def exclude(options: dict[str, bool]) -> None:
-    """Refuse two options that exclude each other, if both were passed.
+    """Refuse options that exclude each other, if more than one was passed.
 
     Args:
         options: whether it was passed, by name.
@@ -103,8 +103,9 @@ def exclude(options: dict[str, bool]) -> None:
     Raises:
         typer.BadParameter: naming them.
     """
-    if all(options.values()):
-        raise typer.BadParameter(f"{' and '.join(options)} exclude each other. Pass one of them.")
+    given = [name for name, passed in options.items() if passed]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)} exclude each other. Pass one of them.")
 
 
 def check_seed(seed: int | None) -> int | None:

@@ -34,8 +34,8 @@ _PATTERNS = {
     "device": r"device",
     "off": r"(use)?(rms(norm)?|rope|rotary(emb(eddings)?)?|alibi|(squared)?relu|swiglu|silu|moe"
     r"|qknorm|gqa|postnorm|postln|normlast|parallel(block|residual))",
-    "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out)*|(n|num)?tokens|(n|num)token|tokencount"
-    rf"|numembeddings|dictsize|{_N}words|output{_SIZE}",
+    "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
+    rf"|tokencount|numembeddings|dictsize|{_N}words|output{_SIZE}",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(k|v|q|key|value)|keysize",
@@ -61,7 +61,8 @@ _NEUTRAL: dict[str, Any] = {
     "modeltype": None, "batchsize": 1, "learningrate": 1e-3, "lr": 1e-3, "weightdecay": 0.0,
     "verbose": False, "debug": False, "seed": 0, "usecache": False, "kvcache": False,
     "gradientcheckpointing": False, "outputattentions": False, "outputhiddenstates": False,
-    "usereturndict": False, "tokenizer": None, "tokeniser": None, "logger": None,
+    "usereturndict": False, "padidx": None, "paddingidx": None, "padtokenid": None, "betas": None,
+    "tokenizer": None, "tokeniser": None, "logger": None,
 }  # fmt: skip
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(

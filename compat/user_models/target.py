@@ -200,6 +200,19 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
     return found
 
 
+def _embeds(name: str, classes: dict[str, ast.ClassDef]) -> bool:
+    """Whether a class of the file, or one that it uses, mentions an embedding."""
+    reached, stack = set[str](), [name]
+    while stack:
+        current = stack.pop()
+        if current not in reached:
+            reached.add(current)
+            stack += [n.id for n in ast.walk(classes[current])
+                      if isinstance(n, ast.Name) and n.id in classes]  # fmt: skip
+    text = " ".join(ast.unparse(classes[each]) for each in reached)
+    return re.search(r"\b(Embedding|embedding)\(", text) is not None
+
+
 def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
     """The class that no other class uses."""
     used = {
@@ -209,6 +222,8 @@ def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
         if isinstance(node, ast.Name) and node.id != name
     }
     roots = [name for name in classes if name not in used]
+    if len(roots) > 1:  # helpers that are left over embed no tokens
+        roots = [name for name in roots if _embeds(name, classes)] or roots
     if len(roots) == 1:
         return roots[0]
     if not classes:

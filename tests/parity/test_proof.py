@@ -270,8 +270,15 @@ FAULTS: list[Edit] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("calibrate", "large"), [(None, False), (False, False), (None, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+HOW = [(None, False), (False, False), (None, True)]  # calibrate, large
+TYPES: list[tuple[torch.dtype, bool | None, bool]] = [
+    *((torch.float32, *how) for how in HOW),
+    *((torch.bfloat16, *how) for how in HOW),
+    (torch.float16, None, False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "calibrate", "large"), TYPES)
 def test_faults_do_not_hide_in_rounding(
     tiny: Path,
     monkeypatch: pytest.MonkeyPatch,

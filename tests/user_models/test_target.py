@@ -340,3 +340,33 @@ def test_notebooks_that_cannot_be_read(tmp_path: Path) -> None:
     refused(f"{path}:GPT", "ZeroDivisionError", f"{path}#cell-2:2: x = 1 / 0")
     path = notebook(tmp_path, IMPORTS, "class GPT(no_such_package.Module):\n    pass\n")
     refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
+
+
+def test_a_class_that_embeds_tokens_is_preferred_to_helpers_that_are_left_over(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        """
+from torch import nn
+
+class OldHead(nn.Module):
+    pass
+
+class Tokens(nn.Module):
+    def __init__(self, vocab_size, n_embd):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, n_embd)
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd):
+        super().__init__()
+        self.tokens = Tokens(vocab_size, n_embd)
+"""
+    )
+    assert load_target(str(path)).__name__ == "GPT"
+    path.write_text(
+        f"{path.read_text()}\n\nclass Other(GPT):\n    pass\n\n\nclass Last(GPT):\n    pass\n"
+    )
+    with pytest.raises(AdaptError, match="Other and Last"):
+        load_target(str(path))

@@ -402,7 +402,8 @@ class _Dissection:
         fc, gate, mlp_proj = self._mlp(i, sorted(mlp, key=graph.order.__getitem__))
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
-            attn = self._with_bias(next(n for n in index.live if wanted <= above[n] | {n}))
+            joined = next(n for n in index.live if wanted <= above[n] | {n})
+            attn = self._with_bias(self._summed(joined))
         else:
             attn = self._joined_heads(cores)
         end = self._with_bias(mlp_proj)
@@ -495,6 +496,13 @@ class _Dissection:
             elif kind(node) not in MOVES and kind(node) != "getitem":
                 break
         return end
+
+    def _summed(self, node: Node) -> Node:
+        """The sum over the heads of an output projection that keeps them apart."""
+        users = live_users(self.graph, node)
+        B, T = self.graph.shape
+        is_sum = len(users) == 1 and kind(users[0]) == "sum"
+        return users[0] if is_sum and prod(size(users[0])) == B * T * self.width else node
 
     def _adds_parameter(self, node: Node) -> bool:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]

@@ -125,6 +125,8 @@ def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
 
 def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
     """Whether a formula predicts the probabilities on other random q and k."""
+    if not formula.allowed.any():
+        return False
     q, k = piece.random(3), piece.random(4)
     difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
     error = difference[:, :, formula.allowed.any(-1)].abs().max().item()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -98,7 +97,7 @@ class Repair:
         """The edits as a unified diff, with paths relative to the working directory."""
         found: list[str] = []
         for name, new in self.texts.items():
-            shown = os.path.relpath(name).replace(os.sep, "/")
+            shown = _shown(name)
             found += difflib.unified_diff(
                 self.old[name].splitlines(keepends=True),
                 new.splitlines(keepends=True),
@@ -106,6 +105,13 @@ class Repair:
                 f"b/{shown}",
             )
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
+
+
+def _shown(name: str) -> str:
+    """A path from the working directory, or from the file's own folder if it lies elsewhere."""
+    path = Path(name)
+    inside = path.is_relative_to(Path.cwd())
+    return (path.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
 
 
 def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) -> Repair | None:
@@ -192,7 +198,11 @@ class Search:
     def _improved(
         self, state: Adaptation, finding: Finding, texts: dict[str, str]
     ) -> tuple[Adaptation, dict[str, str]] | None:
-        """The model after the first edit for a finding with which it is better."""
+        """The model after the first edit for a finding with which it is better.
+
+        An edit that brings findings of other kinds, such as a bias of the head, is the last choice.
+        """
+        second = None
         if finding.severity not in REPAIRED or finding.file is None:
             return None
         for edits in self._edits(finding, texts):
@@ -209,8 +219,10 @@ class Search:
             except CompatError:
                 continue
             if _rank(after) < _rank(state):
-                return after, changed
-        return None
+                if {f.code for f in after.findings} <= {f.code for f in state.findings}:
+                    return after, changed
+                second = second or (after, changed)
+        return second
 
     def _edits(self, finding: Finding, texts: dict[str, str]) -> Iterator[Edits]:
         finding, names = _located(finding, texts)
