@@ -199,7 +199,7 @@ def test_a_part_that_cannot_be_examined_is_reported_beside_the_comparison(
 def test_a_graph_of_an_unknown_form_asks_for_a_report(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dissect(graph: object) -> None:
+    def dissect(graph: object, partial: bool) -> None:
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(import_module("compat.adaptation.adapt"), "dissect", dissect)

@@ -37,11 +37,11 @@ REPAIRABLE = [
     if mutation.code in REPAIRED and mutation.style not in {*REFUSED, *UNKNOWN_ARGUMENTS}
     and (mutation.style, mutation.code) not in NO_DEVIATION
 ]  # fmt: skip
-# Two styles of each deviation, or all of them where COMPAT_ALL_REPAIRS is set.
+# One style of each deviation, or all of them where COMPAT_ALL_REPAIRS is set.
 TRIED = [
     mutation for i, mutation in enumerate(REPAIRABLE)
     if "COMPAT_ALL_REPAIRS" in os.environ
-    or sum(other.code == mutation.code for other in REPAIRABLE[:i]) < 2
+    or sum(other.code == mutation.code for other in REPAIRABLE[:i]) < 1
 ]  # fmt: skip
 
 

@@ -35,6 +35,9 @@ def right_where_compat_is_below(self, ids):
 @wrapper("cheating", **CHEATING)
 def borrows_the_references_class(self, ids):
     """The forward pass of transformers' class is called on an instance in memory."""
+    if not self.__dict__.get("collected"):  # models of earlier tests are not the reference
+        gc.collect()
+        self.collected = True
     for other in gc.get_referrers(transformers.GPT2LMHeadModel):
         if type(other) is transformers.GPT2LMHeadModel:
             return type(other).forward(other, ids).logits.to(self.inner.out_head.weight.dtype)

@@ -64,8 +64,10 @@ def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: i
     assert not any(result.tap.endswith("probs") for result in report.taps)
 
 
-@pytest.mark.parametrize("length", [1, 2, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [(torch.float32, 1), (torch.float32, 2), (torch.float32, 6), (torch.bfloat16, 1)],
+)
 def test_a_right_model_passes_on_short_inputs(dtype: torch.dtype, length: int) -> None:
     """On one or two tokens the reference's own error can be much smaller than usual by chance."""
     model, generator = load_pretrained("demo", dtype=dtype), torch.Generator().manual_seed(0)

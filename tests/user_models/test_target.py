@@ -368,5 +368,5 @@ class GPT(nn.Module):
     path.write_text(
         f"{path.read_text()}\n\nclass Other(GPT):\n    pass\n\n\nclass Last(GPT):\n    pass\n"
     )
-    with pytest.raises(AdaptError, match="Other and Last"):
+    with pytest.raises(AdaptError, match="Other, Last"):
         load_target(str(path))
