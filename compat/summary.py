@@ -136,6 +136,12 @@ def place(file: str, line: int | None) -> str:
     return file if line is None else f"{file}:{line}"
 
 
+def further_places(lines: Sequence[str]) -> list[str]:
+    """A finding's further lines, `file:line` each, with paths as `place` shows them."""
+    pairs = (line.rpartition(":") for line in lines)
+    return [place(file, int(number)) for file, _, number in pairs]
+
+
 def number(value: float) -> str:
     """A measured value with two digits, such as "1.2e-07"."""
     return f"{value:.1e}" if value else "0"

@@ -193,8 +193,8 @@ def adapt(
         revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
-        AdaptError: the model is not a language model with attention, or cannot be traced or mapped;
-            says why and where.
+        AdaptError: the model is not a language model, or cannot be called, traced or mapped; says
+            why and where.
         CompatError: the checkpoint cannot be loaded.
     """
     if not isinstance(model, nn.Module):

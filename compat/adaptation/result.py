@@ -107,7 +107,7 @@ class Adaptation:
 
     @property
     def why_unchecked(self) -> str:
-        """Why there is no comparison."""
+        """The reason why `parity` is None."""
         if len(self.unmatched) == self.tensors:
             return "a part of the model is unknown to compat"
         return "its logits have another shape than the reference's"

@@ -20,7 +20,7 @@ from compat.cli import options
 from compat.cli.errors import handle_errors
 from compat.cli.output import console, note, print_json, print_wrapped, write_page
 from compat.errors import collapse_layers
-from compat.summary import SEVERITY, place
+from compat.summary import SEVERITY, further_places, place
 
 if TYPE_CHECKING:
     from compat.adaptation.repair.repair import Target
@@ -298,8 +298,7 @@ def _show_findings(findings: Sequence[compat.Finding], out: Console) -> None:
         print_wrapped(out, title, "  ", "    ")
         out.print(Text.assemble("  ", ("→ ", "bold green"), (finding.fix, "bold")), soft_wrap=True)
         if finding.also:
-            lines = [line.rpartition(":") for line in finding.also]
-            also = ", ".join(place(file, int(line)) for file, _, line in lines)
+            also = ", ".join(further_places(finding.also))
             print_wrapped(out, Text(f"also at {also}"), "    ", "    ")
         if finding.evidence:
             print_wrapped(out, Text(finding.evidence, style="dim"), "    ", "    ")

@@ -18,6 +18,7 @@ from compat.summary import (
     KINDS,
     SEVERITY,
     Layer,
+    further_places,
     input_rows,
     layers,
     limits,
@@ -137,9 +138,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "finding": finding,
         "badge": " ".join(SEVERITY.get(finding.severity, (finding.severity,))),
         "place": place(finding.file, finding.line) if finding.file is not None else None,
-        "also": [
-            place(file, int(line)) for file, _, line in (a.rpartition(":") for a in finding.also)
-        ],
+        "also": further_places(finding.also),
         "source": None if source is None else dedent(source).strip("\r\n"),
     }
 

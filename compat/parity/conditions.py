@@ -103,7 +103,7 @@ class ObservedCondition:
         """The outcome that no input reached."""
         if self.text in _CLAMPS:
             return f"`{self.text}` changed no value on any input"
-        what = f"the comparison `{self.text}`" if self.text in _COMPARISONS else f"`{self.text}`"
+        what = f"the comparison `{self.text}`" if self.text in COMPARISONS else f"`{self.text}`"
         return f"{what} was never {'false' if True in self.outcomes else 'true'} on any input"
 
 
@@ -349,7 +349,7 @@ def _evaluated(code: CodeType, frame: FrameType) -> Any:
 
 # Conditions among tensor operations
 
-_COMPARISONS = frozenset("eq ne lt le gt ge isin".split())
+COMPARISONS = frozenset("eq ne lt le gt ge isin".split())
 _CLAMPS = frozenset("clamp clamp_min clamp_max hardtanh minimum maximum nan_to_num".split())
 _MONOTONE = frozenset("lt le gt ge clamp clamp_min clamp_max hardtanh minimum maximum".split())
 _DIVISIONS = frozenset("remainder fmod floor_divide div bitwise_and".split())
@@ -388,7 +388,7 @@ class TensorObserver(DispatchMode):  # type: ignore[no-untyped-call]
         if name in _CLAMPS and func._schema.is_mutable:
             before = before.clone()
         out = func(*args, **(kwargs or {}))
-        if name in _COMPARISONS and isinstance(out, Tensor):
+        if name in COMPARISONS and isinstance(out, Tensor):
             self._observe(name, args, bool(out.any()), not bool(out.all()))
         elif name in _CLAMPS and isinstance(out, Tensor):
             same = out == before if out.shape == before.shape else torch.zeros(1, dtype=torch.bool)

@@ -293,7 +293,7 @@ def _features(name: str, classes: dict[str, ast.ClassDef]) -> int:
 
 
 def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
-    """The class that no other class uses, and that is no classifier on top of the model."""
+    """The only class that no other class uses, without classifiers built on the model."""
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
     used = {
         node.id

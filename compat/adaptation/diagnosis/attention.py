@@ -91,7 +91,7 @@ class LayerAttention:
 
     @cached_property
     def mask_value(self) -> tuple[Node, float] | None:
-        """Where hidden scores get a value that is no lower than other scores, and this value."""
+        """The node that masks scores with a value that is not very low, and this value."""
         if self.formula is not None or self.attention.indirect:
             return None
         for node in self.live(frozenset({"masked_fill", "where"})):

@@ -11,8 +11,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
 from compat.adaptation.tracing.graph import DRAWS, kind
 from compat.errors import listed
-
-COMPARISONS = frozenset("eq ne lt le gt ge isin".split())
+from compat.parity.conditions import COMPARISONS
 
 
 @deviation(

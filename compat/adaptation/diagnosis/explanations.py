@@ -53,8 +53,8 @@ EXPLANATIONS = {
     "ones, and what they compute reaches the logits.",
     "batch_first": "The sequences of a batch must not influence each other. With one sequence in "
     "the batch, each token attends to itself alone.",
-    "mixed_types": "Every operation on two types either fails or converts one of them. What is "
-    "proved is the code, not the rounding of the types that it runs in.",
+    "mixed_types": "Every operation on two types either fails or converts one of them. A copy "
+    "in one type shows whether the code is right, and the model itself what its types cost.",
     "doubled_residual": "x += y changes the tensor that x names, and every other name for it. A "
     "shortcut that was kept before is changed as well.",
     "norm_axis": "LayerNorm makes the channels of a token comparable. Over the tokens, it mixes "

@@ -71,7 +71,7 @@ def mixed_types(model: nn.Module) -> Finding:
     found = ", ".join(f"{dtype} ({name})" for dtype, name in by_type.items())
     place = source.built(model, list(by_type.values())[-1])
     deviation = Deviation(None, place, {"found": found}, code="mixed_types")
-    return finding(deviation, "limit", "on short inputs, the model itself was compared too")
+    return finding(deviation, "limit", "a copy that agrees is compared in its own types as well")
 
 
 def unregistered(model: nn.Module, plain: PlainList) -> Finding:
