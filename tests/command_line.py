@@ -1,9 +1,10 @@
-"""Run a command in this process, or a script in a process of its own."""
+"""Run a command in this process, or a script in a fork of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from compat.cli import main
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,16 +47,17 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
 
 
 def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
-    """Run scripts/NAME.py in a process of its own; its output has to be UTF-8."""
-    env = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"}
-    env["OMP_NUM_THREADS"] = "1"
-    env.pop("FORCE_COLOR", None)
-    return subprocess.run(
-        [sys.executable, ROOT / f"scripts/{name}.py", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=env,
-        timeout=120,
-        check=False,
-    )
+    """Run scripts/NAME.py as a program, in a fork of this process; its output has to be UTF-8."""
+    program = [str(ROOT / f"scripts/{name}.py"), *map(str, argv)]
+    env = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    ended = Forked(as_program, program, "utf-8", env=env, of_tests=True).wait()
+    return subprocess.CompletedProcess(program, ended.code, ended.out, ended.err)
+
+
+def as_program(argv: list[str], encoding: str) -> None:
+    """Run a Python file as `python FILE ARGUMENT …` does, with output in an encoding."""
+    sys.stdout = open(1, "w", encoding=encoding, errors="strict", closefd=False)
+    sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace", closefd=False)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    runpy.run_path(argv[0], run_name="__main__")

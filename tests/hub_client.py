@@ -1,17 +1,15 @@
 """Processes that fetch from a hub: `huggingface_hub` reads its settings when it is imported.
 
-They are forked from a server that has imported compat and torch, which takes longer than most
-fetches; `compat` does not import `huggingface_hub` until it fetches.
+They are forked from one that has imported compat and torch, which takes longer than most fetches;
+`compat` does not import `huggingface_hub` until it fetches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +21,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.forked import Forked
+
 Ask = tuple[str, str | None] | tuple[str, str | None, bool]  # repository, revision, verify
 Outcome = dict[str, Any]
 
@@ -31,27 +31,23 @@ NOWHERE = "http://127.0.0.1:9"  # nobody listens there
 
 @dataclass
 class Fetching:
-    """A running process, and the folder of its outcomes."""
+    """A running process, and the file of its outcomes."""
 
-    process: Any
+    forked: Forked
     out: Path
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes; the process may print to stderr only."""
-        self.process.join(120)
-        try:
-            printed, told = ((self.out / name).read_text() for name in ("stdout", "stderr"))
-            assert self.process.exitcode == 0, told
-            assert not printed, printed
-            found = json.loads((self.out / "outcomes").read_text())
-            return [{**outcome, "stderr": told} for outcome in found]
-        finally:
-            self.kill()
+        ended = self.forked.wait()
+        assert ended.code == 0, ended.err
+        assert not ended.out, ended.out
+        found = json.loads(self.out.read_text())
+        self.out.unlink()
+        return [{**outcome, "stderr": ended.err} for outcome in found]
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        shutil.rmtree(self.out, ignore_errors=True)
+        self.forked.kill()
+        self.out.unlink(missing_ok=True)
 
 
 def start(
@@ -80,13 +76,10 @@ def start(
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["compat.loading", "compat.tokenizer"])
-    out = Path(tempfile.mkdtemp())
-    task = (out, {**kept, **settings, **env}, asks, load, user, largest)
-    process = context.Process(target=_run, args=task)
-    process.start()
-    return Fetching(process, out)
+    descriptor, out = tempfile.mkstemp()
+    os.close(descriptor)
+    variables = {**kept, **settings, **env}
+    return Fetching(Forked(_run, Path(out), asks, load, user, largest, env=variables), Path(out))
 
 
 def fetch_all(home: Path, asks: Sequence[Ask], **settings: Any) -> list[Outcome]:
@@ -117,15 +110,8 @@ def is_error(outcome: Outcome, *fragments: str) -> None:
         pytest.fail(f"{missing} not in: {outcome['message']}")
 
 
-def _run(
-    out: Path, env: dict[str, str], asks: Sequence[Ask], load: bool, user: int, largest: int
-) -> None:
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        with (out / name).open("wb") as file:
-            os.dup2(file.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(env)
-    with (out / "outcomes").open("w") as file:
+def _run(out: Path, asks: Sequence[Ask], load: bool, user: int, largest: int) -> None:
+    with out.open("w") as file:
         if user:
             _import_all()
             os.setuid(user)

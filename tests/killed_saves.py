@@ -116,5 +116,9 @@ def main(number: int, kind: signal.Signals, folder: Path) -> Counter[str]:
     return counts
 
 
+def report(number: int, kind: signal.Signals, folder: Path) -> None:
+    print(json.dumps(main(number, kind, folder)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), signal.Signals[sys.argv[2]], Path(sys.argv[3]))))
+    report(int(sys.argv[1]), signal.Signals[sys.argv[2]], Path(sys.argv[3]))

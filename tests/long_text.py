@@ -1,14 +1,13 @@
-"""How memory grows over 350 ids, in bytes: long_text.py FOLDER SETTINGS [hoard].
+"""How memory grows over 350 ids, in bytes.
 
-In a process of its own, whose allocator has nothing left over from other tests.
+For a process of its own, whose allocator has nothing left over from other tests.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -35,7 +34,7 @@ def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
     return memory() - before
 
 
-if __name__ == "__main__":
-    made = Engine.from_pretrained(sys.argv[1], **json.loads(sys.argv[2]))
+def main(source: Path, settings: dict[str, Any], how: str = "") -> None:
+    made = Engine.from_pretrained(source, **settings)
     growth(made, None)  # what is allocated once
-    print(growth(made, [] if sys.argv[3:] else None))
+    print(growth(made, [] if how == "hoard" else None))

@@ -13,6 +13,7 @@ import pytest
 
 from compat import CheckpointError
 from compat.saving.atomic import replacing_folder
+from tests.forked import run
 from tests.test_atomic import contents, fill, mode, replace
 
 
@@ -66,19 +67,17 @@ def test_concurrent_saves_lose_no_files(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-NOBODY = """
-import fcntl, os, sys
-from pathlib import Path
-from compat import CheckpointError
-from compat.saving.atomic import replacing_folder
-if os.geteuid() == 0:
-    os.setgroups([]); os.setgid(65534); os.setuid(65534)
-try:
-    with replacing_folder(Path(sys.argv[1])) as folder:
-        (folder / "w1").write_text("new")
-except CheckpointError as error:
-    print(error)
-"""
+def replace_as_nobody(target: Path) -> None:
+    """Replace the folder, without root's rights, and print the error."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        with replacing_folder(target) as folder:
+            (folder / "w1").write_text("new")
+    except CheckpointError as error:
+        print(error)
 
 
 def as_nobody(target: Path) -> str:
@@ -86,10 +85,7 @@ def as_nobody(target: Path) -> str:
     for folder in target.parents[1:]:
         if "pytest-of-" in str(folder):  # pytest's own folders are private
             folder.chmod(0o755)
-    command = [sys.executable, "-c", NOBODY, str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(replace_as_nobody, target)
 
 
 def test_read_only_subfolders_are_replaced(tmp_path: Path) -> None:

@@ -122,8 +122,9 @@ def test_a_conversation_goes_on_and_a_second_ctrl_c_leaves(slow: Path) -> None:
         for prompt in (b"ROMEO:", b"JULIET:"):
             process.stdin.write(prompt + b"\n")
             process.stdin.flush()
-            while prompt not in process.stdout.readline():
-                pass
+            shown = b""
+            while prompt not in shown:
+                shown += process.stdout.read(1)
             process.send_signal(signal.SIGINT)
             while b"stopped" not in process.stderr.readline():
                 pass

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 
 from compat.engine import Engine
-from tests.command_line import ROOT
+from tests import long_text
 from tests.conftest import MakeCheckpoint
+from tests.forked import run
 from tests.generation_common import theirs
 
 WIDE = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 2, "n_head": 12}
@@ -37,9 +35,7 @@ def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> 
 
 def growth(folder: Path, settings: dict[str, Any], *how: str) -> int:
     """Of memory over 350 ids, in bytes."""
-    argv = [sys.executable, "-m", "tests.long_text", str(folder), json.dumps(settings), *how]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)
-    return int(done.stdout)
+    return int(run(long_text.main, folder, settings, *how))
 
 
 @pytest.fixture(scope="module")

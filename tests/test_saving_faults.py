@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from compat import load_pretrained, save_pretrained
-from tests.command_line import ROOT
+from compat import CompatError, load_pretrained, save_pretrained
+from tests import killed_saves
+from tests.forked import Forked, run
 from tests.test_atomic import contents
 
 
@@ -24,34 +26,22 @@ def test_a_signal_at_any_moment_leaves_the_old_folder_or_the_new_one(
     tmp_path: Path, kind: str
 ) -> None:
     """Every tensor and the config are of the same model, never a mixture."""
-    command = [sys.executable, "-m", "tests.killed_saves", "25", kind, str(tmp_path / "model")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout)
+    ended = Forked(killed_saves.report, 25, signal.Signals[kind], tmp_path / "model").wait()
+    assert ended.code == 0, ended.err
+    counts = json.loads(ended.out)
     assert counts["old"] and counts["new"] and counts["old"] + counts["new"] == 25
     assert ("with a temporary" in counts) == (kind == "SIGKILL")
 
 
-SAVE = """
-import resource, sys
-from compat import CompatError, load_pretrained, save_pretrained
-model = load_pretrained("demo", sys.argv[2])
-if limit := int(sys.argv[3]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    save_pretrained(model, sys.argv[1], tokenizer="demo", max_shard_size=sys.argv[4])
-except CompatError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def save_apart(folder: Path, dialect: str, limit: int, shard: str) -> str:
-    """Save the demo checkpoint in a subprocess and return its error message."""
-    command = [sys.executable, "-c", SAVE, str(folder), dialect, str(limit), shard]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
+def save(folder: Path, dialect: str, limit: int, shard: str) -> None:
+    """Save the demo checkpoint, with a limit on the size of files if not 0, and print the error."""
+    model = load_pretrained("demo", dialect)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        save_pretrained(model, folder, tokenizer="demo", max_shard_size=shard)
+    except CompatError as error:
+        print(type(error).__name__, error)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +60,7 @@ def test_a_file_size_limit_leaves_the_old_folder(
     for before in [{}, contents(tiny)]:
         if before:
             shutil.copytree(tiny, folder)
-        said = save_apart(folder, dialect, limit, shard)
+        said = run(save, folder, dialect, limit, shard)
         assert said.startswith(f"CheckpointError {folder} cannot be written: {file}"), said
         assert "File too large" in said and "Free space there" in said
         assert [path.name for path in tmp_path.iterdir()] == (["model"] if before else [])
@@ -105,10 +95,10 @@ if may_mount():  # elsewhere the limit on the size of files, above, has to do
             folder = tmp_path / "disk" / "model"
             save_pretrained(load_pretrained("demo"), folder)
             before = contents(folder)
-            said = save_apart(folder, "conv1d", 0, shard)
+            said = run(save, folder, "conv1d", 0, shard)
             assert "No space left on device" in said and "Free space there" in said
             assert [path.name for path in folder.parent.iterdir()] == ["model"]
             assert contents(folder) == before
         with small_disk(tmp_path / "disk", "9m"):
             for _ in range(3):
-                assert save_apart(folder, "conv1d", 0, shard) == ""
+                assert run(save, folder, "conv1d", 0, shard) == ""

@@ -197,7 +197,7 @@ def test_drawn_ids_have_the_distribution_of_the_model(
 ) -> None:
     """Chi-square of the third id, over a vocabulary of 11, where the second was drafted."""
     draft_count(2)
-    folder, draws = make_checkpoint(vocab_size=11, n_positions=8), 1500
+    folder, draws = make_checkpoint(vocab_size=11, n_positions=8, n_layer=1), 1500
     engine, ids = Engine.from_pretrained(folder, speculate="int8"), torch.tensor([[3, 1, 4]])
     model, generator, counts = load_pretrained(folder), torch.Generator().manual_seed(1), [0] * 11
     for _ in range(draws):

@@ -243,10 +243,11 @@ def _is_foreign(owner: type | ModuleType, value: object) -> bool:
     return (
         name.split(".")[0] == "torch"
         and isinstance(value, FunctionType)
-        and not value.__code__.co_filename.startswith(str(Path(torch.__file__).parent))
+        and not value.__code__.co_filename.startswith(_TORCH)
     )
 
 
+_TORCH = str(Path(torch.__file__).parent)
 _WATCHED = _watched()
 _AT_IMPORT = list(_code())
 _FOREIGN = any(

@@ -80,6 +80,7 @@ def make_config(
     if isinstance(template, type):
         return _instance(cls, template, usage, config, entries)
     values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
+    values |= {name: {} for name in usage.tables}  # of presets, of which the checkpoint is none
     values |= {**template, **known_values(cls, [*usage.names, *template], config)}
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):

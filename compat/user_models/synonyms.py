@@ -69,6 +69,9 @@ _NEUTRAL: dict[str, Any] = {
     "usereturndict": False, "betas": None,
     "tokenizer": None, "tokeniser": None, "logger": None,
 }  # fmt: skip
+_MASKED_SCORE = re.compile(
+    r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
+)
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp params opt opts options settings".split()
@@ -121,4 +124,6 @@ def value_of(role: str, config: GPT2Config) -> Any:
 
 def neutral(name: str) -> tuple[bool, Any]:
     """Whether an argument of this name changes no logits, and a value for it."""
+    if _MASKED_SCORE.fullmatch(plain(name)):
+        return True, -1e9  # finite, for code that multiplies it by the mask
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

@@ -29,7 +29,7 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 _numbers = itertools.count(1)
 # What the code of a language model mentions.
 FEATURES = (r"(?i)embedding\(|vocab", "(?i)softmax|attention")
-OTHER_MODELS = re.compile("Classif|Regress|Reward")
+OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat")
 # Files that are found in the top folder of a project.
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 

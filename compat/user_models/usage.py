@@ -15,6 +15,7 @@ from compat.user_models.synonyms import CONFIG_NAMES, plain
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
+_TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
 # The names of the modules that a target's file imported from its project; see target.py.
 SIBLINGS: set[str] = set()
 
@@ -26,10 +27,12 @@ class Usage:
     Args:
         items: Names read as `config["name"]` or `config.get("name")`.
         attributes: Names read as `config.name` or `getattr(config, "name")`.
+        tables: Names of tables in which a key is looked up: `key in config["name"]`.
     """
 
     items: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -57,7 +60,7 @@ def reads(cls: type, parameter: str) -> Usage:
             attributes += [*rest, name]
     if f"**{parameter})" in own:  # to the constructor of the base class
         items += inspect.signature(cls.__mro__[1]).parameters
-    return Usage(frozenset(items), frozenset(attributes))
+    return Usage(frozenset(items), frozenset(attributes), frozenset(_TABLE.findall(text)))
 
 
 def source_of(function: object) -> str:

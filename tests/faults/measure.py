@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import resource
-import sys
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch
 
 from compat import load_pretrained, load_tokenizer
 from compat.checkpoint import open_checkpoint
@@ -38,16 +39,13 @@ def came_of(source: Path) -> dict[str, object]:
     return {"error": error, "text": text, "seconds": seconds, "mb": grown}
 
 
-def main(sound: Path, sources: Path) -> None:
-    """Open each path of a JSON list, after a valid checkpoint."""
+def main(pipe: Connection, sound: Path, sources: list[Path]) -> None:
+    """Open each of the sources, after a valid checkpoint."""
     warnings.simplefilter("error")
+    torch.set_num_threads(1)  # threads take address space
     opened(sound)  # imports are nobody's fault
     most = (status("VmSize") << 10) + (ROOM_MB << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    print(json.dumps("ready"), flush=True)
-    for source in json.loads(sources.read_text()):
-        print(json.dumps(came_of(Path(source))), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    pipe.send("ready")
+    for source in sources:
+        pipe.send(came_of(source))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import subprocess
-import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 
 import compat.errors
 from tests.faults import (
+    measure,
     of_configs,
     of_folders,
     of_pickles,
@@ -25,7 +23,8 @@ from tests.faults import (
 from tests.faults.builder import build
 from tests.faults.fault import Fault
 from tests.faults.pickles import MARK, Malice, MaliceByEval
-from tests.fuzz.harness import ROOT, answer
+from tests.forked import CONTEXT
+from tests.fuzz.harness import answer
 from tests.fuzz.worker import LONGEST_MESSAGE
 
 TABLES = (of_safetensors, of_pickles, of_tensors, of_folders, of_configs, of_tokenizers)
@@ -51,23 +50,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outcomes(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """Fault → outcome, from a subprocess that is restarted after a fault that ends it."""
-    here = tmp_path_factory.mktemp("measured")
-    sound, left, found = build(here / "sound"), list(folders), {}
+    """Fault → outcome, from a process that is restarted after a fault that ends it."""
+    sound = build(tmp_path_factory.mktemp("measured") / "sound")
+    left, found = list(folders), {}
     while left:
-        (here / "sources").write_text(json.dumps([str(folders[name]) for name in left]))
-        command = [sys.executable, "-m", "tests.faults.measure", str(sound), str(here / "sources")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, bufsize=0
-        ) as process:
-            assert answer(process, STARTS) == "ready"
-            while left:
-                name = left.pop(0)
-                found[name] = answer(process, GIVES_UP)
-                if not found[name]:
-                    break
-            process.kill()
+        ours, theirs = Pipe()
+        task = (theirs, sound, [folders[name] for name in left])
+        process: Any = CONTEXT.Process(target=measure.main, args=task, daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        assert answer(ours, STARTS) == "ready"
+        while left:
+            name = left.pop(0)
+            found[name] = answer(ours, GIVES_UP)
+            if not found[name]:
+                break
+        process.kill()
+        process.join()
     return found
 
 

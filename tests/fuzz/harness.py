@@ -1,21 +1,19 @@
-"""Runs mutations in a subprocess, which may crash or hang, and counts the outcomes."""
+"""Runs mutations in a process of their own, which may crash or hang, and counts the outcomes."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.forked import CONTEXT
+from tests.fuzz import worker
 from tests.fuzz.mutations import KINDS, mutation
 
-ROOT = Path(__file__).parents[2]
 STARTS_WITHIN, ANSWERS_WITHIN = 120.0, 10.0
 A_BATCH = 10_000  # then a fresh process, whose memory is not worn
 
@@ -73,44 +71,41 @@ def run(
 
 def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str) -> int:
     """Run mutations until the process ends; returns the number of the next mutation."""
+    ours, theirs = Pipe()
     with TemporaryDirectory(prefix="fuzz-") as folder:
-        arguments = [str(report.seed), str(start), str(stop), ",".join(kinds), target]
         noise = Path(folder, "noise")
-        ours = {"FUZZ_NOISE": str(noise), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.worker", *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # else lines wait where select does not see them
-            env={**os.environ, **ours},
-        ) as worker:
-            try:
-                if not answer(worker, STARTS_WITHIN):
-                    raise RuntimeError(f"the worker does not start: {noise.read_text()}")
-                for index in range(start, stop):
-                    if not (result := answer(worker, ANSWERS_WITHIN)):
-                        kind, _ = mutation(report.seed, index, kinds)
-                        report.add(index, kind, "dead or silent", _end(worker, noise))
-                        return index + 1
-                    report.add(**result)
-            finally:
-                worker.kill()
+        task = (theirs, folder, noise, report.seed, start, stop, kinds, target)
+        process: Any = CONTEXT.Process(target=worker.main, args=task, daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        try:
+            if not answer(ours, STARTS_WITHIN):
+                raise RuntimeError(f"the worker does not start: {noise.read_text()}")
+            for index in range(start, stop):
+                if not (result := answer(ours, ANSWERS_WITHIN)):
+                    kind, _ = mutation(report.seed, index, kinds)
+                    report.add(index, kind, "dead or silent", _end(process, noise))
+                    return index + 1
+                report.add(**result)
+        finally:
+            process.kill()
+            process.join()
         return stop
 
 
-def answer(worker: subprocess.Popen[bytes], within: float) -> Any:
-    """The next line of output, or nothing if the process has ended or is silent."""
-    assert worker.stdout is not None
-    if not select.select([worker.stdout], [], [], within)[0]:
-        return {}
-    return json.loads(worker.stdout.readline() or b"{}")
-
-
-def _end(worker: subprocess.Popen[bytes], noise: Path) -> str:
-    """Why a process does not answer."""
+def answer(pipe: Connection, within: float) -> Any:
+    """The next answer, or nothing if the process has ended or is silent."""
     try:
-        code = worker.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
+        return pipe.recv() if pipe.poll(within) else {}
+    except EOFError:
+        return {}
+
+
+def _end(process: Any, noise: Path) -> str:
+    """Why a process does not answer."""
+    process.join(0.5)
+    code = process.exitcode
+    if code is None:
         return f"no answer within {ANSWERS_WITHIN:.0f} s"
     last = (noise.read_text(errors="replace").strip().splitlines() or [""])[-1]
     how = f"killed by signal {-code}" if code < 0 else f"the process ended with code {code}"

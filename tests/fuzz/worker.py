@@ -6,15 +6,16 @@ All that a hostile file can do may happen here; the harness looks on from outsid
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import resource
-import sys
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
+
+import torch
 
 from compat.errors import CompatError
 from tests.fuzz.mutations import Files, mutation, seed_files
@@ -78,24 +79,26 @@ def status(name: str) -> int:
     return int(text.split(f"{name}:")[1].split()[0])
 
 
-def _quiet() -> tuple[IO[str], IO[bytes]]:
-    """The file for reports, and one for all other output."""
-    report = os.fdopen(os.dup(1), "w")
-    noise = open(os.environ["FUZZ_NOISE"], "w+b", buffering=0)
-    os.dup2(noise.fileno(), 1)
-    os.dup2(noise.fileno(), 2)
-    return report, noise
-
-
-def main(seed: int, start: int, stop: int, kinds: list[str], target: str) -> None:
+def main(
+    pipe: Connection,
+    place: str,
+    noise_file: Path,
+    seed: int,
+    start: int,
+    stop: int,
+    kinds: list[str],
+    target: str,
+) -> None:
+    """Answer once when the checkpoints load without a mutation, then once for each mutation."""
+    torch.set_num_threads(1)  # threads take address space
     module, _, name = target.partition(":")
     load: Loader = getattr(importlib.import_module(module), name)
-    report, noise = _quiet()
-
-    def say(**what: object) -> None:
-        print(json.dumps(what), file=report, flush=True)
-
-    with TemporaryDirectory(prefix="fuzz-") as folder_name:
+    with (
+        noise_file.open("w+b", buffering=0) as noise,
+        TemporaryDirectory(prefix="fuzz-", dir=place) as folder_name,
+    ):
+        os.dup2(noise.fileno(), 1)
+        os.dup2(noise.fileno(), 2)
         folder = Path(folder_name)
         for kind in kinds:  # imports are not a mutation's fault
             write(folder, seed_files(kind))
@@ -103,14 +106,9 @@ def main(seed: int, start: int, stop: int, kinds: list[str], target: str) -> Non
                 raise SystemExit(f"the {kind} checkpoint, unchanged: {came_of}")
         most = (status("VmSize") << 10) + (ROOM_MB << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        say(ready=True)
+        pipe.send({"ready": True})
         for index in range(start, stop):
             kind, files = mutation(seed, index, kinds)
             write(folder, files)
             outcome_name, fault = measured(folder, load, noise)
-            say(index=index, kind=kind, outcome=outcome_name, fault=fault)
-
-
-if __name__ == "__main__":
-    numbers = [int(argument) for argument in sys.argv[1:4]]
-    main(*numbers, sys.argv[4].split(","), sys.argv[5])
+            pipe.send({"index": index, "kind": kind, "outcome": outcome_name, "fault": fault})

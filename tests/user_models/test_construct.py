@@ -98,6 +98,19 @@ def test_switches_away_from_gpt2_are_off(tmp_path: Path) -> None:
     assert build(tmp_path, source).extra == (False, True)
 
 
+def test_the_score_of_a_masked_token_is_very_low(tmp_path: Path) -> None:
+    source = gpt(", masking_minus_inf", f"{NOTHING}, masking_minus_inf")
+    assert build(tmp_path, source).extra == -1e9
+
+
+def test_a_table_of_presets_has_no_preset(tmp_path: Path) -> None:
+    """The checkpoint's sizes are passed instead."""
+    sizes = ", ".join(f'c["{n}"]' for n in "vocab_size ctx n_embd n_layer n_head models".split())
+    before = "assert c['model_type'] not in c['models']"
+    model = build(tmp_path, gpt(", c", sizes, before))
+    assert (model.sizes[2:], model.extra) == ((24, 3, 4), {})
+
+
 def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> None:
     source = gpt(
         ", vocab_size, magic=3, activation='swish', mlp=None, dropout=nn.Dropout, n_inner=None",
