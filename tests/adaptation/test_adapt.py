@@ -18,6 +18,8 @@ from tests.conftest import MakeCheckpoint
 from tests.loading_common import both_dialects
 from tests.own_gpt2 import MyGPT2, my_map
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 
 def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn.Module, Path]:
     """A zoo model with one place of its file changed."""
@@ -135,7 +137,9 @@ def test_the_length_of_the_example_may_be_chosen(tiny: Path, length: int) -> Non
 
 
 @pytest.mark.parametrize("style", ["nano", "scratch", "head_loop", "lecture"])
-@pytest.mark.parametrize("shape", [{"n_head": 1}, {"n_layer": 1}, {"n_head": 24, "n_embd": 24}])
+@pytest.mark.parametrize(
+    "shape", [{"n_head": 1}, {"n_layer": 1}, {"n_head": 24, "n_embd": 24, "n_layer": 2}]
+)
 def test_unusual_shapes(make_checkpoint: MakeCheckpoint, style: str, shape: dict[str, int]) -> None:
     folder = make_checkpoint(**shape)
     model = build_style(style, folder)

@@ -13,6 +13,8 @@ from torch.fx import Interpreter, Node
 
 from compat.adaptation.tracing.contractions import Contraction, contraction
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 Function = Callable[..., Tensor]
 
 

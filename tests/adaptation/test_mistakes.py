@@ -14,6 +14,8 @@ from compat import Adaptation, Finding, ParityError, adapt, open_checkpoint
 from compat.adaptation.repair.repair import Target
 from compat.summary import place
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 Edits = list[tuple[str, str]]  # old and new text
 
 GPT = """

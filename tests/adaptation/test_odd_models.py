@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from compat import AdaptError, adapt
 from tests.adaptation.equal_idioms import PreNorm
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 Build = Callable[[], nn.Module]
 
 

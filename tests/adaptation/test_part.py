@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from compat import AdaptError, NameMapError, adapt, load_into
 from compat.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 C, H = 24, 4  # of the tiny checkpoint
 
 

@@ -15,6 +15,8 @@ from tests.adaptation.catalogue import MODELS, ZOO
 from tests.adaptation.common import adapted, build, build_style, error_of, mapped
 from tests.adaptation.renaming import names_in, pairs, renamed
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 STYLES = [
     "nano", "mingpt", "book", "tf_port", "megatron", "lens", "mha", "annotated", "scratch",
     "cached", "functional", "hub_style", "conv_proj", "wrappers", "flat",

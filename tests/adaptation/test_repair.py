@@ -18,6 +18,8 @@ from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import REFUSED, build
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 # The deviations that are repaired; others are of sizes, of names, or change no number.
 REPAIRED = set(
     """

@@ -68,12 +68,12 @@ def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: i
     ("dtype", "length"),
     [(torch.float32, 1), (torch.float32, 2), (torch.float32, 6), (torch.bfloat16, 1)],
 )
-def test_a_right_model_passes_on_short_inputs(dtype: torch.dtype, length: int) -> None:
+def test_a_right_model_passes_on_short_inputs(tiny: Path, dtype: torch.dtype, length: int) -> None:
     """On one or two tokens the reference's own error can be much smaller than usual by chance."""
-    model, generator = load_pretrained("demo", dtype=dtype), torch.Generator().manual_seed(0)
+    model, generator = load_pretrained(tiny, dtype=dtype), torch.Generator().manual_seed(0)
     for _ in range(10):
         ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-        report = check_parity(model, "demo", input_ids=ids)
+        report = check_parity(model, tiny, input_ids=ids)
         assert report.passed, report.headline
 
 
