@@ -26,8 +26,8 @@ from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
 from compat.parity.reference import LARGE, Reference
 from compat.parity.report import InputResult, ParityReport
-from compat.parity.trace import trace
-from compat.taps import Tap, expand_taps
+from compat.parity.trace import record
+from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
 HALF = (torch.bfloat16, torch.float16)
@@ -142,7 +142,7 @@ def _report_on_module(
         dialect.name if dialect else type(model).__name__,
         ids,
         [tap.name for tap in taps],
-        lambda forced: trace(model, taps, ids, forced=forced),
+        lambda forced: record(model, taps, ids, forced=forced),
         proof,
         training=model.training,
     )
@@ -194,7 +194,7 @@ def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -
     worst = torch.zeros(3, dtype=torch.float64)
     identical = True
     for part in torch.split(ids, max(1, EMBEDDED_AT_ONCE // N)):
-        ours = trace(model, [tap], part, stop_early=True)[tap.name]
+        ours = record(model, [tap], part, stop_early=True)[tap.name]
         theirs = reference.embedding(part)
         if ours.shape != theirs.shape:
             error = f"the embedding has shape {list(ours.shape)}; expected {list(theirs.shape)}"

@@ -25,7 +25,7 @@ from compat.parity.compare import TapResult, compare
 from compat.parity.inputs import sequences
 from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
 from compat.parity.report import LogitsProof, ParityReport
-from compat.parity.trace import Trace, trace
+from compat.parity.trace import Trace, record
 
 LARGE = 500_000_000  # parameters; from there on, only one matrix at a time is held in float64
 
@@ -109,8 +109,8 @@ class Reference:
         """
         if self._last is None or not torch.equal(self._last[0], ids):
             with self._running():
-                exact = trace(self.exact, self.taps, ids) if self.calibrate else None
-                self._last = ids, (trace(self.model, self.taps, ids), exact)
+                exact = record(self.exact, self.taps, ids) if self.calibrate else None
+                self._last = ids, (record(self.model, self.taps, ids), exact)
         return self._last[1]
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +124,7 @@ class Reference:
         """
         # Without float64 the sequences are long, where eager attention is slow.
         with self._running(), nullcontext() if exact else self._hf.sdpa_attention(self.model):
-            found = trace(self.model, self.taps[-1:], ids)["logits"]
+            found = record(self.model, self.taps[-1:], ids)["logits"]
         if not exact:
             return found, None
         return found, true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
@@ -144,7 +144,7 @@ class Reference:
     def embedding(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, C) that enter the first block, for ids (B, T)."""
         with self._running():
-            return trace(self.model, self.taps[:1], ids, stop_early=True)["embed"]
+            return record(self.model, self.taps[:1], ids, stop_early=True)["embed"]
 
     def quantization_error(self) -> float:
         """The error that rounding the weights to 8 bits causes in the reference.
@@ -158,7 +158,7 @@ class Reference:
         assert truth is not None
         with self._running():
             quantized = self._hf.with_8_bit_weights(self.model)
-            found = trace(quantized, self.taps[-1:], ids)["logits"]
+            found = record(quantized, self.taps[-1:], ids)["logits"]
         worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
         return worst
 
@@ -192,7 +192,7 @@ class Reference:
             exact_local = None
             if exact is not None:
                 with self._running():
-                    exact_local = trace(self.exact, self.taps, ids, forced=forced)
+                    exact_local = record(self.exact, self.taps, ids, forced=forced)
             results = compare(expected, run(None), run(forced), exact, exact_local)
         return ParityReport(
             source=self.checkpoint.source,
