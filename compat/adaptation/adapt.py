@@ -32,6 +32,7 @@ from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
     mixed_types,
+    trained_wrongly,
     unexplained,
     unregistered,
     untraced,
@@ -338,6 +339,9 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         context.failed_input = f"{first.name} ({' × '.join(map(str, first.input_shape))} ids)"
     with _timed(run.seconds, "diagnose"):
         findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
+    if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
+        with _timed(run.seconds, "gradients"):
+            findings += trained_wrongly(model, run.call, run.ids, reference, name_map)
     in_modules = partial(module_taps, model, run.call, graph, taps, run.ids)
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 
