@@ -46,9 +46,9 @@ if TYPE_CHECKING:
         WeightNorm,
     )
     from compat.parity import ParityReport, check_parity
-    from compat.parity.trace import trace
+    from compat.parity.trace import taps, trace, tracing
     from compat.saving import save_pretrained
-    from compat.taps import Tap
+    from compat.tap import Tap
     from compat.tokenizer import Tokenizer, load_tokenizer
 
     __version__: str
@@ -65,9 +65,9 @@ _NAMES = {
     "name_map": "NameMap Row",
     "ops": "Affine Fused Part Rearrange Reparametrized Rows Same Split Transpose WeightNorm",
     "parity": "ParityReport check_parity",
-    "parity.trace": "trace",
+    "parity.trace": "taps trace tracing",
     "saving": "save_pretrained",
-    "taps": "Tap",
+    "tap": "Tap",
     "tokenizer": "Tokenizer load_tokenizer",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -122,8 +122,10 @@ __all__ = [
     "save_pretrained",
     "stream",
     "stream_text",
+    "taps",
     "to_hf_state_dict",
     "trace",
+    "tracing",
 ]
 
 

@@ -112,6 +112,27 @@ def input_rows(report: ParityReport) -> list[list[str]]:
 INPUT_NOTE = "error and bound: at the worst position, relative to the norm of its logits"
 
 
+GRADIENT_COLUMNS = ("gradients", ">max|Δ|", ">Δ/RMS", ">× ref", "verdict")
+
+
+def gradient_rows(report: ParityReport) -> list[list[str]]:
+    """The gradients by layer in the order of the backward pass, a row of GRADIENT_COLUMNS each."""
+    trained = (report if report.float32 is None else report.float32).gradients
+    rows = []
+    for name, group in groupby(trained.results if trained else (), lambda r: _block_of(r.tensor)):
+        results = list(group)
+        worst = Worst.of([result.difference for result in results])
+        failed = [result.tensor.removeprefix(f"{name}.") for result in results if not result.passed]
+        verdict = f"✗ from {failed[0]}" if failed else "✓"
+        rows.append([name, worst.max_abs, worst.rel_rms, worst.ratio, verdict])
+    return rows
+
+
+def _block_of(tensor: str) -> str:
+    """The block of a tensor, "h.3" for "h.3.ln_1.bias"; its module outside the blocks."""
+    return ".".join(tensor.split(".")[: 2 if tensor.startswith("h.") else 1])
+
+
 def sensitivity(report: ParityReport) -> str | None:
     """The smallest error that a passing comparison would have caught, as a sentence."""
     smallest = report.smallest_detectable

@@ -16,7 +16,7 @@ from compat.adaptation import Adaptation, Finding
 from compat.dialects import linear
 from compat.html_report import adapt_page
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
-from compat.taps import tap_names
+from compat.tap import tap_names
 from tests.parity.mistakes import MISTAKES
 
 EVIL = "\">'></title></style></pre><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"

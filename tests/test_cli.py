@@ -13,7 +13,7 @@ import torch
 import compat
 from compat import Tokenizer, generate, load_pretrained, load_tokenizer
 from compat.dialects import DIALECTS
-from compat.taps import tap_names
+from compat.tap import tap_names
 from tests.command_line import Cli
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
 

@@ -16,7 +16,7 @@ from compat.adaptation import CODES
 from compat.adaptation.diagnosis.explanations import EXPLANATIONS, explain
 from compat.cli.adapt import show
 from compat.errors import collapse_layers
-from compat.taps import Tap
+from compat.tap import Tap
 from compat.user_models import load_target
 from tests.adapt_project import ERF_LINE, ERF_SOURCE, GPT, line_of, notebook, write_project
 from tests.command_line import Cli, script

@@ -14,7 +14,7 @@ from compat import ParityReport, check_parity
 from compat.dialects import linear
 from compat.html_report import adapt_page, parity_page
 from compat.parity import Difference, Limit, TapResult
-from compat.taps import tap_names
+from compat.tap import tap_names
 from tests.command_line import Cli
 from tests.pages import (
     BAD,

@@ -11,7 +11,7 @@ from compat import GenerationError, generate, load_pretrained, stream
 from compat.checkpoint import open_checkpoint
 from compat.decoding.not_finite import first_not_finite
 from compat.dialects import Model, get_dialect
-from compat.taps import expand_taps
+from compat.tap import expand_taps
 from tests.conftest import State, Write
 from tests.generation_common import BATCH, PROMPT, each_dialect, greedy, ours
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
     mixed_types,
+    trained_wrongly,
     unexplained,
     unregistered,
     untraced,
@@ -47,6 +49,7 @@ from compat.adaptation.mapping.assignments import (
     find_assignments,
 )
 from compat.adaptation.mapping.by_calls import map_by_calls
+from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
@@ -77,6 +80,7 @@ from compat.name_map import NameMap
 from compat.parity import ParityReport
 from compat.parity.check import HALF, converted, random_ids
 from compat.parity.reference import Reference
+from compat.tap import Tap
 from compat.user_code import is_users
 
 BY_HAND = (
@@ -120,6 +124,7 @@ class _Run:
         parity: ParityReport | None,
         findings: list[Finding],
         unmatched: Sequence[str] = (),
+        find_taps: Callable[[], list[Tap]] = list,
     ) -> Adaptation:
         return Adaptation(
             model=type(self.model).__name__,
@@ -132,6 +137,7 @@ class _Run:
             findings=findings,
             seconds=self.seconds,
             target=_target(type(self.model)),
+            find_taps=find_taps,
         )
 
 
@@ -333,7 +339,11 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         context.failed_input = f"{first.name} ({' × '.join(map(str, first.input_shape))} ids)"
     with _timed(run.seconds, "diagnose"):
         findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
-    return run.result(name_map, report, findings, mapped.unmatched.names)
+    if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
+        with _timed(run.seconds, "gradients"):
+            findings += trained_wrongly(model, run.call, run.ids, reference, name_map)
+    in_modules = partial(module_taps, model, run.call, graph, taps, run.ids)
+    return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 
 
 def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:

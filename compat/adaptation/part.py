@@ -147,4 +147,5 @@ def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> 
         tensors=len(rows) + len(adaptation.unmatched),
         name_map=NameMap(tuple(rows), tuple(zeros)),
         findings=findings,
+        find_taps=list,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from compat.errors import ParityError
 from compat.name_map import NameMap
 from compat.parity import ParityReport
+from compat.tap import Tap
 from compat.user_code import live_cell
 
 Severity = Literal["breaks", "drifts", "limit", "info"]
@@ -62,6 +65,7 @@ class Adaptation:
         findings: the breaking ones first, then in execution order.
         seconds: the time that each stage took.
         target: `FILE:Class` of the model, if its class is in a file.
+        find_taps: computes `taps`.
     """
 
     model: str
@@ -74,6 +78,17 @@ class Adaptation:
     findings: list[Finding]
     seconds: dict[str, float] = field(default_factory=dict)
     target: str | None = None
+    find_taps: Callable[[], list[Tap]] = field(default=list, repr=False, compare=False)
+
+    @cached_property
+    def taps(self) -> list[Tap]:
+        """The taps that modules of the model hold, for `trace`.
+
+        Each was verified with a patch. A hidden state that no module returns or receives, such as
+        the sum in front of a norm that is written as a function, has none. The list is empty for a
+        part, and for a model that could not be traced.
+        """
+        return self.find_taps()
 
     @property
     def compatible(self) -> bool:

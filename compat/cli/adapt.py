@@ -34,6 +34,7 @@ STAGES = {
     "logits": "comparing logits",
     "parity": "comparing hidden states",
     "diagnose": "looking for the reasons of differences",
+    "gradients": "comparing gradients",
 }
 # Options of this panel of the help.
 construction = partial(typer.Option, rich_help_panel="Construction of the model")

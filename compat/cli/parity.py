@@ -15,10 +15,12 @@ from compat.cli import options
 from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_json, print_rows, print_table, table, write_page
 from compat.summary import (
+    GRADIENT_COLUMNS,
     INPUT_COLUMNS,
     INPUT_NOTE,
     KINDS,
     Layer,
+    gradient_rows,
     input_rows,
     layers,
     limits,
@@ -42,6 +44,10 @@ def parity_command(
         ),
     ] = None,
     dtype: options.Dtype = None,
+    gradients: Annotated[
+        bool,
+        typer.Option("--gradients", help="Compare the gradient of every parameter too."),
+    ] = False,
     text: Annotated[str | None, inputs(help="Compare on this text, not on random ids.")] = None,
     seed: Annotated[
         int | None,
@@ -74,7 +80,12 @@ def parity_command(
     source = options.choose_source(source, model)
     for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
         options.exclude({"--text": text is not None, name: value is not None})
-    for name, given in {"--all": every, "--dialect": dialect, "--dtype": dtype}.items():
+    for name, given in {
+        "--all": every,
+        "--dialect": dialect,
+        "--dtype": dtype,
+        "--gradients": gradients,
+    }.items():
         options.exclude({"--engine": engine is not None, name: bool(given)})
     options.exclude({"--all": every, "--dialect": dialect is not None})
     options.exclude({"--json": as_json, "--quiet": quiet})
@@ -98,7 +109,12 @@ def parity_command(
     reports = []
     for checked in models:
         report = compat.check_parity(
-            checked, checkpoint, input_ids=input_ids, text=text, dtype=options.torch_dtype(dtype)
+            checked,
+            checkpoint,
+            input_ids=input_ids,
+            text=text,
+            dtype=options.torch_dtype(dtype),
+            gradients=gradients,
         )
         reports.append(report)
         if not as_json:
@@ -124,6 +140,8 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
             _print(out, title, "italic")
             print_rows(out, INPUT_COLUMNS, input_rows(report))
             _print(out, INPUT_NOTE, "dim italic")
+        if rows := gradient_rows(report):
+            print_rows(out, GRADIENT_COLUMNS, rows)
         if reach := sensitivity(report):
             _print(out, reach, "dim italic")
         for line in limits(report):

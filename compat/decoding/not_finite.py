@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import GenerationError
-from compat.taps import Tap, hook_tap
+from compat.tap import Tap, hook_tap
 
 
 class NotFiniteError(GenerationError):

@@ -13,7 +13,7 @@ from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.dialects import Model, dialect_of
 from compat.errors import GenerationError
 from compat.layers import KVCache
-from compat.taps import expand_taps
+from compat.tap import expand_taps
 
 
 class PlainDecoder:

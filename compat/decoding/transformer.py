@@ -23,7 +23,7 @@ from compat.config import GPT2Config
 from compat.decoding.matrices import Concatenated, Pack, private_memory
 from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.layers import activation
-from compat.taps import Tap, expand_taps
+from compat.tap import Tap, expand_taps
 
 PREFILL_CHUNK = 256  # positions read at once
 

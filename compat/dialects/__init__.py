@@ -9,7 +9,7 @@ from torch import nn
 from compat.dialects import conv1d, linear
 from compat.errors import ConfigError, short_repr
 from compat.name_map import NameMap
-from compat.taps import Tap
+from compat.tap import Tap
 
 __all__ = ["DIALECTS", "Block", "Dialect", "Model", "dialect_of", "get_dialect"]
 

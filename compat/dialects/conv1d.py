@@ -25,7 +25,7 @@ from compat.layers import (
 )
 from compat.name_map import NameMap, Row
 from compat.ops import Same
-from compat.taps import Tap
+from compat.tap import Tap
 
 
 class Conv1D(nn.Module):
@@ -198,7 +198,7 @@ TAPS = (
     Tap("h.{i}.q", "h.{i}.attn.c_attn", part=0),
     Tap("h.{i}.k", "h.{i}.attn.c_attn", part=1),
     Tap("h.{i}.v", "h.{i}.attn.c_attn", part=2),
-    Tap("h.{i}.probs", "h.{i}.attn.attn_dropout", at="input"),
+    Tap("h.{i}.probs", "h.{i}.attn.attn_dropout"),
     Tap("h.{i}.heads", "h.{i}.attn.c_proj", at="input"),
     Tap("h.{i}.attn", "h.{i}.attn"),
     Tap("h.{i}.resid_mid", "h.{i}.ln_2", at="input"),

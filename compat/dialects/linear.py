@@ -22,7 +22,7 @@ from compat.layers import (
 )
 from compat.name_map import NameMap, Row
 from compat.ops import Same, Split, Transpose
-from compat.taps import Tap
+from compat.tap import Tap
 
 
 class LayerNorm(nn.Module):
@@ -220,7 +220,7 @@ TAPS = (
     Tap("h.{i}.q", "trf_blocks.{i}.attention.W_query"),
     Tap("h.{i}.k", "trf_blocks.{i}.attention.W_key"),
     Tap("h.{i}.v", "trf_blocks.{i}.attention.W_value"),
-    Tap("h.{i}.probs", "trf_blocks.{i}.attention.dropout", at="input"),
+    Tap("h.{i}.probs", "trf_blocks.{i}.attention.dropout"),
     Tap("h.{i}.heads", "trf_blocks.{i}.attention.out_proj", at="input"),
     Tap("h.{i}.attn", "trf_blocks.{i}.attention"),
     Tap("h.{i}.resid_mid", "trf_blocks.{i}.norm2", at="input"),

@@ -2,10 +2,19 @@
 
 from compat.parity.check import check_parity, random_ids
 from compat.parity.compare import Difference, TapResult
-from compat.parity.report import InputResult, Limit, LogitsProof, ParityReport
+from compat.parity.report import (
+    GradientResult,
+    GradientsProof,
+    InputResult,
+    Limit,
+    LogitsProof,
+    ParityReport,
+)
 
 __all__ = [
     "Difference",
+    "GradientResult",
+    "GradientsProof",
     "InputResult",
     "Limit",
     "LogitsProof",

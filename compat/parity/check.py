@@ -19,15 +19,17 @@ from compat.dialects import dialect_of
 from compat.errors import CompatError, ParityError, described, short_repr
 from compat.layers import as_ids
 from compat.loading import load_pretrained
+from compat.name_map import NameMap, as_name_map
 from compat.parity.compare import Difference
 from compat.parity.decoded import prove_decoder
 from compat.parity.expected import ExpectedLogits, position_errors
+from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
 from compat.parity.reference import LARGE, Reference
 from compat.parity.report import InputResult, ParityReport
-from compat.parity.trace import trace
-from compat.taps import Tap, expand_taps
+from compat.parity.trace import record
+from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
 HALF = (torch.bfloat16, torch.float16)
@@ -46,6 +48,8 @@ def check_parity(
     calibrate: bool | None = None,
     taps: Sequence[Tap] | None = None,
     attention: Literal["eager", "sdpa"] = "eager",
+    gradients: bool = False,
+    name_map: NameMap | None = None,
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
@@ -74,6 +78,11 @@ def check_parity(
         taps: where the model's hidden states are recorded, see `Tap`. By default those of a
             dialect, and the logits alone for other models.
         attention: of the reference, "eager" or "sdpa"; the latter returns no `probs`.
+        gradients: compare the gradient of the next-token loss by every parameter too, for a model
+            in half precision with its parameters in float32. Both models then need memory for their
+            gradients, and the reference for those in float64.
+        name_map: which parameters hold which tensor, such as `adapt(model, source).name_map`. The
+            gradients of a model that is not a dialect's are compared by it.
         revision, verify, n_head: see `open_checkpoint`.
 
     Returns:
@@ -92,7 +101,12 @@ def check_parity(
     if isinstance(model, nn.Module):
         module, dtype = model, _dtype_of(model, dtype)
         ids = _checked_ids(checkpoint, input_ids, text)
-        run = partial(_report_on_module, model, taps, ids)
+        trained = _name_map_of(model, name_map) if gradients else None
+        run = partial(_report_on_module, model, taps, ids, trained)
+    elif gradients and isinstance(model, HasDecoder):
+        raise ParityError(
+            f"{type(model).__name__} has no gradients to compare. Pass the nn.Module instead."
+        )
     elif isinstance(model, HasDecoder):
         module = getattr(model, "model", None)  # of PlainBlocks; an Engine has packed weights
         precision = _precision(model)
@@ -113,7 +127,11 @@ def check_parity(
 
 
 def _report_on_module(
-    model: nn.Module, taps: Sequence[Tap] | None, ids: Tensor, reference: Reference
+    model: nn.Module,
+    taps: Sequence[Tap] | None,
+    ids: Tensor,
+    name_map: NameMap | None,
+    reference: Reference,
 ) -> ParityReport:
     """Compare taps and logits in the data type of both; in half precision on short inputs only."""
     config, dialect = reference.checkpoint.config, dialect_of(model)
@@ -138,14 +156,33 @@ def _report_on_module(
     if taps and taps[0].name == "embed" and not half:
         proof.embedding = _compare_every_embedding(model, taps[0], reference)
         proof.ids_tried = config.vocab_size
+    trained = None
+    if name_map is not None and not half:
+        trained = prove_gradients(
+            model, reference, name_map, ids, lambda ids: find(model(ids), ids)
+        )
     return reference.report(
         dialect.name if dialect else type(model).__name__,
         ids,
         [tap.name for tap in taps],
-        lambda forced: trace(model, taps, ids, forced=forced),
+        lambda forced: record(model, taps, ids, forced=forced),
         proof,
         training=model.training,
+        gradients=trained,
     )
+
+
+def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
+    """The name map by which gradients are compared."""
+    dialect = dialect_of(model)
+    if name_map is not None:
+        return as_name_map(name_map)
+    if dialect is None:
+        raise ParityError(
+            f"gradients=True needs to know which parameters of {type(model).__name__} hold which "
+            "tensor. Pass name_map=adapt(model, source).name_map."
+        )
+    return dialect.name_map
 
 
 def _report_on_decoder(model: HasDecoder, reference: Reference) -> ParityReport:
@@ -194,7 +231,7 @@ def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -
     worst = torch.zeros(3, dtype=torch.float64)
     identical = True
     for part in torch.split(ids, max(1, EMBEDDED_AT_ONCE // N)):
-        ours = trace(model, [tap], part, stop_early=True)[tap.name]
+        ours = record(model, [tap], part, stop_early=True)[tap.name]
         theirs = reference.embedding(part)
         if ours.shape != theirs.shape:
             error = f"the embedding has shape {list(ours.shape)}; expected {list(theirs.shape)}"

@@ -107,6 +107,23 @@ def compare(
     ]
 
 
+def compare_accumulated(
+    reference: Mapping[str, Tensor], ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> dict[str, Difference]:
+    """Compare tensors that were computed one after the other, in this order, against float64.
+
+    Args:
+        reference: the reference's tensors.
+        ours: the model's, of the same names and shapes.
+        exact: the reference's in float64.
+    """
+    tolerances = _tolerances_with_float64(reference, exact, list(ours))
+    return {
+        name: difference(ours[name], reference[name], exact[name], tolerance)
+        for name, (tolerance, _) in tolerances.items()
+    }
+
+
 def difference(
     ours: Tensor, reference: Tensor, exact: Tensor | None, tolerance: float | None
 ) -> Difference:

@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
+from compat.checkpoint.layout import plain_name
 from compat.parity import numpy_gpt2
 from compat.parity.compare import TapResult, compare
 from compat.parity.inputs import sequences
 from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
-from compat.parity.report import LogitsProof, ParityReport
-from compat.parity.trace import Trace, trace
+from compat.parity.report import GradientsProof, LogitsProof, ParityReport
+from compat.parity.trace import Trace, record
 
 LARGE = 500_000_000  # parameters; from there on, only one matrix at a time is held in float64
 
@@ -109,8 +110,8 @@ class Reference:
         """
         if self._last is None or not torch.equal(self._last[0], ids):
             with self._running():
-                exact = trace(self.exact, self.taps, ids) if self.calibrate else None
-                self._last = ids, (trace(self.model, self.taps, ids), exact)
+                exact = record(self.exact, self.taps, ids) if self.calibrate else None
+                self._last = ids, (record(self.model, self.taps, ids), exact)
         return self._last[1]
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +125,7 @@ class Reference:
         """
         # Without float64 the sequences are long, where eager attention is slow.
         with self._running(), nullcontext() if exact else self._hf.sdpa_attention(self.model):
-            found = trace(self.model, self.taps[-1:], ids)["logits"]
+            found = record(self.model, self.taps[-1:], ids)["logits"]
         if not exact:
             return found, None
         return found, true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
@@ -144,7 +145,24 @@ class Reference:
     def embedding(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, C) that enter the first block, for ids (B, T)."""
         with self._running():
-            return trace(self.model, self.taps[:1], ids, stop_early=True)["embed"]
+            return record(self.model, self.taps[:1], ids, stop_early=True)["embed"]
+
+    def gradients(
+        self, loss: Callable[[Tensor], Tensor], ids: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The gradients of a loss by the checkpoint's tensors, those of a tied head on their own.
+
+        Args:
+            loss: of logits (B, T, V).
+            ids: (B, T).
+
+        Returns:
+            The gradients in the model's data type and in float64, by Hugging Face name.
+        """
+        with self._running():
+            # For a large checkpoint, `self.exact` has no parameters of its own.
+            exact = self._hf.in_float64(self.model)
+            return _gradients(self.model, loss, ids), _gradients(exact, loss, ids)
 
     def quantization_error(self) -> float:
         """The error that rounding the weights to 8 bits causes in the reference.
@@ -158,7 +176,7 @@ class Reference:
         assert truth is not None
         with self._running():
             quantized = self._hf.with_8_bit_weights(self.model)
-            found = trace(quantized, self.taps[-1:], ids)["logits"]
+            found = record(quantized, self.taps[-1:], ids)["logits"]
         worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
         return worst
 
@@ -170,6 +188,7 @@ class Reference:
         run: Callable[[Trace | None], Trace],
         proof: LogitsProof,
         training: bool = False,
+        gradients: GradientsProof | None = None,
     ) -> ParityReport:
         """Compare a model's hidden states with the reference's, and report.
 
@@ -180,6 +199,7 @@ class Reference:
             run: returns the model's trace of the ids, with the hidden states forced that it gets.
             proof: the comparison of the model's logits.
             training: whether the model is in training mode.
+            gradients: the comparison of its gradients, if it was made.
 
         Raises:
             ParityError: the reference cannot be trusted, or a tap has another shape.
@@ -192,7 +212,7 @@ class Reference:
             exact_local = None
             if exact is not None:
                 with self._running():
-                    exact_local = trace(self.exact, self.taps, ids, forced=forced)
+                    exact_local = record(self.exact, self.taps, ids, forced=forced)
             results = compare(expected, run(None), run(forced), exact, exact_local)
         return ParityReport(
             source=self.checkpoint.source,
@@ -210,7 +230,21 @@ class Reference:
             },
             logits=proof,
             notes=self._hf.translation_notes(self.checkpoint),
+            gradients=gradients,
         )
+
+
+def _gradients(
+    model: nn.Module, loss: Callable[[Tensor], Tensor], ids: Tensor
+) -> dict[str, Tensor]:
+    leaves = {
+        name: parameter.detach().requires_grad_()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    with torch.enable_grad():
+        out: Any = torch.func.functional_call(model, leaves, (ids,), tie_weights=False)
+        found = torch.autograd.grad(loss(out.logits), list(leaves.values()))
+    return dict(zip(map(plain_name, leaves), found, strict=True))
 
 
 def _count_call(calls: Counter[str], *_: object) -> None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compat.errors import ParityError
+from compat.errors import ParityError, listed
 from compat.parity.compare import Difference, TapResult
 
 
@@ -103,6 +103,72 @@ class LogitsProof:
 
 
 @dataclass(frozen=True)
+class GradientResult:
+    """The comparison of the gradients of the parameters that hold one tensor.
+
+    Args:
+        tensor: its Hugging Face name.
+        parameters: the names in the model.
+        difference: of the gradients, all parameters taken together.
+        unused: those of the parameters that the backward pass does not reach.
+    """
+
+    tensor: str
+    parameters: tuple[str, ...]
+    difference: Difference
+    unused: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.difference.within
+
+
+@dataclass
+class GradientsProof:
+    """The comparison of the gradients of all parameters.
+
+    Args:
+        results: one for each tensor, in the order of the backward pass.
+        frozen: parameters with `requires_grad=False`, which were compared nevertheless.
+        error: what the model raised, so that nothing was compared.
+    """
+
+    results: list[GradientResult] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def failed(self) -> list[GradientResult]:
+        return [result for result in self.results if not result.passed]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.results) and not self.failed
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence, with the first divergence from the logits downwards."""
+        total = len(self.results)
+        if self.error:
+            return f"its gradients could not be computed: {self.error}."
+        if self.passed:
+            return f"the gradients of all {total} tensors agree."
+        first = self.failed[0]
+        names, found = listed(first.parameters, 3), first.difference
+        text = (
+            "from the logits downwards, the first gradient that diverges is that of "
+            f"{first.tensor}{'' if names == first.tensor else f' ({names})'}: "
+        )
+        if len(first.unused) == len(first.parameters):
+            text += "the backward pass does not reach it"
+        else:
+            text += f"the error is {found.rel_rms:.2g} of its RMS"
+            if found.ratio is not None and math.isfinite(found.ratio):
+                text += f", {found.ratio:,.0f} times the reference's own"
+        return f"{text}; {total - len(self.failed)} of {total} tensors pass."
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """The result of `check_parity`; `to_json` has the same fields.
 
@@ -120,6 +186,8 @@ class ParityReport:
             before `transformers` read them.
         float32: for a model in half precision, the report of the same model with its parameters in
             float32, where rounding hides no fault; otherwise None.
+        gradients: the comparison of gradients, if it was asked for; those of a model in half
+            precision are in `float32`.
     """
 
     source: str
@@ -133,12 +201,15 @@ class ParityReport:
     logits: LogitsProof
     notes: list[str] = field(default_factory=list)
     float32: ParityReport | None = None
+    gradients: GradientsProof | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every tap and the logits on every input are within their bounds."""
+        """Whether every tap, the logits on every input and the gradients are in bounds."""
         float32_passed = self.float32 is None or self.float32.passed
-        return all(tap.passed for tap in self.taps) and self.logits.passed and float32_passed
+        trains = self.gradients is None or self.gradients.passed
+        predicts = all(tap.passed for tap in self.taps) and self.logits.passed
+        return predicts and trains and float32_passed
 
     def __bool__(self) -> bool:
         return self.passed
@@ -166,12 +237,16 @@ class ParityReport:
     def first_divergence(self) -> str | None:
         """The first tap, in execution order, that is out of bounds.
 
-        It is "logits" if no tap is, but the logits of another input are; None if the check passed.
+        It is "logits" if no tap is, but the logits of another input are, and "gradient of" a tensor
+        if all logits are in bounds; None if the check passed.
         """
         if self._first is not None:
             return self._first.tap
         if not self.logits.passed:
             return "logits"
+        if self.gradients is not None and not self.gradients.passed:
+            failed = self.gradients.failed
+            return f"gradient of {failed[0].tensor}" if failed else "gradients"
         return None if self.float32 is None else self.float32.first_divergence
 
     @property
@@ -195,6 +270,11 @@ class ParityReport:
             return self._divergence_on(self.logits.failed[0])
         if not self.logits.passed:
             return f"{self.model_name} was not compared, because no input fits it."
+        if self.gradients is not None and not self.gradients.passed:
+            return (
+                f"{self.model_name} computes what transformers computes, but trains differently: "
+                f"{self.gradients.headline}{self._training_hint()}"
+            )
         if self.float32 is not None and not self.float32.passed:
             return f"With its parameters in float32, {self.float32.headline}"
         return self._agreement()
@@ -202,6 +282,11 @@ class ParityReport:
     @property
     def _first(self) -> TapResult | None:
         return next((result for result in self.taps if not result.passed), None)
+
+    @property
+    def _last(self) -> ParityReport:
+        """The report in float32, of a model in half precision; otherwise this one."""
+        return self if self.float32 is None else self.float32
 
     @property
     def _proofs(self) -> list[LogitsProof]:
@@ -216,10 +301,12 @@ class ParityReport:
             if accumulated == local == total:
                 identical = "all bit-identical"
             text += f"{total} of {total} taps pass, {identical}; "
-        inputs = self._proofs[-1].inputs
+        inputs = self._last.logits.inputs
         longest = max(result.input_shape[1] for result in inputs)
         text += f"max|Δlogits| = {self.max_abs_diff:.2g}; "
-        return text + f"{len(inputs)} inputs of up to {longest:,} ids pass."
+        text += f"{len(inputs)} inputs of up to {longest:,} ids pass"
+        trained = self._last.gradients
+        return f"{text}." if trained is None else f"{text}; {trained.headline}"
 
     def _divergence_on(self, failed: InputResult) -> str:
         B, T = failed.input_shape
@@ -270,6 +357,7 @@ class ParityReport:
                 "smallest_detectable": self.smallest_detectable,
                 "limits": [asdict(limit) for limit in self.limits],
                 "notes": self.notes,
+                "gradients": None if self.gradients is None else _gradients_json(self.gradients),
                 "float32": None if self.float32 is None else self.float32.to_json(),
                 "versions": self.versions,
             }
@@ -277,7 +365,12 @@ class ParityReport:
         return found
 
 
-def _with_verdict(result: TapResult | InputResult) -> dict[str, Any]:
+def _gradients_json(proof: GradientsProof) -> dict[str, Any]:
+    results = [_with_verdict(result) for result in proof.results]
+    return {**asdict(proof), "passed": proof.passed, "results": results}
+
+
+def _with_verdict(result: TapResult | InputResult | GradientResult) -> dict[str, Any]:
     return {**asdict(result), "passed": result.passed}
 
 

@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from compat.checkpoint import Checkpoint
 from compat.checkpoint.foreign import HUGGING_FACE
 from compat.checkpoint.layout import saved_name
 from compat.errors import ParityError, listed
-from compat.taps import Tap, expand_taps
+from compat.tap import Tap, expand_taps
 
 VERSION: str = transformers.__version__
 Attention = Literal["eager", "sdpa"]
@@ -56,6 +57,24 @@ def taps(n_layer: int, attention: Attention) -> list[Tap]:
     """Return the taps of every layer. Only eager attention returns its probabilities."""
     available = [tap for tap in TAPS if attention == "eager" or tap.name != "h.{i}.probs"]
     return expand_taps(available, n_layer)
+
+
+def taps_of(model: nn.Module) -> list[Tap]:
+    """Return the taps that a GPT-2 of transformers has, with or without a head.
+
+    The attention module returns its probabilities after it used them, so that a patch of its result
+    would change nothing. They are therefore tapped at its softmax.
+    """
+    config: Any = model.config
+    modules = dict(model.named_modules())
+    prefix = "" if "h.0" in modules else "transformer."
+    found = []
+    for tap in taps(config.n_layer, config._attn_implementation):
+        path = prefix + tap.module.removeprefix("transformer.") if "." in tap.module else tap.module
+        if tap.name.endswith("probs"):
+            tap = replace(tap, at="softmax", item=0)
+        found.append(replace(tap, module=path))
+    return [tap for tap in found if tap.module in modules]
 
 
 def load_reference(

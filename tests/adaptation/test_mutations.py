@@ -49,6 +49,7 @@ FEW_STYLES = {
     "weights_changed": "test_mistakes.py writes to the embedding",
     "batch_first": "test_mistakes.py calls nn.MultiheadAttention with (B, T, C)",
     "mixed_types": "test_mistakes.py and test_odd_models.py mix data types",
+    "wrong_gradient": "test_gradients.py detaches residuals and breaks backward passes",
     "not_compared": "tests/parity/test_proof.py tests the limits of a proof",
 }
 

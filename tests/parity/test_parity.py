@@ -28,7 +28,7 @@ from compat import (
 from compat.dialects import DIALECTS, conv1d, get_dialect, linear
 from compat.parity import random_ids
 from compat.parity.reference import Reference
-from compat.taps import tap_names
+from compat.tap import tap_names
 from tests.conftest import TINY, MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")

@@ -15,7 +15,7 @@ from compat.checkpoint import open_checkpoint
 from compat.dialects import linear
 from compat.parity import ParityReport, check, reference
 from compat.parity.inputs import designed_inputs, sequences, special_ids
-from compat.taps import Tap
+from compat.tap import Tap
 from tests.conftest import MakeCheckpoint
 from tests.parity.mistakes import block
 

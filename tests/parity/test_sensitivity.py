@@ -74,12 +74,12 @@ def test_the_output_of_the_last_block_is_not_the_last_hidden_state(tiny: Path) -
     """Mistake 10: transformers' `hidden_states[-1]` comes after the final norm."""
     from compat.checkpoint import open_checkpoint
     from compat.parity import random_ids
-    from compat.parity.trace import trace
+    from compat.parity.trace import record
     from compat.parity.transformers_gpt2 import load_reference, taps
 
     checkpoint = open_checkpoint(tiny)
     reference, ids = load_reference(checkpoint, torch.float32), random_ids(checkpoint)
-    recorded = trace(reference, taps(3, "eager"), ids)
+    recorded = record(reference, taps(3, "eager"), ids)
     hidden_states = reference(ids, output_hidden_states=True).hidden_states
     assert torch.equal(hidden_states[-1], recorded["ln_f"])
     assert not torch.allclose(hidden_states[-1], recorded["h.2.out"], atol=0.1)

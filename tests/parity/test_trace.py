@@ -1,4 +1,4 @@
-"""Traces record hidden states, force them, and change nothing else."""
+"""`record` records hidden states, forces them, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from compat import ConfigError, ParityError, Tap, load_pretrained, trace
+from compat import ConfigError, ParityError, Tap, load_pretrained
 from compat.dialects import DIALECTS, get_dialect
-from compat.taps import expand_taps, tap_names
+from compat.parity.trace import record
+from compat.tap import expand_taps, tap_names
 
 IDS = torch.arange(20).view(2, 10)
 
@@ -18,7 +19,7 @@ IDS = torch.arange(20).view(2, 10)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_all_taps_are_recorded_in_execution_order(tiny: Path, dialect: str) -> None:
     model, taps = load_pretrained(tiny, dialect), expand_taps(get_dialect(dialect).taps, 3)
-    recorded = trace(model, taps, IDS)
+    recorded = record(model, taps, IDS)
     assert list(recorded) == tap_names(3)
     assert torch.equal(recorded["logits"], model(IDS))
     assert recorded["h.1.q"].shape == recorded["h.1.heads"].shape == (2, 10, 24)
@@ -30,9 +31,9 @@ def test_all_taps_are_recorded_in_execution_order(tiny: Path, dialect: str) -> N
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_following_modules_work_on_forced_values(tiny: Path, dialect: str) -> None:
     model, taps = load_pretrained(tiny, dialect), expand_taps(get_dialect(dialect).taps, 3)
-    plain = trace(model, taps, IDS)
-    assert all(torch.equal(plain[k], v) for k, v in trace(model, taps, IDS, forced=plain).items())
-    doubled = trace(model, taps, IDS, forced=plain | {"h.1.resid_mid": 2 * plain["h.1.resid_mid"]})
+    plain = record(model, taps, IDS)
+    assert all(torch.equal(plain[k], v) for k, v in record(model, taps, IDS, forced=plain).items())
+    doubled = record(model, taps, IDS, forced=plain | {"h.1.resid_mid": 2 * plain["h.1.resid_mid"]})
     changed = [tap for tap in plain if not torch.equal(plain[tap], doubled[tap])]
     # The value of `resid_mid` itself is recorded before it is replaced. The forced one enters the
     # second norm and the second residual connection.
@@ -45,9 +46,9 @@ def test_the_following_modules_work_on_forced_values(tiny: Path, dialect: str) -
 def test_a_tap_of_every_layer(tiny: Path, dialect: str) -> None:
     """A tap with `{i}` is written out, whether in the dialect's or in any other order."""
     model, taps = load_pretrained(tiny, dialect), get_dialect(dialect).taps
-    assert list(trace(model, taps, IDS)) == list(trace(model, taps[::-1], IDS)) == tap_names(3)
+    assert list(record(model, taps, IDS)) == list(record(model, taps[::-1], IDS)) == tap_names(3)
     acts = [tap for tap in taps if tap.name == "h.{i}.act"]
-    assert list(trace(model, acts, IDS)) == ["h.0.act", "h.1.act", "h.2.act"]
+    assert list(record(model, acts, IDS)) == ["h.0.act", "h.1.act", "h.2.act"]
 
 
 def test_a_run_may_end_at_the_last_tap(tiny: Path) -> None:
@@ -55,9 +56,9 @@ def test_a_run_may_end_at_the_last_tap(tiny: Path) -> None:
     finished: list[nn.Module] = []
     model.lm_head.register_forward_hook(lambda module, *_: finished.append(module))
     taps = [Tap("embed", "h.0", at="input"), Tap("h.{i}.out", "h.{i}")]
-    whole = trace(model, taps, IDS)
+    whole = record(model, taps, IDS)
     assert len(finished) == 1
-    part = trace(model, taps, IDS, stop_early=True)
+    part = record(model, taps, IDS, stop_early=True)
     assert len(finished) == 1 and list(part) == list(whole)
     assert all(torch.equal(part[name], whole[name]) for name in whole)
 
@@ -66,7 +67,7 @@ def test_hooks_are_removed_afterwards(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     before = model(IDS)
     taps = expand_taps(get_dialect("conv1d").taps, 3)
-    trace(model, taps, IDS, forced={"embed": torch.zeros(2, 10, 24)})
+    record(model, taps, IDS, forced={"embed": torch.zeros(2, 10, 24)})
     assert torch.equal(model(IDS), before)
 
 
@@ -86,7 +87,7 @@ def test_recorded_tensors_are_copies() -> None:
             return logits
 
     model = InPlace()
-    recorded = trace(model, [Tap("embed", "first"), Tap("logits", "head")], IDS)
+    recorded = record(model, [Tap("embed", "first"), Tap("logits", "head")], IDS)
     assert torch.equal(recorded["embed"], model.kept)
 
 
@@ -97,19 +98,19 @@ class Quits(nn.Module):
 
 def test_an_exception_of_the_model_is_reported_with_its_line() -> None:
     with pytest.raises(ParityError, match=r"raised SystemExit at .*test_trace.py:\d+: no"):
-        trace(Quits(), [Tap("logits", "")], IDS)
+        record(Quits(), [Tap("logits", "")], IDS)
 
 
 def test_a_tap_that_cannot_be_recorded_is_named(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     with pytest.raises(ParityError, match=r"GPTModel has no module 'h\.0\.norm'"):
-        trace(model, [Tap("h.0.ln_1", "h.0.norm")], IDS)
+        record(model, [Tap("h.0.ln_1", "h.0.norm")], IDS)
     model.add_module("idle", nn.Linear(2, 2))
     with pytest.raises(ParityError, match="did not execute the modules of its taps embed"):
-        trace(model, [Tap("embed", "idle")], IDS)
+        record(model, [Tap("embed", "idle")], IDS)
     with pytest.raises(ParityError, match=r"GPTModel has no module 'h\.0\.norm'"):
-        trace(model, [Tap("h.{i}.ln_1", "h.{i}.norm")], IDS)
+        record(model, [Tap("h.{i}.ln_1", "h.{i}.norm")], IDS)
     with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module"):
-        trace("conv1d", [Tap("embed", "h.0")], IDS)  # type: ignore[arg-type]
+        record("conv1d", [Tap("embed", "h.0")], IDS)  # type: ignore[arg-type]
     with pytest.raises(ParityError, match=r"unknown tap 'h\.0\.norm'"):
         expand_taps([Tap("h.{i}.norm", "h.{i}.ln_1")], 1)

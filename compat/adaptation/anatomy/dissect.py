@@ -94,7 +94,7 @@ class Sum:
 
 @dataclass
 class Layer:
-    """The nodes of one block; taps of `compat.taps` are named in the comments."""
+    """The nodes of one block; taps of `compat.tap` are named in the comments."""
 
     cores: list[Core]
     qkv: list[Node]  # the projections that compute q, k and v

@@ -13,7 +13,7 @@ from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.parity.compare import rms
 from compat.parity.trace import Trace
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 AGREES = 1e-6  # relative RMS error in float64, with room for constants rounded to float32
 

@@ -29,7 +29,7 @@ from compat.adaptation.result import Finding
 from compat.adaptation.tracing.calling import Forward, eval_mode
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.reference import Reference
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 __all__ = ["CODES", "diagnose"]
 

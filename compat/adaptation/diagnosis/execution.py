@@ -159,5 +159,11 @@ CODES.update(
         "{found}, so the proof does not cover every case",
         "check_parity(model, source, input_ids=…)  # ids that cover the case",
     ),
+    wrong_gradient=Code(
+        "limit",
+        "the model predicts like GPT-2 but does not train like it: {found}",
+        "Remove what hides operations from autograd there: .detach(), .data, torch.no_grad(), or a "
+        "torch.autograd.Function whose backward does not match its forward.",
+    ),
     unexplained=Code("breaks", "{found}", "Compare the code before this tap with GPT-2's."),
 )

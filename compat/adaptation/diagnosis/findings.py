@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,13 @@ from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
+from compat.adaptation.tracing.detached import detached_at
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.adaptation.tracing.plain_lists import PlainList
-from compat.errors import collapse_layers, listed
+from compat.errors import NameMapError, collapse_layers, listed
+from compat.name_map import NameMap
 from compat.parity import LogitsProof, ParityReport
+from compat.parity.gradients import prove_gradients
 from compat.parity.reference import Reference
 
 # Deviations with which no change to the reference makes up for the difference.
@@ -241,6 +245,28 @@ def without_effect(found: Finding) -> Finding:
         evidence = "the logits were finite on all inputs of the proof"
         return replace(found, severity="limit", tap=None, evidence=evidence)
     return found
+
+
+def trained_wrongly(
+    model: nn.Module,
+    call: Forward,
+    ids: Tensor,
+    reference: Reference,
+    name_map: NameMap,
+) -> list[Finding]:
+    """Whether the gradients of a model in parity differ from the reference's."""
+    with eval_mode(model):
+        try:
+            proof = prove_gradients(model, reference, name_map, ids, partial(call, model))
+        except NameMapError:  # the model has parameters that GPT-2 does not have
+            return []
+    if proof.passed:
+        return []
+    lines = detached_at(model, call, ids)
+    values = {"found": proof.headline.rstrip(".")}
+    deviation = Deviation(None, None, values, code="wrong_gradient", lines=lines)
+    evidence = "confirmed: the gradients of the next-token loss were compared in float64"
+    return [finding(deviation, "limit", evidence)]
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:

@@ -106,7 +106,7 @@ class ModifiedReference:
         self.taps: Trace = {}
 
     def trace(self, ids: Tensor) -> Trace:
-        """The value of every tap of `compat.taps`, in float64, for ids of shape (B, T)."""
+        """The value of every tap of `compat.tap`, in float64, for ids of shape (B, T)."""
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
         x = self._extra_norm("embed", x)

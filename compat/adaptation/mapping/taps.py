@@ -15,7 +15,7 @@ from compat.adaptation.mapping.assignments import Assignments
 from compat.adaptation.mapping.linear_maps import View, head_view, merged, token_view
 from compat.adaptation.tracing.graph import Graph, call
 from compat.parity.trace import Trace
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 Taps = dict[str, View]
 

@@ -1,0 +1,179 @@
+"""The gradient of a loss by every parameter, compared with the reference's.
+
+The loss is the mean cross-entropy of the logits against the next ids. The name map turns the
+reference's gradients into those of the model's own parameters, by the chain rule where a tensor is
+computed from several parameters or a parameter is a part of several tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.name_map import NameMap, Row
+from compat.parity.compare import compare_accumulated
+from compat.parity.reference import Reference
+from compat.parity.report import GradientResult, GradientsProof
+from compat.user_code import exception_summary
+from compat.validation import check_names, is_dropped
+
+# The tensors in the order of the backward pass, with the layers from the last to the first.
+END = ("lm_head", "ln_f")
+BLOCK = ("mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1")
+BEGIN = ("wpe", "wte")
+
+
+def prove_gradients(
+    model: nn.Module,
+    reference: Reference,
+    name_map: NameMap,
+    ids: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+) -> GradientsProof:
+    """Compare the gradient of every parameter with the reference's, calibrated on float64.
+
+    Frozen parameters are compared too. The model's gradients and `requires_grad` are restored
+    afterwards.
+
+    Args:
+        model: in the data type of the reference, with the checkpoint's weights.
+        reference: in float32 or float64.
+        name_map: of the model.
+        ids: (B, T).
+        logits_of: runs the model on ids and returns logits (B, T, V), or (B, 1, V) of the last
+            position.
+
+    Raises:
+        NameMapError: the map does not fit the model.
+    """
+    config = reference.checkpoint.config
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows = name_map.expand(config.n_layer)
+    check_names(model, rows, parameters, name_map.expand_zeros(config.n_layer))
+    rows = [row for row in rows if not is_dropped(row, parameters)]
+    proof = GradientsProof(frozen=[name for name, p in parameters.items() if not p.requires_grad])
+    positions = 0
+
+    def loss(ids: Tensor) -> Tensor:
+        nonlocal positions
+        logits = logits_of(ids)[..., : config.vocab_size]
+        positions = logits.shape[1]
+        return next_token_loss(logits, ids)
+
+    try:
+        ours = _own_gradients(parameters, loss, ids)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # such as exit() in the user's code
+        proof.error = exception_summary(error).rstrip(".")
+        return proof
+    found, exact = (
+        _pulled_back(gradients, rows, parameters)
+        for gradients in reference.gradients(
+            lambda logits: next_token_loss(logits[:, -positions:], ids), ids
+        )
+    )
+    tensors = _by_first_row(rows, parameters, config.n_layer)
+
+    def joined(gradients: Mapping[int, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The gradients of the parameters of each tensor as one vector; none counts as zero."""
+        parts = {}
+        for hf, names in tensors.items():
+            owned = [parameters[name] for name in names]
+            values = [(gradients[id(p)], p) for p in owned]
+            flat = [torch.zeros_like(p) if g is None else g for g, p in values]
+            parts[hf] = torch.cat([g.to(dtype).flatten() for g in flat])
+        return parts
+
+    differences = compare_accumulated(
+        joined(found, reference.dtype), joined(ours, reference.dtype), joined(exact, torch.float64)
+    )
+    for hf, difference in differences.items():
+        unused = [name for name in tensors[hf] if ours[id(parameters[name])] is None]
+        proof.results.append(GradientResult(hf, tuple(tensors[hf]), difference, tuple(unused)))
+    return proof
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean cross-entropy of logits (B, T, V) against the ids that follow.
+
+    The last position, which may be the only one that a model returns, is compared with the first
+    id, so that every position has a gradient.
+    """
+    labels = ids.roll(-1, dims=1)[:, -logits.shape[1] :]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten().long())
+
+
+def _own_gradients(
+    parameters: Mapping[str, nn.Parameter], loss: Callable[[Tensor], Tensor], ids: Tensor
+) -> dict[int, Tensor | None]:
+    """The gradients of the parameters by their id; None where the backward pass does not arrive.
+
+    `backward` is called, as in training; reentrant checkpointing refuses `torch.autograd.grad`.
+    """
+    unique = {id(parameter): parameter for parameter in parameters.values()}
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in unique.values()]
+    try:
+        for parameter in unique.values():
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        with torch.enable_grad():
+            loss(ids).backward()  # type: ignore[no-untyped-call]
+        return {key: parameter.grad for key, parameter in unique.items()}
+    finally:
+        for parameter, requires_grad, gradient in before:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+
+
+def _pulled_back(
+    gradients: Mapping[str, Tensor],
+    rows: Sequence[Row],
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[int, Tensor | None]:
+    """The gradients of the model's parameters in float64, from those by the checkpoint's tensors.
+
+    A tensor is `row.op.save` of its parameters, so the gradient of a parameter is the sum over its
+    rows of the vector-Jacobian products of these functions.
+    """
+    has_head = any(row.hf == HEAD for row in rows)
+    total: dict[int, Tensor | None] = {}
+    for row in rows:
+        unique = {id(parameters[name]): parameters[name] for name in row.ours}
+        leaves = {
+            key: parameter.detach().double().requires_grad_() for key, parameter in unique.items()
+        }
+        gradient = gradients[row.hf].double()
+        if row.hf == EMBEDDING and not has_head:  # the model multiplies by the embedding itself
+            gradient = gradient + gradients[HEAD].double()
+        with torch.enable_grad():
+            tensor = row.op.save([leaves[id(parameters[name])] for name in row.ours])
+        gradient = gradient[tuple(slice(n) for n in tensor.shape)]  # a model of fewer positions
+        pulled = torch.autograd.grad(
+            tensor, list(leaves.values()), gradient.reshape(tensor.shape), allow_unused=True
+        )
+        for key, part in zip(leaves, pulled, strict=True):
+            known = total.get(key)
+            total[key] = part if known is None or part is None else known + part
+    return total
+
+
+def _by_first_row(
+    rows: Sequence[Row], parameters: Mapping[str, nn.Parameter], n_layer: int
+) -> dict[str, list[str]]:
+    """The parameters of each tensor, each parameter once, in the order of the backward pass."""
+    seen: set[int] = set()
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for name in row.ours:
+            if id(parameters[name]) not in seen:
+                seen.add(id(parameters[name]))
+                found.setdefault(row.hf, []).append(name)
+    layers = [f"h.{i}.{name}" for i in reversed(range(n_layer)) for name in BLOCK]
+    order = [f"{name}.{kind}" for name in (*END, *layers, *BEGIN) for kind in ("weight", "bias")]
+    return {hf: found[hf] for hf in order if hf in found}
