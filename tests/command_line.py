@@ -50,7 +50,7 @@ def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME.py as a program, in a fork of this process; its output has to be UTF-8."""
     program = [str(ROOT / f"scripts/{name}.py"), *map(str, argv)]
     env = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-    ended = Forked(as_program, program, "utf-8", env=env, of_tests=True).wait()
+    ended = Forked(as_program, program, "utf-8", env=env, of_tests=True).wait(300)
     return subprocess.CompletedProcess(program, ended.code, ended.out, ended.err)
 
 

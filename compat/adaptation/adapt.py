@@ -37,6 +37,7 @@ from compat.adaptation.diagnosis.findings import (
     unregistered,
     untraced,
 )
+from compat.adaptation.diagnosis.kv_cache import wrong_cache
 from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
 from compat.adaptation.diagnosis.survey import survey
 from compat.adaptation.emit import to_name_map
@@ -342,6 +343,9 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
         with _timed(run.seconds, "gradients"):
             findings += trained_wrongly(model, run.call, run.ids, reference, name_map)
+        with _timed(run.seconds, "decode"):
+            bound = report.smallest_detectable
+            findings += wrong_cache(context, run.call, run.ids, reference, bound)
     in_modules = partial(module_taps, model, run.call, graph, taps, run.ids)
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 

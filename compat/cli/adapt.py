@@ -35,6 +35,7 @@ STAGES = {
     "parity": "comparing hidden states",
     "diagnose": "looking for the reasons of differences",
     "gradients": "comparing gradients",
+    "decode": "decoding with the KV cache",
 }
 # Options of this panel of the help.
 construction = partial(typer.Option, rich_help_panel="Construction of the model")

@@ -30,6 +30,13 @@ def _sum_line(context: DiagnosisContext) -> Place | None:
     return source.running(graph, sums or [context.anatomy.token_embedding])
 
 
+def position_line(context: DiagnosisContext) -> Place | None:
+    """The line that computes the positions, or else the one that adds the embeddings."""
+    constant = [node for node in _path(context) if node not in context.graph.live]
+    line = source.running(context.graph, constant, "arange", "slice", "add", "embedding")
+    return line or _sum_line(context)
+
+
 @deviation(
     "the {what} embedding is multiplied by {found:.6g}, but GPT-2 does not scale it", EMBEDDING
 )
@@ -81,10 +88,8 @@ def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     _, op = context.mapping.by_tensor["wpe.weight"]
     if offset := found.offset - (op.start if isinstance(op, Rows) else 0):
-        constant = [node for node in _path(context) if node not in context.graph.live]
-        line = source.running(context.graph, constant, "arange", "slice", "add", "embedding")
         changes = Changes(position_offset=offset)
-        yield Deviation("embed", line or _sum_line(context), {"found": offset}, changes)
+        yield Deviation("embed", position_line(context), {"found": offset}, changes)
 
 
 @detects("unexplained")

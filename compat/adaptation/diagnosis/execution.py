@@ -159,6 +159,13 @@ CODES.update(
         "{found}, so the proof does not cover every case",
         "check_parity(model, source, input_ids=…)  # ids that cover the case",
     ),
+    kv_cache=Code(
+        "breaks",
+        "a step through the KV cache, {step}, does not compute what the whole sequence does: "
+        "{found}",
+        "Give the new ids the positions after the cached ones, torch.arange(past, past + T), and "
+        "let them attend to all cached keys and to themselves.",
+    ),
     wrong_gradient=Code(
         "limit",
         "the model predicts like GPT-2 but does not train like it: {found}",

@@ -166,6 +166,9 @@ EXPLANATIONS = {
     "logits does not depend on it.",
     "not_compared": "The code has a condition of which only one side was reached by the inputs of "
     "the proof. On the other side the model may compute something else.",
+    "kv_cache": "With a cache, only the new ids are passed. They stand after the cached ones, so "
+    "that their positions continue, and they attend to all of them. Generation without a cache is "
+    "right, and with it the text goes wrong from the second token on.",
     "wrong_gradient": "Autograd computes other gradients than GPT-2's, although the logits are "
     "GPT-2's. Fine-tuning would leave some parameters as they are or move them in a wrong "
     "direction, and the loss may fall all the same.",

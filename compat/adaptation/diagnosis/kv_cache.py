@@ -1,0 +1,228 @@
+"""A user's KV cache: a step with it must compute what the whole sequence computes."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.embeddings_and_head import position_line
+from compat.adaptation.diagnosis.findings import finding
+from compat.adaptation.diagnosis.registry import Deviation
+from compat.adaptation.result import Finding
+from compat.adaptation.tracing.calling import (
+    CallSignature,
+    describe_error,
+    eval_mode,
+    plain_kernels,
+)
+from compat.adaptation.tracing.graph import Place
+from compat.parity.outputs import find_logits
+from compat.parity.reference import Reference
+
+# Names of arguments and methods, in lower case and without underscores.
+CACHE = re.compile(r"(layer|kv)?(past|caches?|mems?)((key)?values?|kvs?|states?)?")
+SWITCH = re.compile(r"(use|return|enable|with)(kv)?(cache|past)")
+START = re.compile(
+    r"start(pos|position|idx|index)?|(pos|position)?offset|(past|cached?)len(gth)?"
+    r"|(cur|current)(pos|len)"
+)
+RESET = re.compile(r"(reset|clear)(kv)?caches?")
+STEPS = 3
+EXPLAINED = 1e-3  # the relative error of the logits up to which a cause explains a step
+
+
+def _plain(name: object) -> str:
+    return str(name).replace("_", "").lower()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a model is decoded with its cache, by the names of arguments.
+
+    Args:
+        cache: takes the cache that the call before returned; None if the modules keep it.
+        switch: turns the cache on, if it has to be turned on.
+        start: takes the number of cached ids, if the model does not find it itself.
+    """
+
+    cache: str | None
+    switch: str | None
+    start: str | None
+
+    @property
+    def step(self) -> str:
+        """A step as code."""
+        values = {self.cache: "cache", self.switch: "True", self.start: "T"}
+        rest = [f"{name}={value}" for name, value in values.items() if name is not None]
+        return f"model({', '.join(['ids[:, T:]', *rest])})"
+
+
+def wrong_cache(
+    context: DiagnosisContext, call: object, ids: Tensor, reference: Reference, bound: float
+) -> list[Finding]:
+    """The finding for a KV cache that does not work, of a model whose logits are in parity.
+
+    Args:
+        context: of the model.
+        call: how it is called; a user's own function says nothing about a cache.
+        ids: (B, T).
+        reference: of the checkpoint.
+        bound: the largest relative error of the logits at a position.
+    """
+    model, known = context.model, ids.shape[1] - STEPS
+    protocol = _protocol(model)
+    if protocol is None or not isinstance(call, CallSignature) or known < STEPS:
+        return []
+    with plain_kernels(), eval_mode(model):
+        whole = call(model, ids)[:, known:]
+        try:
+            found = _decoded(model, call, protocol, ids, known)
+        except Exception as error:
+            return [_not_compared(model, protocol, describe_error(error))]
+        if found is None:
+            return [_not_compared(model, protocol, "the model returns no cache")]
+        errors = (found - whole).norm(dim=-1) / whole.norm(dim=-1)  # (B, STEPS)
+        if (largest := errors.max().item()) <= bound:
+            return []
+        cause = next(_causes(model, call, reference, ids[:1, : known + 1], found[:1, 0]), None)
+    differs = f"its logits differ by {largest:.2g} of their norm from the whole sequence's"
+    place, evidence, severity = _first_use(model, protocol), "", cast(Severity, "limit")
+    if cause is None:
+        what = f"{differs}, for a reason that compat does not know"
+    else:
+        what, severity = cause.text, "breaks"
+        evidence = f"confirmed: the reference reproduces the step; {differs}"
+        place = (position_line(context) if cause.is_position else None) or place
+    deviation = Deviation("logits", place, {"found": what, "step": protocol.step}, code="kv_cache")
+    return [finding(deviation, severity, evidence)]
+
+
+def _not_compared(model: nn.Module, protocol: Protocol, why: str) -> Finding:
+    found = f"decoding with the KV cache, {protocol.step}, was not compared: {why}"
+    place = _first_use(model, protocol)
+    return finding(Deviation(None, place, {"found": found}, code="not_compared"), "limit", "")
+
+
+def _protocol(model: nn.Module) -> Protocol | None:
+    """How the signature of the model says that it is decoded; None if it has no cache."""
+    parameters = list(inspect.signature(model.forward).parameters)[1:]
+    cache, switch, start = (
+        next((name for name in parameters if pattern.fullmatch(_plain(name))), None)
+        for pattern in (CACHE, SWITCH, START)
+    )
+    kept = [name for module in model.modules() for name in (*vars(module), *module._buffers)]
+    if cache is None and not ((switch or start) and any("cache" in name for name in kept)):
+        return None
+    return Protocol(cache, switch, start)
+
+
+def _decoded(
+    model: nn.Module, call: CallSignature, protocol: Protocol, ids: Tensor, known: int
+) -> Tensor | None:
+    """Logits (B, STEPS, V) of single steps after `known` ids; None if no cache is returned."""
+    if protocol.cache is None:  # the modules keep it
+        model = copy.deepcopy(model)
+        for name, method in inspect.getmembers(model, inspect.ismethod):
+            if RESET.fullmatch(_plain(name)) and not inspect.signature(method).parameters:
+                method()
+    cache: Any = None
+    logits = []
+    for start, end in [(0, known), *((i, i + 1) for i in range(known, known + STEPS))]:
+        part = ids[:, start:end]
+        arguments = {name: value(model, part) for name, value in call.arguments}
+        if protocol.switch:
+            arguments[protocol.switch] = True
+        if protocol.start:
+            arguments[protocol.start] = start
+        if protocol.cache and start:
+            arguments[protocol.cache] = cache
+        output = model(part, **arguments)
+        logits.append(find_logits(output, part, call.last))
+        if protocol.cache and (cache := _cache_in(output)) is None:
+            return None
+    return torch.cat(logits[1:], dim=1)
+
+
+def _cache_in(output: Any) -> Any:
+    """What a model returned as its cache, beside the logits."""
+    if isinstance(output, Tensor):
+        return None
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    if isinstance(output, (list, tuple)):
+        output = dict(enumerate(output))
+    entries = output if isinstance(output, Mapping) else vars(output)
+    named = [value for name, value in entries.items() if CACHE.fullmatch(_plain(name))]
+    single = (Tensor, int, float, str)
+    others = [value for value in entries.values() if not isinstance(value, single)]
+    stacked = [v for v in entries.values() if isinstance(v, Tensor) and v.ndim > 3]
+    return next((value for value in [*named, *others, *stacked] if value is not None), None)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What explains the logits of a step."""
+
+    text: str
+    is_position: bool = False
+
+
+def _causes(
+    model: nn.Module, call: CallSignature, reference: Reference, ids: Tensor, found: Tensor
+) -> Iterator[Cause]:
+    """What explains the first step's logits, tried in the model and in the reference.
+
+    Args:
+        model, call, reference: as in `wrong_cache`.
+        ids: (1, N + 1), N cached ids and the step's.
+        found: (1, V), its logits.
+    """
+    N = ids.shape[1] - 1
+
+    def explains(logits: Tensor) -> list[int]:  # (rows, V) → rows
+        errors = (logits - found).norm(dim=-1) / found.norm(dim=-1)
+        return torch.nonzero(errors < EXPLAINED).flatten().tolist()
+
+    if explains(call(model, ids[:, -1:])[:, -1]):
+        yield Cause("the step computes what its id alone does, without the cached keys and values")
+    tried = min(reference.checkpoint.config.n_positions, 2 * N + 2)
+    positions = torch.arange(N + 1).repeat(tried, 1)  # a row for each position of the step's id
+    positions[:, -1] = torch.arange(tried)
+    output = reference.model(ids.repeat(tried, 1), position_ids=positions)
+    for position in explains(output.logits[:, -1]):
+        yield Cause(f"the id after {N} cached ones gets position {position}, and not {N}", True)
+    shown = 1 - torch.eye(N, N + 1, dtype=torch.long)  # a row without each of the cached ids
+    for position in dict.fromkeys((N, N - 1, 0)):
+        prefix = reference.model(ids[:, :-1].repeat(N, 1), use_cache=True)
+        output = reference.model(
+            ids[:, -1:].repeat(N, 1),
+            position_ids=torch.full((N, 1), position),
+            attention_mask=shown,
+            past_key_values=prefix.past_key_values,
+        )
+        for hidden in explains(output.logits[:, -1]):
+            too = "" if position == N else f", and gets position {position}"
+            yield Cause(f"the id after {N} cached ones does not attend to the one at {hidden}{too}")
+
+
+def _first_use(model: nn.Module, protocol: Protocol) -> Place | None:
+    """The first line of the model's `forward` that uses the cache."""
+    forward = type(model).forward
+    names = {protocol.cache, protocol.switch, protocol.start}
+    try:
+        lines, first = inspect.getsourcelines(forward)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    used = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names]
+    return Place(inspect.getsourcefile(forward) or "", first + min(used, default=1) - 1)
