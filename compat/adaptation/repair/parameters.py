@@ -19,7 +19,9 @@ from compat.adaptation.repair.values import (
     constant,
     constructor,
     default_of,
+    hyperparameters,
     is_self,
+    last_name,
     origins,
     plus,
     self_assignments,
@@ -57,7 +59,7 @@ def bias_flag(site: Site) -> Iterator[Edits]:
 
 def _is_head(call: ast.Call) -> bool:
     """Whether a call builds the head, which has no bias: one of its sizes is the vocabulary's."""
-    names = [_last_name(node) for each in call.args for node in ast.walk(each)]
+    names = [last_name(node) for each in call.args for node in ast.walk(each)]
     return any(role_of(name) == "vocab_size" for name in names if name)
 
 
@@ -353,7 +355,7 @@ def norm_modules(site: Site) -> Iterator[Edits]:
         for cls in source.nodes(ast.ClassDef):
             function = constructor(cls)
             calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
-            widths = [] if function is None else _sized(site, source, function.body[0], "n_embd")
+            widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
             if function is None or not calls or not widths or not calls[0].args:
                 continue
             module = site.torch("torch.nn.LayerNorm")
@@ -743,7 +745,7 @@ def size_of_constructor(site: Site) -> Iterator[Edits]:
     for source in site.sources.values():
         for node in source.nodes(ast.expr):
             if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-                names = _sized(site, source, node, role)
+                names = _hyperparameters_at(site, source, node, role)
                 sized += [(Written(source, node), name) for name in names[:1]]
     yield from _size_attempts(site, sized)
 
@@ -757,7 +759,7 @@ def size_without_arithmetic(site: Site) -> Iterator[Edits]:
         for node in source.nodes(ast.BinOp):
             if not isinstance(source.parents[node], ast.BinOp):
                 names = _variables(node)
-                if len(names) == 1 and role_of(_last_name(names[0])) == role:
+                if len(names) == 1 and role_of(last_name(names[0])) == role:
                     sized.append((Written(source, node), source.code(names[0])))
     yield from _size_attempts(site, sized)
 
@@ -786,30 +788,9 @@ def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edi
     yield from attempts(site, edits)
 
 
-def _last_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Subscript):
-        return str(constant(node.slice))
-    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
-
-
-def _sized(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
-    """How code at a node can write a size: an argument, or an entry of a config."""
+def _hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
+    """How code in a constructor can write a size; nothing for code elsewhere."""
     function = source.parent(node, ast.FunctionDef)
-    if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+    if function is None or function.name != "__init__":
         return []
-    names = [each.arg for each in [*function.args.args[1:], *function.args.kwonlyargs]]
-    found = [name for name in names if role_of(name) == role]
-    for each in source.nodes(ast.expr):
-        if isinstance(each, (ast.Attribute, ast.Subscript)) and isinstance(each.value, ast.Name):
-            if each.value.id in names and role_of(_last_name(each)) == role:
-                found.append(source.code(each))
-    for name in names:
-        if any(n.attr for n in source.nodes(ast.Attribute, function)
-               if isinstance(n.value, ast.Name) and n.value.id == name):  # fmt: skip
-            fields = [
-                target.id for s in site.sources.values() for cls in s.nodes(ast.ClassDef)
-                for node_ in cls.body for target, _ in assigned(node_)
-                if isinstance(target, ast.Name)
-            ]  # fmt: skip
-            found += [f"{name}.{field}" for field in fields if role_of(field) == role]
-    return found
+    return hyperparameters(site, source, function, role)
