@@ -6,9 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.values import constant, constructor, is_self
 
 # Names of the number of positions in a constructor.
 POSITIONS = re.compile(
@@ -184,6 +185,123 @@ def added_position_module(site: Site) -> Iterator[Edits]:
             yield [_with_positions(site, call, f"self.{name}", source.code(call.args[0]))]
 
 
+@fixes("sinusoidal_pos")
+def learned_table(site: Site) -> Iterator[Edits]:
+    """Make the fixed table of positions a parameter, which starts with the same values."""
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            yield from _table_as_parameter(site, source, cls)
+
+
+def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterator[Edits]:
+    init = constructor(cls)
+    parameter = site.torch("torch.nn.Parameter")
+    for call in source.nodes(ast.Call, cls):
+        name, value = argument(call, 0, "name"), argument(call, 1, "tensor")
+        statement = source.parents[call]
+        if (
+            called(call) != "register_buffer"
+            or value is None
+            or not isinstance(statement, ast.Expr)
+        ):
+            continue
+        if _is_table(site, source, str(constant(name)), value):
+            new = f"self.{constant(name)} = {parameter}({source.code(value)})"
+            yield [source.replace(statement, new), *_kept_gradients(source, cls, constant(name))]
+    for node in [] if init is None else source.nodes(ast.Assign, init):
+        target = node.targets[0]
+        if not isinstance(target, ast.Attribute) or not is_self(target):
+            continue
+        if _is_table(site, source, target.attr, node.value):
+            kept = _kept_gradients(source, cls, target.attr)
+            written = any(
+                isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)
+                and is_self(n.value, target.attr)
+                for n in ast.walk(cls)
+            )  # fmt: skip
+            if not written:
+                yield [source.replace(node.value, f"{parameter}({source.code(node.value)})"), *kept]
+            last = init.body[-1] if init is not None else node
+            line = f"self.{target.attr} = {parameter}(self.{target.attr})"
+            yield [source.insert_after(last, line), *kept]
+
+
+def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
+    """Whether a value is named like positions, or computed with a sine."""
+    code = source.code(value)
+    functions = [f for s in site.sources.values() for f in s.nodes(ast.FunctionDef)]
+    waves = [f.name for f in functions if _has_sine(f)]
+    called_here = [called(call) for call in source.nodes(ast.Call, value)]
+    named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", f"{name} {code}", re.I)
+    return bool(named) or _has_sine(value) or any(each in waves for each in called_here)
+
+
+def _has_sine(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Call) and called(n) in ("sin", "sin_") for n in ast.walk(node))
+
+
+def _kept_gradients(source: Source, cls: ast.ClassDef, name: object) -> Edits:
+    """The removal of what cuts a table off from its gradient, such as `.detach()`."""
+    edits: Edits = []
+    for node in source.nodes(ast.stmt, cls):
+        flag = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(flag, ast.Attribute) and flag.attr == "requires_grad":
+            if is_self(flag.value, str(name)):
+                edits.append(source.remove(node))
+    for call in source.nodes(ast.Call, cls):
+        inside = [n for n in ast.walk(call.func) if is_self(n, str(name))]
+        if called(call) in ("detach", "requires_grad_") and inside:
+            assert isinstance(call.func, ast.Attribute)
+            edits.append(source.replace(call, source.code(call.func.value)))
+        elif called(call) == "Variable" and call.args:
+            if any(is_self(n, str(name)) for n in ast.walk(call.args[0])):
+                edits.append(source.replace(call, source.code(call.args[0])))
+    return edits
+
+
+@fixes("sinusoidal_pos")
+def learned_embedding(site: Site) -> Iterator[Edits]:
+    """Look the positions up in a new embedding instead of computing them."""
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            init = constructor(cls)
+            if init is None:
+                continue
+            for call in source.nodes(ast.Call, cls):
+                function = source.parent(call, ast.FunctionDef)
+                if function is init or not _is_wave(site, call):
+                    continue
+                yield from _looked_up(site, source, init, call)
+
+
+def _is_wave(site: Site, call: ast.Call) -> bool:
+    """Whether a function of the user's that computes sines is called."""
+    name = called(call)
+    return any(
+        f.name == name and _has_sine(f)
+        for source in site.sources.values() for f in source.nodes(ast.FunctionDef)
+    )  # fmt: skip
+
+
+def _looked_up(
+    site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
+) -> Iterator[Edits]:
+    """A new embedding in place of a call that computes positions in `forward`."""
+    tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
+    length = _positions(source, init)
+    if not tables or length is None or len(tables[0].args) < 2:
+        return
+    kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
+    statement = next(s for s in init.body if tables[0] in set(ast.walk(s)))
+    new = source.insert_after(statement, f"self.pos_emb = {kind}({length}, {width})")
+    arange = site.torch("torch.arange")
+    names = [each for each in call.args if isinstance(each, ast.Name)]
+    for each in names:
+        yield [new, source.replace(call, f"self.pos_emb({arange}({each.id}))")]
+        ids = f"{arange}({each.id}.size(1), device={each.id}.device)"
+        yield [new, source.replace(call, f"self.pos_emb({ids})")]
+
+
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     """The lookup of the tokens plus the one of their positions."""
     arange = site.torch("torch.arange")
@@ -311,7 +429,9 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
     """Return the logits instead of their softmax."""
     source = site.source
     for call in [*site.calls, *source.nodes(ast.Call, site.function), *source.nodes(ast.Call)]:
-        if "softmax" not in called(call).lower().replace("_", "") or called(call)[:1].isupper():
+        name = called(call.func) if isinstance(call.func, ast.Call) else called(call)
+        is_module = name[:1].isupper() and not isinstance(call.func, ast.Call)  # it is not called
+        if "softmax" not in name.lower().replace("_", "") or is_module:
             continue
         tensor = _argument(call)
         if tensor is None:
