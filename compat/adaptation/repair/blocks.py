@@ -309,6 +309,12 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
 
 
 @fixes("extra_ln")
+def norm_of_branches(site: Site) -> Iterator[Edits]:
+    """Start the residual connections before the norms: the first norm then is not an extra one."""
+    yield from residual_before_norm(site)
+
+
+@fixes("extra_ln")
 def removed_norm(site: Site) -> Iterator[Edits]:
     """Remove the call of a norm, and the module that is then not used."""
     source = site.source

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import json
 import subprocess
 import sys
@@ -237,7 +238,8 @@ class Search:
                 continue
             self.tried.add(key)
             try:
-                after = self.target.adapt(self.checkpoint, changed)
+                with contextlib.redirect_stderr(io.StringIO()):  # what the user's code prints
+                    after = self.target.adapt(self.checkpoint, changed)
             except CompatError:
                 continue
             if _rank(after) < _rank(state):
