@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compat.adaptation.repair.fixes import Edits, Site, called, fixes
 from compat.adaptation.repair.formulas import removed, unused
@@ -234,7 +234,18 @@ def pre_norm(site: Site) -> Iterator[Edits]:
         for statement in _statements(place)
         if (edits := _post_to_pre(place, statement))
     ]
-    yield from _all_then_first(found)
+    yield from _all_then_first(found or list(_post_norms(site)))
+
+
+def _post_norms(site: Site) -> Iterator[Edits]:
+    """The edits for every function of the user's, where the finding's line only calls it."""
+    for source in site.sources.values():
+        for function in source.nodes(ast.FunctionDef):
+            finding = replace(site.finding, file=source.file, line=function.body[0].lineno)
+            place = Site(finding, site.sources, site.config)
+            for statement in _statements(place):
+                if edits := _post_to_pre(place, statement):
+                    yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:

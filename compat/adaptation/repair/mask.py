@@ -287,7 +287,7 @@ def _is_mask(source: Source, node: ast.expr) -> bool:
     return bool(_triangle(node)) or (isinstance(name, str) and MASK.search(name) is not None)
 
 
-@fixes("mask_off", "no_mask")
+@fixes("mask_off", "no_mask", "sliding_window")
 def causal_mask(site: Site) -> Iterator[Edits]:
     """Change what creates or applies a mask so that it hides the tokens after each one."""
     yield from unique(_other_masks(site))

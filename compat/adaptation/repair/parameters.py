@@ -175,8 +175,7 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
     """The statements that create parameters, with their names and values."""
     for node in source.nodes(ast.Assign, cls):
         for target, value in assigned(node):
-            is_parameter = any(called(c) == "Parameter" for c in source.nodes(ast.Call, value))
-            if is_self(target) and is_parameter:
+            if is_self(target) and _is_parameter(source, value):
                 assert isinstance(target, ast.Attribute)
                 yield node, target.attr, value
     for call in source.nodes(ast.Call, cls):
@@ -184,6 +183,22 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
             statement = source.parent(call, ast.stmt)
             if statement is not None and isinstance(call.args[1], ast.Call):
                 yield statement, str(constant(call.args[0])), call.args[1]
+
+
+def _is_parameter(source: Source, value: ast.expr) -> bool:
+    """Whether a value is a parameter, built here or by a function of the file."""
+    names = {called(call) for call in source.nodes(ast.Call, value)}
+    return "Parameter" in names or any(_builder(source, name) for name in names)
+
+
+def _builder(source: Source, name: str) -> bool:
+    """Whether a function of the file returns a new parameter."""
+    return any(
+        function.name == name and isinstance(node.value, ast.Call)
+        and called(node.value) == "Parameter"
+        for function in source.nodes(ast.FunctionDef)
+        for node in source.nodes(ast.Return, function)
+    )  # fmt: skip
 
 
 def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
@@ -390,18 +405,20 @@ def projection_bias(site: Site) -> Iterator[Edits]:
 
 
 def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
-    """A name for the bias of a weight: `b_q` for `W_q`, `bias` for `weight`."""
+    """A name for the bias of a weight: `b_q` for `W_q`, `bq` for `wq`, `bias` for `weight`."""
     for old, new in (("weight", "bias"), ("kernel", "bias"), ("W", "b"), ("w", "b")):
         pattern = rf"(?<![A-Za-z]){old}(?![a-z])|(?<=_){old}$"
         if re.search(pattern, weight):
             return re.sub(pattern, new, weight, count=1)
+    if re.fullmatch("[wW][qkvoQKVO12]", weight):
+        return f"{'b' if weight[0] == 'w' else 'B'}{weight[1:]}"
     return f"{weight}_bias"
 
 
 def _shape(source: Source, created: ast.expr) -> list[str]:
     """The sizes of a parameter, as code."""
     for call in source.nodes(ast.Call, created):
-        if called(call) in CREATORS and call.args:
+        if call.args and (called(call) in CREATORS or _builder(source, called(call))):
             sizes = list(call.args)
             if isinstance(sizes[0], (ast.Tuple, ast.List)):
                 sizes = sizes[0].elts
@@ -724,7 +741,18 @@ def _model_width(site: Site) -> int:
 def _inner_expressions(site: Site) -> Iterator[Written]:
     """The arguments of the calls around the finding, with what they get their values from."""
     source = site.source
-    for call in source.nodes(ast.Call, site.function or site.cls or source.tree):
+    calls = source.nodes(ast.Call, site.function or site.cls or source.tree)
+    for name in dict.fromkeys(called(call) for call in site.calls):  # functions that build the MLP
+        for other in site.sources.values():
+            for function in other.nodes(ast.FunctionDef):
+                if function.name == name:
+                    inner = [(other, call) for call in other.nodes(ast.Call, function)]
+                    yield from _arguments(site, inner)
+    yield from _arguments(site, [(source, call) for call in calls])
+
+
+def _arguments(site: Site, calls: list[tuple[Source, ast.Call]]) -> Iterator[Written]:
+    for source, call in calls:
         for node in call.args:
             yield from chain(site, source, node)
 
