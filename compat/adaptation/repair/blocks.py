@@ -624,7 +624,8 @@ def added_residual(site: Site) -> Iterator[Edits]:
         for name in _streams(site, block[:start], statement):
             left = f"{name} + {source.code(value)}"
             right = f"{source.code(value)} + {name}"
-            yield [source.replace(value, right if _stream_last(site) else left)]
+            is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)  # with a bias
+            yield [source.replace(value, right if is_sum or _stream_last(site) else left)]
     yield from _saved_residual(site, block, start)
 
 
