@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import constant, constructor, is_self
+from compat.adaptation.repair.values import calls_of, constant, constructor, is_self, parameters
 
 # Names of the number of positions in a constructor.
 POSITIONS = re.compile(
@@ -297,9 +297,51 @@ def _looked_up(
     arange = site.torch("torch.arange")
     names = [each for each in call.args if isinstance(each, ast.Name)]
     for each in names:
-        yield [new, source.replace(call, f"self.pos_emb({arange}({each.id}))")]
+        positions = f"{arange}({each.id}, device=self.pos_emb.weight.device)"
+        yield [new, source.replace(call, f"self.pos_emb({positions})")]
         ids = f"{arange}({each.id}.size(1), device={each.id}.device)"
         yield [new, source.replace(call, f"self.pos_emb({ids})")]
+
+
+@fixes("sinusoidal_pos")
+def embedding_for_module(site: Site) -> Iterator[Edits]:
+    """Build an embedding in place of a module that computes its table in `forward`."""
+    for other in site.sources.values():
+        for cls in other.nodes(ast.ClassDef):
+            if not _has_sine(cls):
+                continue
+            for source, built in calls_of(site, cls.name):
+                init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
+                target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+                if init is None or not isinstance(target, ast.Attribute):
+                    continue
+                yield from _embedding_built(site, source, init, built, target.attr)
+
+
+def _embedding_built(
+    site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
+) -> Iterator[Edits]:
+    """Build an embedding instead of a module, and look positions up where the module is called."""
+    tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
+    length = _positions(source, init)
+    if not tables or length is None or len(tables[0].args) < 2:
+        return
+    kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
+    new = source.replace(built, f"{kind}({length}, {width})")
+    cls = source.parent(init, ast.ClassDef)
+    uses = [call for call in source.nodes(ast.Call, cls) if is_self(call.func, name)]
+    function = None if not uses else source.parent(uses[0], ast.FunctionDef)
+    if len(uses) != 1 or function is None:
+        return
+    call, arange = uses[0], site.torch("torch.arange")
+    tensors = [source.operand(each) for each in call.args[:1]]
+    names = tensors or [each.arg for each in parameters(function) if each.arg != "self"][:1]
+    for tensor in names:
+        positions = f"{arange}({tensor}.size(1), device={tensor}.device)"
+        lookup = f"self.{name}({positions})"
+        if tensors:
+            yield [new, source.replace(call, f"{tensor} + {lookup}")]
+        yield [new, source.replace(call, lookup)]
 
 
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
