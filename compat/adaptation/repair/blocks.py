@@ -121,7 +121,8 @@ def _normed_input(
     if copied is not None and first is not residual.statement:
         names = _passed_together(site, tensor)
         line = f"{', '.join(names)} = {', '.join(wrap(each) for each in names)}"
-        return [source.insert_before(first, line)]
+        read = (s for s in block[start + 1 :] if any(_loads(source, s, each) for each in names))
+        return [source.insert_before(next(read), line)]
     if len(uses) == 1:
         return [source.replace(uses[0], wrap(tensor))]
     new = site.new_name("normed", "y", "x_norm")
@@ -149,9 +150,10 @@ def _passed_together(site: Site, name: str) -> list[str]:
         for call in source.nodes(ast.Call):
             codes = [source.code(each) for each in call.args]
             same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
-            if same < 2 or not isinstance(call.args[0], ast.Name):
+            builds = called(call)[:1].isupper() or same < 2
+            if builds or not isinstance(call.args[0], ast.Name) or len(codes) > len(names):
                 continue
-            if len(codes) <= len(names) and name in names[:same]:
+            if name in names[:same]:
                 return names[:same]
     return [name]
 

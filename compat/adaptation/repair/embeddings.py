@@ -308,7 +308,8 @@ def embedding_for_module(site: Site) -> Iterator[Edits]:
     """Build an embedding in place of a module that computes its table in `forward`."""
     for other in site.sources.values():
         for cls in other.nodes(ast.ClassDef):
-            if not _has_sine(cls):
+            inner = other.nodes(ast.Call, cls)
+            if not _has_sine(cls) and not any(_is_wave(site, call) for call in inner):
                 continue
             for source, built in calls_of(site, cls.name):
                 init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
@@ -334,13 +335,13 @@ def _embedding_built(
     if len(uses) != 1 or function is None:
         return
     call, arange = uses[0], site.torch("torch.arange")
-    tensors = [source.operand(each) for each in call.args[:1]]
-    names = tensors or [each.arg for each in parameters(function) if each.arg != "self"][:1]
-    for tensor in names:
+    read = [n.id for each in call.args for n in source.nodes(ast.Name, each) if n.id != "self"]
+    names = read or [each.arg for each in parameters(function) if each.arg != "self"]
+    for tensor in names[:1]:  # of the length of the sequence
         positions = f"{arange}({tensor}.size(1), device={tensor}.device)"
         lookup = f"self.{name}({positions})"
-        if tensors:
-            yield [new, source.replace(call, f"{tensor} + {lookup}")]
+        if call.args:
+            yield [new, source.replace(call, f"{source.code(call.args[0])} + {lookup}")]
         yield [new, source.replace(call, lookup)]
 
 

@@ -334,6 +334,11 @@ def _projected(site: Site, name: str) -> Iterator[Edits]:
     value = getattr(statement, "value", None)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
     if isinstance(target, ast.Name):
+        block = source.block(statement)
+        for following in block[block.index(statement) + 1 :][:1]:
+            result = following.value if isinstance(following, ast.Return) else None
+            if isinstance(result, ast.Name) and result.id == target.id:
+                yield [source.replace(result, f"self.{name}({target.id})")]
         line = f"{target.id} = self.{name}({target.id})"
         yield [source.insert_after(statement, line)]
     elif isinstance(statement, ast.Return) and isinstance(value, ast.expr):

@@ -46,7 +46,7 @@ from compat.saving import save_pretrained
 from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_forward, load_target, resized
 from compat.user_models.notebook import code_cells, read_source
-from compat.user_models.usage import user_modules
+from compat.user_models.usage import SIBLINGS, user_modules
 
 # Importing these modules fills the registry.
 AREAS = (activations, blocks, embeddings, heads, mask, modules, norms, parameters, scale, softmax)
@@ -195,8 +195,9 @@ class Search:
         """The files that the user's model is imported from, other than notebooks."""
         with contextlib.redirect_stdout(sys.stderr):
             modules = user_modules(load_target(self.target.name))
-        files = [Path(str(module.__file__)) for module in modules]
-        return [str(file) for file in files if file.suffix == ".py"]
+        modules += [sys.modules[name] for name in sorted(SIBLINGS)]  # also those with values only
+        files = [Path(getattr(module, "__file__", None) or "") for module in modules]
+        return [str(file) for file in dict.fromkeys(files) if file.suffix == ".py"]
 
     def is_built_in_its_sizes(self) -> bool:
         """Whether the model is built in the checkpoint's sizes, and has none of its own."""
