@@ -150,10 +150,9 @@ def _passed_together(site: Site, name: str) -> list[str]:
         for call in source.nodes(ast.Call):
             codes = [source.code(each) for each in call.args]
             same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
-            builds = called(call)[:1].isupper() or same < 2
-            if builds or not isinstance(call.args[0], ast.Name) or len(codes) > len(names):
-                continue
-            if name in names[:same]:
+            root = next((n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)), "")
+            is_method = root == "self" or root not in {called(call), *site.imported}
+            if is_method and same > 1 and len(codes) <= len(names) and name in names[:same]:
                 return names[:same]
     return [name]
 

@@ -125,8 +125,10 @@ def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> I
 
 
 def entries(site: Site, name: str) -> Iterator[Written]:
-    """The values of an entry of a config: a field, a key, or a keyword."""
+    """The values of an entry of a config: a field, a key, a keyword, or a module's variable."""
     for source in site.sources.values():
+        for statement in source.tree.body:
+            yield from (Written(source, v) for v in assignments(statement, name, deep=False))
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 for statement in node.body:
