@@ -263,14 +263,14 @@ def test_files_that_the_model_imports_are_edited_together(
     small: Checkpoint, tmp_path: Path
 ) -> None:
     attention, rest = BOOK.split("class FeedForward(")
-    attention = attention.replace("nn.Linear(dim, dim)", "nn.Linear(dim, dim, bias=BIAS)")
+    attention = attention.replace("nn.Linear(dim, dim)", "nn.Linear(dim, dim, bias=flags.bias)")
     head = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
-    (tmp_path / "flags.py").write_text("BIAS = False\n")
-    (tmp_path / "parts.py").write_text(f"from flags import BIAS\n{attention}")
+    (tmp_path / "flags.py").write_text("bias = False\n")
+    (tmp_path / "parts.py").write_text(f"import flags\n{attention}")
     path = tmp_path / "gpt.py"
     path.write_text(f"{head}from parts import *\n\n\nclass FeedForward({rest}")
     found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
-    assert found is not None and found.texts == {str(tmp_path / "flags.py"): "BIAS = True\n"}
+    assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
 
 
 def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
