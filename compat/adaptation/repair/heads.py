@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, called, fixes
@@ -183,13 +184,8 @@ def split_heads(site: Site) -> Iterator[Edits]:
         return
     source = site.source
     for last, names in _attended(site):
-        statement = source.parent(last, ast.stmt)
-        if statement is None:
-            continue
-        first = min(
-            (n for n in source.nodes(ast.stmt, site.function) if _reads_all(n, names)),
-            key=lambda node: (node.lineno, -node.col_offset),
-        )
+        statements = source.nodes(ast.stmt, site.function)
+        first = next(node for node in statements if _reads_both(node, names))
         sizes = _leading_sizes(site, names[0])
         for heads, stored in _numbers_of_heads(site):
             lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
@@ -216,7 +212,7 @@ def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
                 yield product.node, [*names, product.right.id]
 
 
-def _reads_all(statement: ast.stmt, names: list[str]) -> bool:
+def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
     """Whether a simple statement reads q and k."""
     read = {n.id for n in ast.walk(statement)
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}  # fmt: skip
@@ -249,7 +245,9 @@ def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
     if init is None or written:
         return
     for name in hyperparameters(site, source, init, "n_head"):
-        attribute = f"self.{name.split('.')[-1]}"
+        attribute = (
+            f"self.{re.findall(r'[A-Za-z_][A-Za-z_0-9]*', name)[-1]}"  # of cfg["n_head"] as well
+        )
         yield attribute, [source.insert_after(init.body[-1], f"{attribute} = {name}")]
 
 
@@ -261,7 +259,7 @@ def output_projection(site: Site) -> Iterator[Edits]:
     """Project the merged heads: with an unused module of the class, or with a new one."""
     if site.cls is None or (init := constructor(site.cls)) is None:
         return
-    unused = _unused_projection(site, site.cls)
+    unused = _unread_projections(site, site.cls)
     created: list[tuple[str, Edits]] = [(name, []) for name in unused]
     if not unused:
         name, statement = _name_of_projection(site, init), _last_built(init)
@@ -273,7 +271,7 @@ def output_projection(site: Site) -> Iterator[Edits]:
             yield [*edits, *applied]
 
 
-def _unused_projection(site: Site, cls: ast.ClassDef) -> list[str]:
+def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
     """The attributes of a class that hold a projection that nothing reads."""
     attributes = site.source.nodes(ast.Attribute, cls)
     read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
