@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.tensors import is_size
 from compat.adaptation.repair.values import calls_of, constant, constructor, is_self, parameters
 
 # Names of the number of positions in a constructor.
@@ -197,33 +198,33 @@ def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterat
     init = constructor(cls)
     parameter = site.torch("torch.nn.Parameter")
     for call in source.nodes(ast.Call, cls):
-        name, value = argument(call, 0, "name"), argument(call, 1, "tensor")
+        name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
         statement = source.parents[call]
-        if (
-            called(call) != "register_buffer"
-            or value is None
-            or not isinstance(statement, ast.Expr)
-        ):
-            continue
-        if _is_table(site, source, str(constant(name)), value):
-            new = f"self.{constant(name)} = {parameter}({source.code(value)})"
-            yield [source.replace(statement, new), *_kept_gradients(source, cls, constant(name))]
+        registers = called(call) == "register_buffer" and isinstance(statement, ast.Expr)
+        if registers and value is not None and _is_table(site, source, name, value):
+            new = f"self.{name} = {parameter}({source.code(value)})"
+            yield [source.replace(statement, new), *_attached(source, cls, name)]
     for node in [] if init is None else source.nodes(ast.Assign, init):
-        target = node.targets[0]
+        target, builds = node.targets[0], node.value
+        if isinstance(builds, ast.Call) and called(builds)[:1].isupper():
+            continue  # a module
         if not isinstance(target, ast.Attribute) or not is_self(target):
             continue
         if _is_table(site, source, target.attr, node.value):
-            kept = _kept_gradients(source, cls, target.attr)
+            attached = _attached(source, cls, target.attr)
             written = any(
                 isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)
                 and is_self(n.value, target.attr)
                 for n in ast.walk(cls)
             )  # fmt: skip
             if not written:
-                yield [source.replace(node.value, f"{parameter}({source.code(node.value)})"), *kept]
+                yield [
+                    source.replace(node.value, f"{parameter}({source.code(node.value)})"),
+                    *attached,
+                ]
             last = init.body[-1] if init is not None else node
             line = f"self.{target.attr} = {parameter}(self.{target.attr})"
-            yield [source.insert_after(last, line), *kept]
+            yield [source.insert_after(last, line), *attached]
 
 
 def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
@@ -240,21 +241,21 @@ def _has_sine(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Call) and called(n) in ("sin", "sin_") for n in ast.walk(node))
 
 
-def _kept_gradients(source: Source, cls: ast.ClassDef, name: object) -> Edits:
+def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
     """The removal of what cuts a table off from its gradient, such as `.detach()`."""
     edits: Edits = []
     for node in source.nodes(ast.stmt, cls):
         flag = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(flag, ast.Attribute) and flag.attr == "requires_grad":
-            if is_self(flag.value, str(name)):
+            if is_self(flag.value, name):
                 edits.append(source.remove(node))
     for call in source.nodes(ast.Call, cls):
-        inside = [n for n in ast.walk(call.func) if is_self(n, str(name))]
+        inside = [n for n in ast.walk(call.func) if is_self(n, name)]
         if called(call) in ("detach", "requires_grad_") and inside:
             assert isinstance(call.func, ast.Attribute)
             edits.append(source.replace(call, source.code(call.func.value)))
         elif called(call) == "Variable" and call.args:
-            if any(is_self(n, str(name)) for n in ast.walk(call.args[0])):
+            if any(is_self(n, name) for n in ast.walk(call.args[0])):
                 edits.append(source.replace(call, source.code(call.args[0])))
     return edits
 
@@ -287,20 +288,35 @@ def _looked_up(
     site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
 ) -> Iterator[Edits]:
     """A new embedding in place of a call that computes positions in `forward`."""
+    found = _new_embedding(source, init)
+    if found is None:
+        return
+    embedding, statement = found
+    new = source.insert_after(statement, f"self.pos_emb = {embedding}")
+    arange = site.torch("torch.arange")
+    function = source.parent(call, ast.FunctionDef)
+    names = [] if function is None else [each.arg for each in parameters(function)]
+    for each in call.args[:1]:  # the length of the sequence, or a tensor
+        measured = (
+            [n.id for n in ast.walk(each) if isinstance(n, ast.Name)] if is_size(each) else []
+        )
+        for tensor in [*measured, *(name for name in names if name != "self")][:1]:
+            positions = f"{arange}({source.code(each)}, device={tensor}.device)"
+            yield [new, source.replace(call, f"self.pos_emb({positions})")]
+        if isinstance(each, ast.Name):
+            positions = f"{arange}({each.id}.size(1), device={each.id}.device)"
+            yield [new, source.replace(call, f"self.pos_emb({positions})")]
+
+
+def _new_embedding(source: Source, init: ast.FunctionDef) -> tuple[str, ast.stmt] | None:
+    """The code of a position embedding like the token embedding, and that one's statement."""
     tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
     length = _positions(source, init)
     if not tables or length is None or len(tables[0].args) < 2:
-        return
+        return None
     kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
     statement = next(s for s in init.body if tables[0] in set(ast.walk(s)))
-    new = source.insert_after(statement, f"self.pos_emb = {kind}({length}, {width})")
-    arange = site.torch("torch.arange")
-    names = [each for each in call.args if isinstance(each, ast.Name)]
-    for each in names:
-        positions = f"{arange}({each.id}, device=self.pos_emb.weight.device)"
-        yield [new, source.replace(call, f"self.pos_emb({positions})")]
-        ids = f"{arange}({each.id}.size(1), device={each.id}.device)"
-        yield [new, source.replace(call, f"self.pos_emb({ids})")]
+    return f"{kind}({length}, {width})", statement
 
 
 @fixes("sinusoidal_pos")
@@ -323,12 +339,10 @@ def _embedding_built(
     site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
 ) -> Iterator[Edits]:
     """Build an embedding instead of a module, and look positions up where the module is called."""
-    tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
-    length = _positions(source, init)
-    if not tables or length is None or len(tables[0].args) < 2:
+    found = _new_embedding(source, init)
+    if found is None:
         return
-    kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
-    new = source.replace(built, f"{kind}({length}, {width})")
+    new = source.replace(built, found[0])
     cls = source.parent(init, ast.ClassDef)
     uses = [call for call in source.nodes(ast.Call, cls) if is_self(call.func, name)]
     function = None if not uses else source.parent(uses[0], ast.FunctionDef)
