@@ -51,11 +51,9 @@ def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
         if not isinstance(statement.op, ast.Add) or not isinstance(target, ast.Name):
             return []
         found = [Residual(statement, None, target, value)]
-        return (
-            [*found, Residual(statement, None, value, target)]
-            if isinstance(value, ast.Name)
-            else found
-        )
+        if isinstance(value, ast.Name):
+            found.append(Residual(statement, None, value, target))
+        return found
     if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
         return []
     for node in source.nodes(ast.BinOp, statement):
