@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -310,6 +311,23 @@ def test_edits_of_a_text() -> None:
     edits = [source.replace(call.args[0], "x"), source.set_keyword(call, "k", "1")]
     assert apply(source.text, edits) == "é = f(x,  # why\n      b, k=1)\n"
     assert apply("abc", [Edit("f.py", 1, 2, "")]) == "ac"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("f(a, b=1, c=2)\n", "f(a, c=2)\n"),
+        ("f(a, b=1)\n", "f(a)\n"),
+        ("f(\n    a,  # why\n    b=1,\n)\n", "f(\n    a,  # why\n)\n"),
+        ("f(a,\n  b=1,\n  c=2)\n", "f(a,\n  c=2)\n"),
+        ("f(a,  # why\n  b=1)\n", "f(a,  # why\n  )\n"),
+    ],
+)
+def test_an_argument_is_removed_with_its_line(text: str, left: str) -> None:
+    source = Source("f.py", text)
+    [call] = source.nodes(ast.Call)
+    keyword = next(k for k in call.keywords if k.arg == "b")
+    assert apply(text, [source.remove_argument(call, keyword)]) == left
 
 
 def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:
