@@ -29,7 +29,9 @@ from compat.user_models.usage import Usage, modules_text
 
 Parameter = inspect.Parameter
 # Parts of a config that have entries of their own: `config.model.n_layer`.
-SECTIONS = {"model", "data", "architecture", "arch", "network", "transformer", "gpt", "decoder"}
+SECTIONS = set(
+    "model data architecture arch network transformer gpt decoder languagemodel lm".split()
+)
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
 # A default of None for these may mean a module as well as a number.

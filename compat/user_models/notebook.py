@@ -30,7 +30,9 @@ MAGIC = re.compile(
 # Texts that are read in place of files and of cells, by their names; see `edited_sources`.
 EDITED: dict[str, str] = {}
 # Methods that change their object.
-MUTATORS = {"add", "append", "extend", "insert", "merge_from_dict", "setdefault", "update"}
+MUTATORS = set(
+    "add add_argument append extend insert merge_from_dict set_defaults setdefault update".split()
+)
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,12 @@ def _package_module(place: str) -> ModuleType:
 def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
     """Execute a module's code in the body, with its folders on the import path.
 
-    What is found nowhere else is looked for in the folders above them and in their `src`.
+    What is found nowhere else is looked for in the folders above them and in their `src`. A parser
+    of arguments finds none but the file's name.
     """
     sys.modules[module.__name__] = module
-    before = set(sys.modules)
+    before, argv = set(sys.modules), sys.argv
+    sys.argv = [str(module.__file__)]
     above = _AboveFinder(folders[0])
     sys.meta_path.append(above)
     try:
@@ -172,6 +174,7 @@ def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
         del sys.modules[module.__name__]
         raise
     finally:
+        sys.argv = argv
         sys.meta_path.remove(above)
         for name in set(sys.modules) - before:
             imported = sys.modules[name]

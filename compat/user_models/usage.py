@@ -6,9 +6,11 @@ import inspect
 import linecache
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from compat.user_models.synonyms import CONFIG_NAMES, plain
 
@@ -78,9 +80,9 @@ def modules_text(cls: type) -> str:
     return "\n".join("".join(linecache.getlines(file)) for file in files)
 
 
-def user_modules(cls: type) -> list[ModuleType]:
-    """The class's module, and the modules of its project that it imports from, in turn."""
-    first = sys.modules.get(cls.__module__)
+def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
+    """The module of a class or function, and those of its project that it imports from, in turn."""
+    first = sys.modules.get(target.__module__)
     if first is None or not getattr(first, "__file__", None):
         return []
     folder = Path(str(first.__file__)).parent

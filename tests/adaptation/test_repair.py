@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import REFUSED, build
+from tests.adaptation.test_mistakes import GPT as BOOK
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
@@ -26,10 +28,12 @@ REPAIRED = set(
     changed_logits doubled_residual dropout_always_on eps_outside_sqrt eps_value erf_gelu
     extra_ln inner_dim mask_after_softmax mask_off mask_value missing_ln missing_residual
     n_head_mismatch n_layer_mismatch no_attn_scale no_final_ln no_head_merge_transpose
-    no_head_split_transpose no_ln_bias no_ln_weight no_mask no_mlp_bias no_pos no_proj_bias
+    no_head_split_transpose no_ln_bias no_ln_weight no_mask no_mlp_bias no_out_proj no_pos
+    no_proj_bias
     no_qkv_bias norm_axis norm_on_output other_activation parallel_block pos_offset post_ln
     qk_norm random_parameters relu residual_from_norm rmsnorm scale_by_d_model scaled_embedding
-    scaled_logits shared_kv silu softmax_dim softmax_output time_shift unbiased_var
+    scaled_logits shared_kv silu sinusoidal_pos sliding_window softmax_dim softmax_output
+    time_shift unbiased_var
     vocab_mismatch wrong_scale
     """.split()
 )
@@ -104,6 +108,172 @@ def test_several_deviations_are_repaired_by_one_diff(
     assert found.diff.count("--- a/") == 1 and found.diff.count("@@") >= 2
 
 
+# Other ways to write a deviation than the catalogue's: the edits of a right file, the codes in the
+# order in which they are repaired, and a line of the repaired file.
+ATTEND = """        scores = queries @ keys.transpose(2, 3) / self.head_dim ** 0.5
+        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        weights = self.drop(weights)
+        out = (weights @ values).transpose(1, 2).contiguous().view(B, T, C)
+"""
+SPLIT = "".join(
+    f"        {name} = {name}.view(B, T, self.heads, self.head_dim).transpose(1, 2)\n"
+    for name in ("keys", "queries", "values")
+)
+FUSED = "F.scaled_dot_product_attention(queries, keys, values, is_causal=True)"
+LOOKUP = "self.pos_emb(torch.arange(T, device=ids.device))"
+EMBEDDING = "self.pos_emb = nn.Embedding(context_length, emb_dim)"
+BLOCK = """        shortcut = x
+        x = self.norm1(x)
+        x = self.att(x)
+        x = x + shortcut
+        shortcut = x
+        x = self.norm2(x)
+        x = self.ff(x)
+        x = x + shortcut
+        return x
+"""
+WAVES = """
+def waves(length, depth, device=None):
+    angles = torch.arange(length, device=device)[:, None] / 10000 ** (
+        torch.arange(0, depth, 2, device=device) / depth
+    )
+    return torch.cat([torch.sin(angles), torch.cos(angles)], dim=-1)
+
+
+class Waves(nn.Module):
+    def forward(self, x):
+        return x + waves(x.size(1), x.size(2), x.device)
+
+"""
+SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
+FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
+    "heads that are merged and not projected": (
+        [("        return self.out_proj(out)", "        return out"),
+         ("        self.out_proj = nn.Linear(dim, dim)\n", "")],
+        ["no_out_proj"],
+        "self.out_proj = nn.Linear(dim, dim)",
+    ),
+    "a projection that is built and not used": (
+        [("        return self.out_proj(out)", "        return out")],
+        ["no_out_proj"],
+        "return self.out_proj(out)",
+    ),
+    "heads that are not split before a fused kernel": (
+        [(SPLIT, ""), (ATTEND, f"        out = {FUSED}\n        out = out.contiguous()\n")],
+        ["n_head_mismatch"],
+        "keys = keys.view(B, T, self.heads, -1).transpose(1, 2)",
+    ),
+    "post-norm inside the sublayers": (
+        [("self.out_proj = nn.Linear(dim, dim)",
+          "self.out_proj = nn.Linear(dim, dim)\n        self.norm = LayerNorm(dim)"),
+         ("    def forward(self, x):\n        B, T, C = x.shape\n        keys = self.W_key(x)\n"
+          "        queries = self.W_query(x)\n        values = self.W_value(x)\n",
+          "    def forward(self, q, k, v):\n        residual, (B, T, C) = q, q.shape\n"
+          "        keys = self.W_key(k)\n        queries = self.W_query(q)\n"
+          "        values = self.W_value(v)\n"),
+         ("return self.out_proj(out)", "return self.norm(self.out_proj(out) + residual)"),
+         ("self.down = nn.Linear(4 * dim, dim)",
+          "self.down = nn.Linear(4 * dim, dim)\n        self.norm = LayerNorm(dim)"),
+         ("return self.down(F.gelu(self.up(x), approximate=\"tanh\"))",
+          "y = self.down(F.gelu(self.up(x), approximate=\"tanh\"))\n        y += x\n"
+          "        y = self.norm(y)\n        return y"),
+         (BLOCK, "        return self.ff(self.att(x, x, x))\n"),
+         ("        self.norm1 = LayerNorm(dim)\n", ""),
+         ("        self.norm2 = LayerNorm(dim)\n", ""),
+         ("        x = self.final_norm(x)\n", ""),
+         ("        self.final_norm = LayerNorm(emb_dim)\n", "")],
+        ["post_ln", "no_final_ln"],
+        "q, k, v = self.norm(q), self.norm(k), self.norm(v)",
+    ),
+    "norms in front of the residual connections": (
+        [(BLOCK, "        x = self.norm1(x)\n        x = x + self.att(x)\n"
+          "        x = self.norm2(x)\n        x = x + self.ff(x)\n        return x\n")],
+        ["residual_from_norm"],
+        "x = x + self.ff(self.norm2(x))",
+    ),
+    "positions in a buffer": (
+        [("class GPT(", f"{WAVES}\nclass GPT("),
+         (EMBEDDING, 'self.register_buffer("pe", waves(context_length, emb_dim))'),
+         (LOOKUP, "self.pe[:T].detach()")],
+        ["sinusoidal_pos"],
+        "self.pe = nn.Parameter(waves(context_length, emb_dim))",
+    ),
+    "positions that a module computes": (
+        [("class GPT(", f"{WAVES}\nclass GPT("), (EMBEDDING, "self.pos_emb = Waves()"),
+         (SUM, "        x = self.pos_emb(self.tok_emb(ids))\n")],
+        ["sinusoidal_pos"],
+        EMBEDDING,
+    ),
+    "positions that a function computes": (
+        [("class GPT(", f"{WAVES}\nclass GPT("), (f"        {EMBEDDING}\n", ""),
+         (LOOKUP, "waves(T, self.tok_emb.embedding_dim, ids.device)")],
+        ["sinusoidal_pos"],
+        EMBEDDING,
+    ),
+    "a weight that a function creates": (
+        [("class FeedForward(", "def weight(*shape):\n"
+          "    return nn.Parameter(torch.randn(*shape))\n\n\nclass FeedForward("),
+         ("self.up = nn.Linear(dim, 4 * dim)", "self.w1 = weight(dim, 4 * dim)"),
+         ("self.up(x)", "x @ self.w1")],
+        ["no_mlp_bias"],
+        "self.b1 = nn.Parameter(torch.zeros(4 * dim))",
+    ),
+    "an MLP that a function builds": (
+        [("class FeedForward(", "def mlp(dim):\n    return nn.Sequential(nn.Linear(dim, 2 * dim), "
+          "nn.GELU(approximate='tanh'), nn.Linear(2 * dim, dim))\n\n\nclass FeedForward("),
+         ("self.ff = FeedForward(dim)", "self.ff = mlp(dim)")],
+        ["inner_dim"],
+        "nn.GELU(approximate='tanh'), nn.Linear(4 * dim, dim))",
+    ),
+    "a branch whose last term is a bias": (
+        [("self.down = nn.Linear(4 * dim, dim)",
+          "self.down = nn.Linear(4 * dim, dim, bias=False)\n"
+          "        self.shift = nn.Parameter(torch.zeros(dim))"),
+         (BLOCK, "        x = x + self.att(self.norm1(x))\n        y = self.norm2(x)\n"
+          '        y = self.ff.down(F.gelu(self.ff.up(y), approximate="tanh")) + self.ff.shift\n'
+          "        return y\n")],
+        ["missing_residual"],
+        "+ self.ff.shift + x",
+    ),
+    "a softmax module that is called at once": (
+        [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
+        ["softmax_output"],
+        "return self.head(x)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_deviation_in_another_form_is_repaired(
+    small: Checkpoint, tmp_path: Path, form: str
+) -> None:
+    edits, codes, line = FORMS[form]
+    text = BOOK
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "gpt.py"
+    path.write_text(text)
+    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    assert found is not None and found.fixed == codes
+    assert line in found.texts[str(path)]
+
+
+def test_files_that_the_model_imports_are_edited_together(
+    small: Checkpoint, tmp_path: Path
+) -> None:
+    attention, rest = BOOK.split("class FeedForward(")
+    attention = attention.replace("nn.Linear(dim, dim)", "nn.Linear(dim, dim, bias=flags.bias)")
+    head = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
+    (tmp_path / "flags.py").write_text("bias = False\n")
+    (tmp_path / "parts.py").write_text(f"import flags\n{attention}")
+    path = tmp_path / "gpt.py"
+    path.write_text(f"{head}from parts import *\n\n\nclass FeedForward({rest}")
+    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
+
+
 def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +311,23 @@ def test_edits_of_a_text() -> None:
     edits = [source.replace(call.args[0], "x"), source.set_keyword(call, "k", "1")]
     assert apply(source.text, edits) == "é = f(x,  # why\n      b, k=1)\n"
     assert apply("abc", [Edit("f.py", 1, 2, "")]) == "ac"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("f(a, b=1, c=2)\n", "f(a, c=2)\n"),
+        ("f(a, b=1)\n", "f(a)\n"),
+        ("f(\n    a,  # why\n    b=1,\n)\n", "f(\n    a,  # why\n)\n"),
+        ("f(a,\n  b=1,\n  c=2)\n", "f(a,\n  c=2)\n"),
+        ("f(a,  # why\n  b=1)\n", "f(a,  # why\n  )\n"),
+    ],
+)
+def test_an_argument_is_removed_with_its_line(text: str, left: str) -> None:
+    source = Source("f.py", text)
+    [call] = source.nodes(ast.Call)
+    keyword = next(k for k in call.keywords if k.arg == "b")
+    assert apply(text, [source.remove_argument(call, keyword)]) == left
 
 
 def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:

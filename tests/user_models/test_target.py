@@ -420,3 +420,23 @@ class GPT(nn.Module):
     )
     with pytest.raises(AdaptError, match="Other, Last"):
         load_target(str(path))
+
+
+def test_a_file_that_parses_arguments_at_module_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser sees no arguments of compat's own, whether or not the file also trains."""
+    monkeypatch.setattr(sys, "argv", ["gpt2-compat", "adapt", "--json"])
+    text = """
+import argparse
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=12)
+args = parser.parse_args()
+class GPT(nn.Module):
+    width = args.width
+"""
+    for ending in ("", "loss = GPT()()\nloss.backward()\n"):
+        path = write(tmp_path / f"gpt_{len(ending)}.py", text + ending)
+        assert vars(load_target(f"{path}:GPT"))["width"] == 12
+        assert sys.argv == ["gpt2-compat", "adapt", "--json"]

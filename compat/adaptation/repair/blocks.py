@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compat.adaptation.repair.fixes import Edits, Site, called, fixes
 from compat.adaptation.repair.formulas import removed, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import constructor
+from compat.adaptation.repair.values import assigned, constructor, parameters
 
 NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
 WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
@@ -32,7 +33,7 @@ class Residual:
 
     Args:
         statement: that computes the sum.
-        sum: the sum; None if the statement is `x += branch`.
+        sum: the sum; None if the statement is `x += branch` or `branch += x`.
         stream: the operand that carries the stream.
         branch: the other operand.
     """
@@ -46,11 +47,13 @@ class Residual:
 def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
     """The readings of a statement as a residual sum, the likeliest first."""
     if isinstance(statement, ast.AugAssign):
-        whole = isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Name)
-        target = statement.target
-        if whole and isinstance(target, ast.Name):
-            return [Residual(statement, None, target, statement.value)]
-        return []
+        target, value = statement.target, statement.value
+        if not isinstance(statement.op, ast.Add) or not isinstance(target, ast.Name):
+            return []
+        found = [Residual(statement, None, target, value)]
+        if isinstance(value, ast.Name):
+            found.append(Residual(statement, None, value, target))
+        return found
     if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
         return []
     for node in source.nodes(ast.BinOp, statement):
@@ -97,12 +100,8 @@ def _normed_input(
     end = block.index(residual.statement)
     start = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])
                   and block[i] not in gone), -1)  # fmt: skip
-    copied = block[start] if start >= 0 else None
-    tensor = name
-    if isinstance(copied, ast.Assign) and isinstance(copied.value, ast.Name):
-        tensor = copied.value.id  # residual = x
-    else:
-        copied = None
+    copied = _copied(block[start], name) if start >= 0 else None
+    tensor = name if copied is None else copied
     uses: list[ast.Name] = []
     for statement in block[start + 1 : end + 1]:
         if statement in gone:
@@ -118,12 +117,42 @@ def _normed_input(
         return None
     first = next(s for s in block if uses[0] in set(ast.walk(s)))
     if copied is not None and first is not residual.statement:
-        return [source.insert_before(first, f"{tensor} = {wrap(tensor)}")]
+        names = _passed_together(site, tensor)
+        line = f"{', '.join(names)} = {', '.join(wrap(each) for each in names)}"
+        read = (s for s in block[start + 1 :] if any(_loads(source, s, each) for each in names))
+        return [source.insert_before(next(read), line)]
     if len(uses) == 1:
         return [source.replace(uses[0], wrap(tensor))]
     new = site.new_name("normed", "y", "x_norm")
     edits = [source.replace(node, new) for node in uses]
     return [source.insert_before(first, f"{new} = {wrap(tensor)}"), *edits]
+
+
+def _copied(statement: ast.stmt, name: str) -> str | None:
+    """`x` if a statement assigns `name = x`, alone or among others."""
+    return next(
+        (value.id for target, value in assigned(statement)
+         if isinstance(target, ast.Name) and target.id == name and isinstance(value, ast.Name)),
+        None,
+    )  # fmt: skip
+
+
+def _passed_together(site: Site, name: str) -> list[str]:
+    """The parameters for which the callers of the function pass one tensor, such as q, k and v.
+
+    They are those before and after `name` if a call passes its first argument several times.
+    """
+    names = [] if site.function is None else [each.arg for each in parameters(site.function)]
+    names = [each for each in names if each != "self"]
+    for source in site.sources.values():
+        for call in source.nodes(ast.Call):
+            codes = [source.code(each) for each in call.args]
+            same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
+            root = next((n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)), "")
+            is_method = root == "self" or root not in {called(call), *site.imported}
+            if is_method and same > 1 and len(codes) <= len(names) and name in names[:same]:
+                return names[:same]
+    return [name]
 
 
 # Norms.
@@ -198,8 +227,24 @@ def _all_then_first(candidates: list[Edits]) -> Iterator[Edits]:
 @fixes("post_ln")
 def pre_norm(site: Site) -> Iterator[Edits]:
     """Move the norms behind the residual sums to the inputs of the branches."""
-    found = [edits for statement in _statements(site) if (edits := _post_to_pre(site, statement))]
-    yield from _all_then_first(found)
+    found = [
+        edits
+        for place in site.everywhere
+        for statement in _statements(place)
+        if (edits := _post_to_pre(place, statement))
+    ]
+    yield from _all_then_first(found or list(_post_norms(site)))
+
+
+def _post_norms(site: Site) -> Iterator[Edits]:
+    """The edits for every function of the user's, where the finding's line only calls it."""
+    for source in site.sources.values():
+        for function in source.nodes(ast.FunctionDef):
+            finding = replace(site.finding, file=source.file, line=function.body[0].lineno)
+            place = Site(finding, site.sources, site.config)
+            for statement in _statements(place):
+                if edits := _post_to_pre(place, statement):
+                    yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
@@ -271,6 +316,12 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
             normed = source.replace(tensor, _wrap(source, call)(tensor.id))
             return [*source.unwrap(call, inner), normed]
     return None
+
+
+@fixes("extra_ln")
+def norm_of_branches(site: Site) -> Iterator[Edits]:
+    """Start the residual connections before the norms: the first norm then is not an extra one."""
+    yield from residual_before_norm(site)
 
 
 @fixes("extra_ln")
@@ -572,7 +623,8 @@ def added_residual(site: Site) -> Iterator[Edits]:
         for name in _streams(site, block[:start], statement):
             left = f"{name} + {source.code(value)}"
             right = f"{source.code(value)} + {name}"
-            yield [source.replace(value, right if _stream_last(site) else left)]
+            is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)  # with a bias
+            yield [source.replace(value, right if is_sum or _stream_last(site) else left)]
     yield from _saved_residual(site, block, start)
 
 

@@ -6,9 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.tensors import is_size
+from compat.adaptation.repair.values import calls_of, constant, constructor, is_self, parameters
 
 # Names of the number of positions in a constructor.
 POSITIONS = re.compile(
@@ -184,6 +186,179 @@ def added_position_module(site: Site) -> Iterator[Edits]:
             yield [_with_positions(site, call, f"self.{name}", source.code(call.args[0]))]
 
 
+@fixes("sinusoidal_pos")
+def learned_table(site: Site) -> Iterator[Edits]:
+    """Make the fixed table of positions a parameter, which starts with the same values."""
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            yield from _table_as_parameter(site, source, cls)
+
+
+def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterator[Edits]:
+    init = constructor(cls)
+    parameter = site.torch("torch.nn.Parameter")
+    for call in source.nodes(ast.Call, cls):
+        name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
+        statement = source.parents[call]
+        registers = called(call) == "register_buffer" and isinstance(statement, ast.Expr)
+        if registers and value is not None and _is_table(site, source, name, value):
+            new = f"self.{name} = {parameter}({source.code(value)})"
+            yield [source.replace(statement, new), *_attached(source, cls, name)]
+    for node in [] if init is None else source.nodes(ast.Assign, init):
+        target, builds = node.targets[0], node.value
+        if isinstance(builds, ast.Call) and called(builds)[:1].isupper():
+            continue  # a module
+        if not isinstance(target, ast.Attribute) or not is_self(target):
+            continue
+        if _is_table(site, source, target.attr, node.value):
+            attached = _attached(source, cls, target.attr)
+            written = any(
+                isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)
+                and is_self(n.value, target.attr)
+                for n in ast.walk(cls)
+            )  # fmt: skip
+            if not written:
+                yield [
+                    source.replace(node.value, f"{parameter}({source.code(node.value)})"),
+                    *attached,
+                ]
+            last = init.body[-1] if init is not None else node
+            line = f"self.{target.attr} = {parameter}(self.{target.attr})"
+            yield [source.insert_after(last, line), *attached]
+
+
+def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
+    """Whether a value is named like positions, or computed with a sine."""
+    code = source.code(value)
+    functions = [f for s in site.sources.values() for f in s.nodes(ast.FunctionDef)]
+    waves = [f.name for f in functions if _has_sine(f)]
+    called_here = [called(call) for call in source.nodes(ast.Call, value)]
+    named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", f"{name} {code}", re.I)
+    return bool(named) or _has_sine(value) or any(each in waves for each in called_here)
+
+
+def _has_sine(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Call) and called(n) in ("sin", "sin_") for n in ast.walk(node))
+
+
+def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
+    """The removal of what cuts a table off from its gradient, such as `.detach()`."""
+    edits: Edits = []
+    for node in source.nodes(ast.stmt, cls):
+        flag = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(flag, ast.Attribute) and flag.attr == "requires_grad":
+            if is_self(flag.value, name):
+                edits.append(source.remove(node))
+    for call in source.nodes(ast.Call, cls):
+        inside = [n for n in ast.walk(call.func) if is_self(n, name)]
+        if called(call) in ("detach", "requires_grad_") and inside:
+            assert isinstance(call.func, ast.Attribute)
+            edits.append(source.replace(call, source.code(call.func.value)))
+        elif called(call) == "Variable" and call.args:
+            if any(is_self(n, name) for n in ast.walk(call.args[0])):
+                edits.append(source.replace(call, source.code(call.args[0])))
+    return edits
+
+
+@fixes("sinusoidal_pos")
+def learned_embedding(site: Site) -> Iterator[Edits]:
+    """Look the positions up in a new embedding instead of computing them."""
+    for source in site.sources.values():
+        for cls in source.nodes(ast.ClassDef):
+            init = constructor(cls)
+            if init is None:
+                continue
+            for call in source.nodes(ast.Call, cls):
+                function = source.parent(call, ast.FunctionDef)
+                if function is init or not _is_wave(site, call):
+                    continue
+                yield from _looked_up(site, source, init, call)
+
+
+def _is_wave(site: Site, call: ast.Call) -> bool:
+    """Whether a function of the user's that computes sines is called."""
+    name = called(call)
+    return any(
+        f.name == name and _has_sine(f)
+        for source in site.sources.values() for f in source.nodes(ast.FunctionDef)
+    )  # fmt: skip
+
+
+def _looked_up(
+    site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
+) -> Iterator[Edits]:
+    """A new embedding in place of a call that computes positions in `forward`."""
+    found = _new_embedding(source, init)
+    if found is None:
+        return
+    embedding, statement = found
+    new = source.insert_after(statement, f"self.pos_emb = {embedding}")
+    arange = site.torch("torch.arange")
+    function = source.parent(call, ast.FunctionDef)
+    names = [] if function is None else [each.arg for each in parameters(function)]
+    for each in call.args[:1]:  # the length of the sequence, or a tensor
+        measured = (
+            [n.id for n in ast.walk(each) if isinstance(n, ast.Name)] if is_size(each) else []
+        )
+        for tensor in [*measured, *(name for name in names if name != "self")][:1]:
+            positions = f"{arange}({source.code(each)}, device={tensor}.device)"
+            yield [new, source.replace(call, f"self.pos_emb({positions})")]
+        if isinstance(each, ast.Name):
+            positions = f"{arange}({each.id}.size(1), device={each.id}.device)"
+            yield [new, source.replace(call, f"self.pos_emb({positions})")]
+
+
+def _new_embedding(source: Source, init: ast.FunctionDef) -> tuple[str, ast.stmt] | None:
+    """The code of a position embedding like the token embedding, and that one's statement."""
+    tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
+    length = _positions(source, init)
+    if not tables or length is None or len(tables[0].args) < 2:
+        return None
+    kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
+    statement = next(s for s in init.body if tables[0] in set(ast.walk(s)))
+    return f"{kind}({length}, {width})", statement
+
+
+@fixes("sinusoidal_pos")
+def embedding_for_module(site: Site) -> Iterator[Edits]:
+    """Build an embedding in place of a module that computes its table in `forward`."""
+    for other in site.sources.values():
+        for cls in other.nodes(ast.ClassDef):
+            inner = other.nodes(ast.Call, cls)
+            if not _has_sine(cls) and not any(_is_wave(site, call) for call in inner):
+                continue
+            for source, built in calls_of(site, cls.name):
+                init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
+                target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+                if init is None or not isinstance(target, ast.Attribute):
+                    continue
+                yield from _embedding_built(site, source, init, built, target.attr)
+
+
+def _embedding_built(
+    site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
+) -> Iterator[Edits]:
+    """Build an embedding instead of a module, and look positions up where the module is called."""
+    found = _new_embedding(source, init)
+    if found is None:
+        return
+    new = source.replace(built, found[0])
+    cls = source.parent(init, ast.ClassDef)
+    uses = [call for call in source.nodes(ast.Call, cls) if is_self(call.func, name)]
+    function = None if not uses else source.parent(uses[0], ast.FunctionDef)
+    if len(uses) != 1 or function is None:
+        return
+    call, arange = uses[0], site.torch("torch.arange")
+    read = [n.id for each in call.args for n in source.nodes(ast.Name, each) if n.id != "self"]
+    names = read or [each.arg for each in parameters(function) if each.arg != "self"]
+    for tensor in names[:1]:  # of the length of the sequence
+        positions = f"{arange}({tensor}.size(1), device={tensor}.device)"
+        lookup = f"self.{name}({positions})"
+        if call.args:
+            yield [new, source.replace(call, f"{source.code(call.args[0])} + {lookup}")]
+        yield [new, source.replace(call, lookup)]
+
+
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     """The lookup of the tokens plus the one of their positions."""
     arange = site.torch("torch.arange")
@@ -311,7 +486,9 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
     """Return the logits instead of their softmax."""
     source = site.source
     for call in [*site.calls, *source.nodes(ast.Call, site.function), *source.nodes(ast.Call)]:
-        if "softmax" not in called(call).lower().replace("_", "") or called(call)[:1].isupper():
+        name = called(call.func) if isinstance(call.func, ast.Call) else called(call)
+        is_module = name[:1].isupper() and not isinstance(call.func, ast.Call)  # it is not called
+        if "softmax" not in name.lower().replace("_", "") or is_module:
             continue
         tensor = _argument(call)
         if tensor is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from compat.adaptation.repair.source import Edit, Source
@@ -90,6 +90,17 @@ class Site:
         return sorted(
             found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0)
         )
+
+    @cached_property
+    def everywhere(self) -> list[Site]:
+        """This place and the further lines with the same deviation."""
+        found = [self]
+        for place in self.finding.also:
+            file, _, line = place.rpartition(":")
+            if file in self.sources:
+                other = replace(self.finding, file=file, line=int(line))
+                found.append(Site(other, self.sources, self.config))
+        return found
 
     def new_name(self, *names: str) -> str:
         """The first of the names that the function does not use."""

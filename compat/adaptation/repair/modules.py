@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, called, fixes
-from compat.adaptation.repair.source import Edit
 
 # The modules of torch with this argument.
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -25,40 +24,6 @@ def module_list(site: Site) -> Iterator[Edits]:
             generator = isinstance(value, ast.Call) and called(value) in ("list", "tuple")
             inner = value.args[0] if isinstance(value, ast.Call) and generator else value
             yield [site.source.replace(value, f"{module}({site.source.code(inner)})")]
-
-
-@fixes("no_head_split_transpose")
-def split_with_transpose(site: Site) -> Iterator[Edits]:
-    """`x.view(B, H, T, D)` becomes `x.view(B, T, H, D).transpose(1, 2)`."""
-    every = [
-        edit
-        for call in site.source.nodes(ast.Call, site.function or site.statement)
-        for edit in _exchanged(site, call)
-    ]
-    own = [edit for call in site.calls for edit in _exchanged(site, call)]
-    yield every
-    yield own
-
-
-def _exchanged(site: Site, call: ast.Call) -> Edits:
-    """The edits that exchange the second and third size of a reshape to four axes."""
-    sizes = call.args
-    if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
-        sizes = sizes[0].elts
-    if called(call) not in ("view", "reshape") or len(sizes) != 4:
-        return []
-    parent = site.source.parents.get(call)
-    if isinstance(parent, ast.Attribute) and parent.attr in ("transpose", "permute", "swapaxes"):
-        return []
-    source = site.source
-    start, end = source.span(sizes[1])[0], source.span(sizes[2])[1]
-    between = source.text[source.span(sizes[1])[1] : source.span(sizes[2])[0]]
-    exchanged = f"{source.code(sizes[2])}{between}{source.code(sizes[1])}"
-    close = source.span(call)[1]
-    return [
-        Edit(source.file, start, end, exchanged),
-        Edit(source.file, close, close, ".transpose(1, 2)"),
-    ]
 
 
 @fixes("batch_first")

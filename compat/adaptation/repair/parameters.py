@@ -19,7 +19,9 @@ from compat.adaptation.repair.values import (
     constant,
     constructor,
     default_of,
+    hyperparameters,
     is_self,
+    last_name,
     origins,
     plus,
     self_assignments,
@@ -57,7 +59,7 @@ def bias_flag(site: Site) -> Iterator[Edits]:
 
 def _is_head(call: ast.Call) -> bool:
     """Whether a call builds the head, which has no bias: one of its sizes is the vocabulary's."""
-    names = [_last_name(node) for each in call.args for node in ast.walk(each)]
+    names = [last_name(node) for each in call.args for node in ast.walk(each)]
     return any(role_of(name) == "vocab_size" for name in names if name)
 
 
@@ -173,8 +175,7 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
     """The statements that create parameters, with their names and values."""
     for node in source.nodes(ast.Assign, cls):
         for target, value in assigned(node):
-            is_parameter = any(called(c) == "Parameter" for c in source.nodes(ast.Call, value))
-            if is_self(target) and is_parameter:
+            if is_self(target) and _is_parameter(source, value):
                 assert isinstance(target, ast.Attribute)
                 yield node, target.attr, value
     for call in source.nodes(ast.Call, cls):
@@ -182,6 +183,22 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
             statement = source.parent(call, ast.stmt)
             if statement is not None and isinstance(call.args[1], ast.Call):
                 yield statement, str(constant(call.args[0])), call.args[1]
+
+
+def _is_parameter(source: Source, value: ast.expr) -> bool:
+    """Whether a value is a parameter, built here or by a function of the file."""
+    names = {called(call) for call in source.nodes(ast.Call, value)}
+    return "Parameter" in names or any(_builder(source, name) for name in names)
+
+
+def _builder(source: Source, name: str) -> bool:
+    """Whether a function of the file returns a new parameter."""
+    return any(
+        function.name == name and isinstance(node.value, ast.Call)
+        and called(node.value) == "Parameter"
+        for function in source.nodes(ast.FunctionDef)
+        for node in source.nodes(ast.Return, function)
+    )  # fmt: skip
 
 
 def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
@@ -353,7 +370,7 @@ def norm_modules(site: Site) -> Iterator[Edits]:
         for cls in source.nodes(ast.ClassDef):
             function = constructor(cls)
             calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
-            widths = [] if function is None else _sized(site, source, function.body[0], "n_embd")
+            widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
             if function is None or not calls or not widths or not calls[0].args:
                 continue
             module = site.torch("torch.nn.LayerNorm")
@@ -388,18 +405,20 @@ def projection_bias(site: Site) -> Iterator[Edits]:
 
 
 def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
-    """A name for the bias of a weight: `b_q` for `W_q`, `bias` for `weight`."""
+    """A name for the bias of a weight: `b_q` for `W_q`, `bq` for `wq`, `bias` for `weight`."""
     for old, new in (("weight", "bias"), ("kernel", "bias"), ("W", "b"), ("w", "b")):
         pattern = rf"(?<![A-Za-z]){old}(?![a-z])|(?<=_){old}$"
         if re.search(pattern, weight):
             return re.sub(pattern, new, weight, count=1)
+    if re.fullmatch("[wW][qkvoQKVO12]", weight):
+        return f"{'b' if weight[0] == 'w' else 'B'}{weight[1:]}"
     return f"{weight}_bias"
 
 
 def _shape(source: Source, created: ast.expr) -> list[str]:
     """The sizes of a parameter, as code."""
     for call in source.nodes(ast.Call, created):
-        if called(call) in CREATORS and call.args:
+        if call.args and (called(call) in CREATORS or _builder(source, called(call))):
             sizes = list(call.args)
             if isinstance(sizes[0], (ast.Tuple, ast.List)):
                 sizes = sizes[0].elts
@@ -722,7 +741,18 @@ def _model_width(site: Site) -> int:
 def _inner_expressions(site: Site) -> Iterator[Written]:
     """The arguments of the calls around the finding, with what they get their values from."""
     source = site.source
-    for call in source.nodes(ast.Call, site.function or site.cls or source.tree):
+    calls = source.nodes(ast.Call, site.function or site.cls or source.tree)
+    for name in dict.fromkeys(called(call) for call in site.calls):  # functions that build the MLP
+        for other in site.sources.values():
+            for function in other.nodes(ast.FunctionDef):
+                if function.name == name:
+                    inner = [(other, call) for call in other.nodes(ast.Call, function)]
+                    yield from _arguments(site, inner)
+    yield from _arguments(site, [(source, call) for call in calls])
+
+
+def _arguments(site: Site, calls: list[tuple[Source, ast.Call]]) -> Iterator[Written]:
+    for source, call in calls:
         for node in call.args:
             yield from chain(site, source, node)
 
@@ -743,7 +773,7 @@ def size_of_constructor(site: Site) -> Iterator[Edits]:
     for source in site.sources.values():
         for node in source.nodes(ast.expr):
             if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-                names = _sized(site, source, node, role)
+                names = _hyperparameters_at(site, source, node, role)
                 sized += [(Written(source, node), name) for name in names[:1]]
     yield from _size_attempts(site, sized)
 
@@ -757,7 +787,7 @@ def size_without_arithmetic(site: Site) -> Iterator[Edits]:
         for node in source.nodes(ast.BinOp):
             if not isinstance(source.parents[node], ast.BinOp):
                 names = _variables(node)
-                if len(names) == 1 and role_of(_last_name(names[0])) == role:
+                if len(names) == 1 and role_of(last_name(names[0])) == role:
                     sized.append((Written(source, node), source.code(names[0])))
     yield from _size_attempts(site, sized)
 
@@ -786,30 +816,9 @@ def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edi
     yield from attempts(site, edits)
 
 
-def _last_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Subscript):
-        return str(constant(node.slice))
-    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
-
-
-def _sized(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
-    """How code at a node can write a size: an argument, or an entry of a config."""
+def _hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
+    """How code in a constructor can write a size; nothing for code elsewhere."""
     function = source.parent(node, ast.FunctionDef)
-    if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+    if function is None or function.name != "__init__":
         return []
-    names = [each.arg for each in [*function.args.args[1:], *function.args.kwonlyargs]]
-    found = [name for name in names if role_of(name) == role]
-    for each in source.nodes(ast.expr):
-        if isinstance(each, (ast.Attribute, ast.Subscript)) and isinstance(each.value, ast.Name):
-            if each.value.id in names and role_of(_last_name(each)) == role:
-                found.append(source.code(each))
-    for name in names:
-        if any(n.attr for n in source.nodes(ast.Attribute, function)
-               if isinstance(n.value, ast.Name) and n.value.id == name):  # fmt: skip
-            fields = [
-                target.id for s in site.sources.values() for cls in s.nodes(ast.ClassDef)
-                for node_ in cls.body for target, _ in assigned(node_)
-                if isinstance(target, ast.Name)
-            ]  # fmt: skip
-            found += [f"{name}.{field}" for field in fields if role_of(field) == role]
-    return found
+    return hyperparameters(site, source, function, role)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import json
 import subprocess
 import sys
@@ -24,12 +25,15 @@ import torch
 from compat.adaptation.adapt import adapt
 from compat.adaptation.repair import (
     activations,
-    attention,
     blocks,
     embeddings,
+    heads,
+    mask,
     modules,
     norms,
     parameters,
+    scale,
+    softmax,
 )
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site
 from compat.adaptation.repair.source import Source, apply
@@ -42,9 +46,10 @@ from compat.saving import save_pretrained
 from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_forward, load_target, resized
 from compat.user_models.notebook import code_cells, read_source
+from compat.user_models.usage import SIBLINGS, user_modules
 
 # Importing these modules fills the registry.
-AREAS = (activations, attention, blocks, embeddings, modules, norms, parameters)
+AREAS = (activations, blocks, embeddings, heads, mask, modules, norms, parameters, scale, softmax)
 MAX_TRIALS = 120  # models that are built and compared in one search
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
@@ -176,6 +181,8 @@ class Search:
     checkpoint: Checkpoint
     unsafe: bool
     old: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
     tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
 
     @cached_property
@@ -183,26 +190,34 @@ class Search:
         """The model as it is."""
         return self.target.adapt(self.checkpoint, {})
 
+    @cached_property
+    def imported(self) -> list[str]:
+        """The files that the user's model is imported from, other than notebooks."""
+        with contextlib.redirect_stdout(sys.stderr):
+            modules = user_modules(load_target(self.target.name))
+        modules += [sys.modules[name] for name in sorted(SIBLINGS)]  # also those with values only
+        files = [Path(getattr(module, "__file__", None) or "") for module in modules]
+        return [str(file) for file in dict.fromkeys(files) if file.suffix == ".py"]
+
     def is_built_in_its_sizes(self) -> bool:
         """Whether the model is built in the checkpoint's sizes, and has none of its own."""
         with contextlib.suppress(CompatError):
-            return not any(finding.code in SIZES for finding in self.present.findings)
+            return not any(_is_own_size(finding) for finding in self.present.findings)
         return False
 
     def run(self) -> Repair | None:
-        texts: dict[str, str] = {}
-        fixed: list[str] = []
         state = self.present
         while not _is_repaired(state):
             for finding in state.deviations:
-                step = self._improved(state, finding, texts)
+                step = self._improved(state, finding, self.texts)
                 if step is not None:
-                    state, texts = step
-                    fixed.append(finding.code)
+                    state, self.texts = step
+                    self.fixed.append(finding.code)
                     break
             else:
                 return None
-        return Repair(texts, {name: self.old[name] for name in texts}, fixed) if texts else None
+        old = {name: self.old[name] for name in self.texts}
+        return Repair(self.texts, old, self.fixed) if self.texts else None
 
     def _improved(
         self, state: Adaptation, finding: Finding, texts: dict[str, str]
@@ -224,7 +239,8 @@ class Search:
                 continue
             self.tried.add(key)
             try:
-                after = self.target.adapt(self.checkpoint, changed)
+                with contextlib.redirect_stderr(io.StringIO()):  # what the user's code prints
+                    after = self.target.adapt(self.checkpoint, changed)
             except CompatError:
                 continue
             if _rank(after) < _rank(state):
@@ -235,7 +251,7 @@ class Search:
 
     def _edits(self, finding: Finding, texts: dict[str, str]) -> Iterator[Edits]:
         assert finding.file is not None
-        names = _sources(finding.file)
+        names = list(dict.fromkeys([*_sources(finding.file), *self.imported]))
         for name in names:
             if name not in self.old:
                 self.old[name] = present_text(name)
@@ -260,6 +276,12 @@ def present_text(name: str) -> str:
     """The text of a file or of a cell as it is stored."""
     path, _, cell = name.partition("#cell-")
     return code_cells(Path(path))[int(cell) - 1] if cell else read_source(Path(path))
+
+
+def _is_own_size(finding: Finding) -> bool:
+    """Whether a model has a size that does not come from the checkpoint."""
+    unsplit = finding.code == "n_head_mismatch" and finding.values["found"] == 1
+    return finding.code in SIZES and not unsplit
 
 
 def _is_repaired(state: Adaptation) -> bool:

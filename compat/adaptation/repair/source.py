@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,13 +156,17 @@ class Source:
         return [statement]
 
     def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
-        """A call without one of its arguments."""
+        """A call without one of its arguments, and without the lines that only this one is on."""
         every = sorted([*call.args, *call.keywords], key=lambda node: self.span(node)[0])
         i = next(i for i, node in enumerate(every) if node is argument)
         start, end = self.span(argument)
+        line = self.text.rfind("\n", 0, start) + 1
+        rest = re.match(r",?[ \t]*\n", self.text[end:])
+        if rest is not None and not self.text[line:start].strip():
+            return Edit(self.file, line, end + rest.end(), "")
         if i + 1 < len(every):
             end = self.span(every[i + 1])[0]
-        elif i:
+        elif i and "#" not in self.text[self.span(every[i - 1])[1] : start]:
             start = self.span(every[i - 1])[1]
         return Edit(self.file, start, end, "")
 

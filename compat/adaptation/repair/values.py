@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from compat.adaptation.repair.fixes import Site, argument, called
 from compat.adaptation.repair.source import Edit, Source
+from compat.user_models.synonyms import role_of
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through
@@ -124,8 +125,10 @@ def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> I
 
 
 def entries(site: Site, name: str) -> Iterator[Written]:
-    """The values of an entry of a config: a field, a key, or a keyword."""
+    """The values of an entry of a config: a field, a key, a keyword, or a module's variable."""
     for source in site.sources.values():
+        for statement in source.tree.body:
+            yield from (Written(source, v) for v in assignments(statement, name, deep=False))
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 for statement in node.body:
@@ -270,3 +273,37 @@ def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) 
         isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add)
     )
     return f"({total})" if binds and source.grouped(node) == source.span(node) else total
+
+
+def last_name(node: ast.AST) -> str:
+    """The last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
+    if isinstance(node, ast.Subscript):
+        return str(constant(node.slice))
+    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
+
+
+def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str) -> list[str]:
+    """How a constructor can write a size of the model: an argument, or an entry of a config.
+
+    Args:
+        site: the finding.
+        source: of the constructor.
+        init: the constructor.
+        role: see `compat.user_models.synonyms`.
+    """
+    names = [each.arg for each in parameters(init) if each.arg != "self"]
+    found = [name for name in names if role_of(name) == role]
+    for each in source.nodes(ast.expr):
+        if isinstance(each, (ast.Attribute, ast.Subscript)) and isinstance(each.value, ast.Name):
+            if each.value.id in names and role_of(last_name(each)) == role:
+                found.append(source.code(each))
+    for name in names:
+        if any(isinstance(n.value, ast.Name) and n.value.id == name
+               for n in source.nodes(ast.Attribute, init)):  # fmt: skip
+            fields = [
+                target.id for s in site.sources.values() for cls in s.nodes(ast.ClassDef)
+                for node in cls.body for target, _ in assigned(node)
+                if isinstance(target, ast.Name)
+            ]  # fmt: skip
+            found += [f"{name}.{field}" for field in fields if role_of(field) == role]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,351 @@
+"""Fixes of the heads: how they are split and merged, and what projects them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.tensors import (
+    SDPA,
+    is_function,
+    own_attribute,
+    products,
+    score_products,
+    size_of,
+    unique,
+)
+from compat.adaptation.repair.values import constructor, hyperparameters
+from compat.user_models.synonyms import role_of
+
+
+@fixes("no_head_split_transpose")
+def split_with_transpose(site: Site) -> Iterator[Edits]:
+    """`x.view(B, H, T, D)` becomes `x.view(B, T, H, D).transpose(1, 2)`."""
+    every = [
+        edit
+        for call in site.source.nodes(ast.Call, site.function or site.statement)
+        for edit in _exchanged(site, call)
+    ]
+    own = [edit for call in site.calls for edit in _exchanged(site, call)]
+    yield every
+    yield own
+
+
+def _exchanged(site: Site, call: ast.Call) -> Edits:
+    """The edits that exchange the second and third size of a reshape to four axes."""
+    sizes = call.args
+    if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
+        sizes = sizes[0].elts
+    if called(call) not in ("view", "reshape") or len(sizes) != 4:
+        return []
+    parent = site.source.parents.get(call)
+    if isinstance(parent, ast.Attribute) and parent.attr in ("transpose", "permute", "swapaxes"):
+        return []
+    source = site.source
+    start, end = source.span(sizes[1])[0], source.span(sizes[2])[1]
+    between = source.text[source.span(sizes[1])[1] : source.span(sizes[2])[0]]
+    exchanged = f"{source.code(sizes[2])}{between}{source.code(sizes[1])}"
+    close = source.span(call)[1]
+    return [
+        Edit(source.file, start, end, exchanged),
+        Edit(source.file, close, close, ".transpose(1, 2)"),
+    ]
+
+
+@fixes("no_head_merge_transpose")
+def transposed_heads(site: Site) -> Iterator[Edits]:
+    """Transpose the heads back before they are merged."""
+    yield from unique(_merges(site))
+
+
+def _merges(site: Site) -> Iterator[Edits]:
+    source = site.source
+    assert site.function is not None
+    others = [c for c in source.nodes(ast.Call, site.function) if c not in site.calls]
+    for call in [*site.calls, *reversed(others)]:
+        name = called(call)
+        if name not in ("view", "reshape", "flatten", "contiguous", "rearrange"):
+            continue
+        heads = call.func.value if isinstance(call.func, ast.Attribute) else None
+        function = isinstance(call.func, ast.Attribute) and is_function(site, call.func)
+        if heads is None or function:
+            heads = call.args[0] if call.args else None
+        contiguous = ""
+        if name == "view" and heads is not None:
+            inner = heads
+            if isinstance(inner, ast.Call) and called(inner) == "contiguous":
+                continue  # a candidate of its own
+            contiguous = ".contiguous()"
+        if heads is None:
+            continue
+        swaps = _swaps(source, site.function)
+        for swap in [*_unflattened(source, site.function), *swaps]:
+            start, end = source.grouped(heads)
+            code = source.text[start:end]
+            if isinstance(heads, ast.BinOp) and not code.startswith("("):
+                code = f"({code})"
+            yield [Edit(source.file, start, end, f"{code}{swap}{contiguous}")]
+
+
+def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
+    """How heads are separated that the function has as one axis with the batch."""
+    found = []
+    for call in source.nodes(ast.Call, function):
+        if called(call) in ("view", "reshape") and len(call.args) == 3:
+            first, length = call.args[:2]
+            if isinstance(first, ast.BinOp) and isinstance(first.op, ast.Mult):
+                parts = [source.code(part) for part in (first.left, first.right, length)]
+                found.append(f".view({', '.join(parts)}, -1).transpose(1, 2)")
+    return found[:1]
+
+
+def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
+    """How the function exchanges tokens and heads."""
+    found = []
+    scope = source.parent(function, ast.ClassDef) or source.tree
+    for call in [*source.nodes(ast.Call, function), *source.nodes(ast.Call, scope)]:
+        places = [source.code(a) for a in call.args]
+        method = isinstance(call.func, ast.Attribute)
+        if called(call) in ("transpose", "swapaxes") and method and len(places) == 2:
+            if not any(place in ("-1",) for place in places):
+                found.append(f".{called(call)}({', '.join(places)})")
+        elif called(call) == "permute" and method and places == ["0", "2", "1", "3"]:
+            found.append(".permute(0, 2, 1, 3)")
+    return list(dict.fromkeys([*found, ".transpose(1, 2)"]))[:3]
+
+
+@fixes("shared_kv")
+def own_value(site: Site) -> Iterator[Edits]:
+    """Use the value, or its projection, that the code has but does not use."""
+    source, function = site.source, site.function
+    assert function is not None
+    unused = _unused_names(source, function)
+    for name in dict.fromkeys(unused):
+        if name == "_":
+            continue
+        for product in reversed(products(source, function)):
+            for operand in (product.right, product.left):
+                for node in source.nodes(ast.Name, operand):
+                    yield [source.replace(node, name)]
+        for call in reversed(source.nodes(ast.Call, function)):
+            for operand in reversed(call.args):
+                if isinstance(operand, ast.Name) and operand.id != name:
+                    yield [source.replace(operand, name)]
+    for assignment in source.nodes(ast.Assign, function):
+        target = assignment.targets[0]
+        if isinstance(target, ast.Name):
+            before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
+            if any(isinstance(n.ctx, ast.Store) and n.id == target.id for n in before):
+                for other in source.nodes(ast.Name, assignment.value)[:1]:
+                    yield [source.replace(other, target.id)]
+    yield from _unused_projections(site)
+
+
+def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
+    """The variables and parameters whose last value is never used."""
+    names = source.nodes(ast.Name, function)
+    last = {arg.arg: 0 for arg in function.args.args if arg.arg != "self"}
+    for node in names:
+        if isinstance(node.ctx, ast.Store):
+            statement = source.parent(node, ast.stmt)
+            last[node.id] = 0 if statement is None else statement.end_lineno or 0
+    read = {
+        node.id for node in names
+        if isinstance(node.ctx, ast.Load) and node.lineno > last.get(node.id, 0)
+    }  # fmt: skip
+    return [name for name in last if name not in read]
+
+
+def _unused_projections(site: Site) -> Iterator[Edits]:
+    """Use a module of the class that is built but never called in place of another one."""
+    source, cls = site.source, site.cls
+    if cls is None:
+        return
+    own = [node for node in source.nodes(ast.Attribute, cls) if own_attribute(node)]
+    loads = [node for node in own if isinstance(node.ctx, ast.Load)]
+    used = {node.attr for node in loads}
+    for node in own:
+        if isinstance(node.ctx, ast.Store) and node.attr not in used:
+            for other in reversed(loads):
+                if sum(load.attr == other.attr for load in loads) > 1:
+                    yield [source.replace(other, f"self.{node.attr}")]
+
+
+# Heads that are not split.
+
+
+@fixes("n_head_mismatch")
+def split_heads(site: Site) -> Iterator[Edits]:
+    """Split q, k and v into heads before their product, where none of them is split."""
+    if site.finding.values["found"] != 1 or site.function is None:
+        return
+    source = site.source
+    for last, names in _attended(site):
+        statements = source.nodes(ast.stmt, site.function)
+        first = next(node for node in statements if _reads_both(node, names))
+        sizes = _leading_sizes(site, names[0])
+        for heads, stored in _numbers_of_heads(site):
+            lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
+            split = [source.insert_before(first, *lines), *stored]
+            yield split
+            merged = f"{source.operand(last)}.transpose(1, 2).flatten(2)"
+            yield [*split, source.replace_group(last, merged)]
+
+
+def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
+    """The expressions whose value is the output of the heads, with the names of q, k and v."""
+    source = site.source
+    for call in source.nodes(ast.Call, site.function):
+        if called(call) == SDPA:
+            names = [each.id for each in call.args[:3] if isinstance(each, ast.Name)]
+            if len(names) == 3:
+                yield call, names
+    found = products(source, site.function or site.statement)
+    for scores in score_products(site):
+        operands = [scores.left, scores.right]
+        names = [n.id for each in operands for n in source.nodes(ast.Name, each)][:2]
+        for product in found:
+            if product.node is not scores.node and isinstance(product.right, ast.Name):
+                yield product.node, [*names, product.right.id]
+
+
+def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
+    """Whether a simple statement reads q and k."""
+    read = {n.id for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}  # fmt: skip
+    return not hasattr(statement, "body") and set(names[:2]) <= read
+
+
+def _leading_sizes(site: Site, name: str) -> str:
+    """The sizes of the batch and of the sequence, as the function can write them."""
+    for node in site.source.nodes(ast.Assign, site.function):
+        target, value = node.targets[0], node.value
+        is_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
+        is_shape = is_shape or (isinstance(value, ast.Call) and called(value) == "size")
+        if isinstance(target, ast.Tuple) and is_shape and len(target.elts) == 3:
+            sizes = [site.source.code(each) for each in target.elts[:2]]
+            if "_" not in sizes:
+                return ", ".join(sizes)
+    return f"{size_of(site, name, 0)}, {size_of(site, name, 1)}"
+
+
+def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
+    """The number of heads as the function can write it, with what stores it if nothing does."""
+    source, cls = site.source, site.cls
+    if cls is None:
+        return
+    own = [source.code(node) for node in source.nodes(ast.Attribute, cls)
+           if role_of(node.attr) == "n_head"]  # fmt: skip
+    written = [each for each in own if each.startswith("self.")]
+    yield from ((each, []) for each in dict.fromkeys(written))
+    init = constructor(cls)
+    if init is None or written:
+        return
+    for name in hyperparameters(site, source, init, "n_head"):
+        attribute = (
+            f"self.{re.findall(r'[A-Za-z_][A-Za-z_0-9]*', name)[-1]}"  # of cfg["n_head"] as well
+        )
+        yield attribute, [source.insert_after(init.body[-1], f"{attribute} = {name}")]
+
+
+# The output projection.
+
+
+@fixes("no_out_proj")
+def output_projection(site: Site) -> Iterator[Edits]:
+    """Project the merged heads: with an unused module of the class, or with a new one."""
+    if site.cls is None or (init := constructor(site.cls)) is None:
+        return
+    unused = _unread_projections(site, site.cls)
+    created: list[tuple[str, Edits]] = [(name, []) for name in unused]
+    if not unused:
+        name, statement = _name_of_projection(site, init), _last_built(init)
+        for width in _widths(site, init):
+            new = f"self.{name} = {_linear(site, init)}({width}, {width})"
+            created.append((name, [site.source.insert_after(statement, new)]))
+    for name, edits in created:
+        for applied in _projected(site, name):
+            yield [*edits, *applied]
+
+
+def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
+    """The attributes of a class that hold a projection that nothing reads."""
+    attributes = site.source.nodes(ast.Attribute, cls)
+    read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
+    return [
+        target.attr
+        for node in site.source.nodes(ast.Assign, cls)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr not in read
+        and isinstance(node.value, ast.Call) and called(node.value) in ("Linear", "Conv1D")
+    ]  # fmt: skip
+
+
+def _name_of_projection(site: Site, init: ast.FunctionDef) -> str:
+    """A name for the output projection in the style of the other modules' names."""
+    names = {n.attr for n in site.source.nodes(ast.Attribute, init) if own_attribute(n)}
+    styles = (
+        ("c_attn", "c_proj"), ("q_proj", "o_proj"), ("W_query", "out_proj"), ("W_q", "W_o"),
+        ("w_q", "w_o"), ("Wq", "Wo"), ("wq", "wo"), ("q_linear", "out_linear"),
+    )  # fmt: skip
+    found = next((new for old, new in styles if old in names), "proj")
+    return f"out_{found}" if found in names else found
+
+
+def _last_built(init: ast.FunctionDef) -> ast.stmt:
+    """The last statement of a constructor that stores a module."""
+    built = [
+        node for node in init.body
+        if isinstance(node, ast.Assign) and own_attribute(node.targets[0])
+        and any(isinstance(each, ast.Call) for each in ast.walk(node.value))
+    ]  # fmt: skip
+    return (built or init.body)[-1]
+
+
+def _linear(site: Site, init: ast.FunctionDef) -> str:
+    """How the class writes `nn.Linear`."""
+    calls = [c for c in site.source.nodes(ast.Call, init) if called(c) == "Linear"]
+    return site.source.code(calls[0].func) if calls else site.torch("torch.nn.Linear")
+
+
+def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
+    """How a constructor can write the width of the model, the likeliest first."""
+    source = site.source
+    found = [
+        source.code(call.args[0])
+        for call in source.nodes(ast.Call, init)
+        if called(call) in ("Linear", "Conv1D") and len(call.args) > 1
+    ]
+    found += hyperparameters(site, source, init, "n_embd")
+    heads = hyperparameters(site, source, init, "n_head")
+    head_sizes = hyperparameters(site, source, init, "d_head")
+    found += [f"{one} * {other}" for one in heads for other in head_sizes]
+    return list(dict.fromkeys(found))[:4]
+
+
+def _projected(site: Site, name: str) -> Iterator[Edits]:
+    """Apply a projection to the value of the finding's statement, or to what is returned."""
+    source, statement = site.source, site.statement
+    value = getattr(statement, "value", None)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if isinstance(target, ast.Name):
+        block = source.block(statement)
+        for following in block[block.index(statement) + 1 :][:1]:
+            result = following.value if isinstance(following, ast.Return) else None
+            if isinstance(result, ast.Name) and result.id == target.id:
+                yield [source.replace(result, f"self.{name}({target.id})")]
+        line = f"{target.id} = self.{name}({target.id})"
+        yield [source.insert_after(statement, line)]
+    elif isinstance(statement, ast.Return) and isinstance(value, ast.expr):
+        inner = value.elts[0] if isinstance(value, ast.Tuple) else value
+        yield [source.replace(inner, f"self.{name}({source.code(inner)})")]
+    for call in site.calls:
+        if called(call) in ("cat", "concat", "view", "reshape", "flatten", "contiguous"):
+            yield [source.replace(call, f"self.{name}({source.code(call)})")]
+    for node in source.nodes(ast.Return, site.function):
+        if node is not statement and node.value is not None:
+            inner = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
+            yield [source.replace(inner, f"self.{name}({source.code(inner)})")]

@@ -1,0 +1,508 @@
+"""Fixes of the causal mask: none, one that hides other tokens, and finite values in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, targets
+from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.tensors import (
+    SDPA,
+    assigned_values,
+    definition,
+    enclosing,
+    flipped_flags,
+    is_cached,
+    is_integer,
+    is_number,
+    is_size,
+    minus_inf,
+    named_scores,
+    own_attribute,
+    products,
+    size_of,
+    softmax_calls,
+    unique,
+    with_mask,
+)
+
+MASK = re.compile(r"mask|causal|tril|triu|future|visible|^bias$", re.IGNORECASE)
+
+
+@fixes("mask_value")
+def minus_inf_value(site: Site) -> Iterator[Edits]:
+    """Fill hidden scores with −∞."""
+    for call in site.calls:
+        if called(call) in ("masked_fill", "masked_fill_", "where"):
+            for value in reversed(call.args):
+                if is_number(site, value):
+                    yield [site.source.replace(value, minus_inf(site.source))]
+
+
+@fixes("no_mask")
+def flag_of_mask(site: Site) -> Iterator[Edits]:
+    """Change a flag that switches the mask off."""
+    yield from flipped_flags(site)
+
+
+def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
+    """Masks that the function could use, with their definitions: variables, then buffers."""
+    assert site.function is not None
+    source, function = site.source, site.function
+    found: list[tuple[str, ast.expr | None]] = []
+    for node in source.nodes(ast.Name, function):
+        if isinstance(node.ctx, ast.Store) and MASK.search(node.id) and node.lineno < place.lineno:
+            values = [v for v, u in assigned_values(source, function, node.id) if u is None]
+            found.append((node.id, values[-1] if values else None))
+    found += [(a.arg, None) for a in function.args.args if MASK.search(a.arg)]
+    cls = site.cls
+    for call in source.nodes(ast.Call, cls) if cls is not None else []:
+        first = argument(call, 0, "name")
+        if called(call) == "register_buffer" and isinstance(first, ast.Constant):
+            name, value = str(first.value), argument(call, 1, "tensor")
+            if isinstance(value, ast.Name):
+                value = definition(site, value, enclosing(source, value)) or value
+            if value is not None and (MASK.search(name) or _triangle(value)):
+                views = ("view", "reshape", "unsqueeze", "expand")
+                axes = any(called(c) in views for c in site.source.nodes(ast.Call, value)) or any(
+                    isinstance(n, ast.Constant) and n.value is None for n in ast.walk(value)
+                )
+                part = "[:, :, :{T}, :{T}]" if axes else "[:{T}, :{T}]"
+                found.append((f"self.{name}{part}", value))
+    if is_cached(source, function):  # only those that begin at an offset fit
+        found = [
+            (name, value) for name, value in found
+            if value is None or any(isinstance(n, ast.Sub) for n in ast.walk(value))
+        ]  # fmt: skip
+    used = {source.code(n) for n in source.nodes(ast.Attribute, cls) if cls is not None}
+    return [
+        (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
+    ]  # fmt: skip
+
+
+def _triangle(node: ast.expr | None) -> str:
+    """The name "tril" or "triu" if an expression contains such a call."""
+    calls = [] if node is None else [called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return next((name.rstrip("_") for name in calls if name.rstrip("_") in ("tril", "triu")), "")
+
+
+def _length(site: Site) -> str | None:
+    """The name of the number of tokens, as in `B, T, C = x.shape`."""
+    assert site.function is not None
+    for node in site.source.nodes(ast.Assign, site.function):
+        target, value = node.targets[0], node.value
+        shape = isinstance(value, ast.Attribute) and value.attr == "shape"
+        shape = shape or (isinstance(value, ast.Call) and called(value) == "size")
+        if isinstance(target, ast.Tuple) and shape and len(target.elts) in (2, 3):
+            name = target.elts[1]
+            if isinstance(name, ast.Name) and name.id != "_":
+                return name.id
+        axis = value.args[0] if isinstance(value, ast.Call) and value.args else None
+        axis = value.slice if isinstance(value, ast.Subscript) else axis
+        one = isinstance(axis, ast.Constant) and axis.value == 1
+        if isinstance(target, ast.Name) and is_size(value) and one:
+            return target.id
+    return None
+
+
+def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[str]:
+    """Scores to which a mask is applied, for the likeliest meanings of the mask."""
+    inf, part = minus_inf(site.source), "" if value is None else site.source.code(value)
+    hidden = f"{scores}.masked_fill({mask} == 0, {inf})"
+    shown = f"{scores}.masked_fill({mask}, {inf})" if "bool" in part else (
+        f"{scores}.masked_fill({mask}.bool(), {inf})")  # fmt: skip
+    added = f"{scores} + {mask}"
+    if "inf" in part or "finfo" in part or "1e" in part:
+        return [added]
+    if _triangle(value) == "tril":
+        return [hidden]
+    return [shown] if _triangle(value) == "triu" else [added, hidden, shown]
+
+
+@fixes("no_mask")
+def cached_mask(site: Site) -> Iterator[Edits]:
+    """Pass a mask to `scaled_dot_product_attention` where a KV cache rules out `is_causal`."""
+    source = site.source
+    for call in site.calls:
+        if called(call) != SDPA or not is_cached(source, site.function) or len(call.args) < 2:
+            continue
+        statement, (q, k) = source.parent(call, ast.stmt), call.args[:2]
+        if statement is None or not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
+            continue
+        queries, keys = size_of(site, q.id, -2), size_of(site, k.id, -2)
+        dtype = site.torch("torch.bool")
+        edits = []
+        causal, mask = argument(call, 5, "is_causal"), argument(call, 3, "attn_mask")
+        if causal is not None and not isinstance(causal, ast.Constant):
+            edits.append(source.replace(causal, "False"))
+        name = site.new_name("attn_mask", "causal_mask", "visible")
+        lines = [
+            f"{name} = {site.torch('torch.ones')}({queries}, {keys}, dtype={dtype}, "
+            f"device={q.id}.device)",
+            f"{name} = {name}.tril({keys} - {queries})",
+        ]
+        edits.append(source.insert_before(statement, *lines))
+        edits.append(source.set_keyword(call, "attn_mask", name) if mask is None
+                     else source.replace(mask, name))  # fmt: skip
+        yield edits
+
+
+@fixes("no_mask")
+def is_causal(site: Site) -> Iterator[Edits]:
+    """Let `scaled_dot_product_attention` hide the tokens after each one."""
+    source = site.source
+    for call in site.calls:
+        if called(call) != SDPA or is_cached(source, site.function):
+            continue
+        present = argument(call, 5, "is_causal")
+        mask = argument(call, 3, "attn_mask")
+        edits = [] if present is None else [source.replace(present, "True")]
+        if present is None:
+            edits = [source.set_keyword(call, "is_causal", "True")]
+        if mask is None or (isinstance(mask, ast.Constant) and mask.value is None):
+            yield edits
+        elif mask in call.args:
+            yield [source.replace(mask, "None"), *edits]
+        else:
+            keyword = next(k for k in call.keywords if k.value is mask)
+            yield [source.remove_argument(call, keyword), *edits]
+
+
+@fixes("no_mask")
+def assigned_mask(site: Site) -> Iterator[Edits]:
+    """Assign the result of `masked_fill`, where it is not used."""
+    for node in site.source.nodes(ast.Expr, site.function):
+        call = node.value
+        if isinstance(call, ast.Call) and called(call) == "masked_fill":
+            if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+                name = call.func.value.id
+                yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
+
+
+@fixes("no_mask")
+def masked_scores(site: Site) -> Iterator[Edits]:
+    """Mask the scores before the softmax, with a mask of the user's if there is one."""
+    source = site.source
+    for call, scores in softmax_calls(site)[:2]:
+        statement = source.parent(call, ast.stmt)
+        assert statement is not None
+        name, before, edits = named_scores(site, scores)
+        length = _length(site) or f"{name}.size(-1)"
+        for mask, value in _masks(site, statement):
+            for text in _masked(site, name, mask.format(T=length), value):
+                yield [*edits, source.insert_before(statement, *before, f"{name} = {text}")]
+        new = f"{site.torch('torch.ones_like')}({name}, dtype={site.torch('torch.bool')})"
+        cached = any(called(c) in ("cat", "concat") for c in source.nodes(ast.Call, site.function))
+        diagonal = f"{name}.size(-1) - {name}.size(-2) + 1" if cached else "1"
+        mask = site.new_name("mask", "causal_mask", "future", "hidden")
+        lines = [
+            f"{mask} = {new}.triu({diagonal})",
+            f"{name} = {name}.masked_fill({mask}, {minus_inf(source)})",
+        ]
+        yield [*edits, source.insert_before(statement, *before, *lines)]
+
+
+MODULE_MASKS = {
+    "MultiheadAttention": "attn_mask", "TransformerEncoderLayer": "src_mask",
+    "TransformerEncoder": "mask",
+}  # fmt: skip
+
+
+@fixes("no_mask")
+def module_mask(site: Site) -> Iterator[Edits]:
+    """Pass a causal mask to a module of torch."""
+    source = site.source
+    built = [called(call) for call in source.nodes(ast.Call)]
+    for call in site.calls:
+        value = definition(site, call.func, None) if own_attribute(call.func) else None
+        kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
+        kinds = [kind for kind in kinds if kind in MODULE_MASKS]
+        if not kinds and isinstance(call.func, (ast.Name, ast.Subscript)):
+            kinds = [kind for kind in MODULE_MASKS if kind in built]
+        if not kinds or not call.args:
+            continue
+        statement = source.parent(call, ast.stmt)
+        assert statement is not None
+        keyword = MODULE_MASKS[kinds[0]]
+        names = [n.id for n in source.nodes(ast.Name, call.args[0]) if n.id != "self"]
+        x = names[-1] if names else source.operand(call.args[0])
+        first = any(k.arg == "batch_first" for c in source.nodes(ast.Call) for k in c.keywords)
+        length = f"{x}.size({1 if first else 0})"
+        for mask, _ in _masks(site, statement):
+            for size in dict.fromkeys([_length(site) or length, length]):
+                text = mask.format(T=size).replace("[:, :, ", "[")
+                yield [source.set_keyword(call, keyword, text)]
+        ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
+        new = f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
+        present = next((k.value for k in call.keywords if k.arg == keyword), None)
+        if isinstance(present, ast.Name):
+            name = present.id
+            lines = [f"if {name} is None:", f"    {name} = {new}"]
+            yield [source.insert_before(statement, *lines)]
+        lines = [f"{keyword} = {new}"]
+        yield [source.insert_before(statement, *lines), source.set_keyword(call, keyword, keyword)]
+
+
+@fixes("unexplained", "no_mask")
+def infinite_mask(site: Site) -> Iterator[Edits]:
+    """Set masked scores to -inf, where they are set to, or combined with, another number."""
+    source, function = site.source, site.function
+    if function is None:
+        return
+    fused = any(called(call) == SDPA for call in source.nodes(ast.Call, function))
+    if not fused and not products(source, function):
+        return
+    inf = minus_inf(source)
+    for call in source.nodes(ast.Call, function):
+        name = called(call).rstrip("_")
+        value = argument(call, 1, "value") if name == "masked_fill" else None
+        if name == "where" and len(call.args) == 3:
+            value = next((a for a in call.args[1:] if is_number(site, a)), None)
+        if value is not None and is_number(site, value):
+            yield [source.replace(value, inf)]
+        mask = argument(call, 3, "attn_mask") if name == SDPA else None
+        if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+            yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
+            yield [source.replace(mask, f"{source.operand(mask)} == 0")]
+    for node in source.nodes(ast.BinOp, function):
+        for mask, scores in ((node.right, node.left), (node.left, node.right)):
+            if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(source, mask):
+                text = with_mask(source, scores, f"{source.operand(mask)} == 0", inf)
+                yield [source.replace(node, text)]
+    for augmented in source.nodes(ast.AugAssign, function):
+        if _is_mask(source, augmented.value):
+            name = source.code(augmented.target)
+            hidden = f"{source.operand(augmented.value)} == 0"
+            text = f"{name} = {name}.masked_fill({hidden}, {inf})"
+            yield [source.replace(augmented, text)]
+
+
+def _is_mask(source: Source, node: ast.expr) -> bool:
+    """Whether an operand is named like a mask or creates one."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return bool(_triangle(node)) or (isinstance(name, str) and MASK.search(name) is not None)
+
+
+@fixes("mask_off", "no_mask", "sliding_window")
+def causal_mask(site: Site) -> Iterator[Edits]:
+    """Change what creates or applies a mask so that it hides the tokens after each one."""
+    yield from unique(_other_masks(site))
+
+
+def _other_masks(site: Site) -> Iterator[Edits]:
+    source = site.source
+    scopes: list[ast.AST] = [site.statement]
+    if site.finding.code == "no_mask" or site.function is None:
+        scopes = [] if site.function is None else [site.function]
+    elif site.cls is not None:
+        scopes += [site.function, *source.nodes(ast.FunctionDef, site.cls)]
+    scopes.append(source.tree)
+    scopes = list(dict.fromkeys(scopes))
+    for scope in scopes[:1]:
+        yield from _diagonals(source, scope)
+        yield from _comparisons(source, scope)
+        yield from _restrictions(source, scope)
+    for scope in scopes[1:]:
+        yield from _diagonals(source, scope)
+        yield from _applications(source, scope)
+    for scope in scopes:
+        yield from _shifts(source, scope)
+        yield from _comparisons(source, scope)
+    for scope in scopes[:2]:
+        yield from _changes_of_mask(source, scope)
+        yield from _other_triangles(source, scope)
+
+
+def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
+    return [c for c in source.nodes(ast.Call, scope) if called(c).rstrip("_") in ("tril", "triu")]
+
+
+def _diagonal(source: Source, call: ast.Call) -> ast.expr | None:
+    """The diagonal that a call of tril or triu passes."""
+    keyword = next((k.value for k in call.keywords if k.arg == "diagonal"), None)
+    base = call.func.value if isinstance(call.func, ast.Attribute) else None
+    function = base is None or (isinstance(base, ast.Name) and base.id in ("torch", "np", "numpy"))
+    return keyword or next(iter(call.args[1 if function else 0 :]), None)
+
+
+def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Begin at the diagonal above the main one (triu), or end at the main one (tril)."""
+    for call in _triangles(source, scope):
+        upper, diagonal = called(call).startswith("triu"), _diagonal(source, call)
+        base = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if diagonal is None and upper:
+            keyword = any("diagonal" == k.arg for c in source.nodes(ast.Call) for k in c.keywords)
+            if keyword or not (base is None or call.args):
+                yield [source.set_keyword(call, "diagonal", "1")]
+            end = source.span(call)[1] - 1
+            yield [Edit(source.file, end, end, ", 1" if call.args else "1")]
+        elif diagonal is not None and is_integer(diagonal):
+            if upper:
+                yield [source.replace(diagonal, "1")]
+            elif source.code(diagonal) != "0":
+                whole: ast.AST = next((k for k in call.keywords if k.value is diagonal), diagonal)
+                yield [source.remove_argument(call, whole)]
+        elif diagonal is not None:
+            yield from _other_offsets(source, call, diagonal, upper)
+
+
+def _other_offsets(
+    source: Source, call: ast.Call, diagonal: ast.expr, upper: bool
+) -> Iterator[Edits]:
+    """Shift a diagonal that is computed, such as `n_key - n_query + 1` or a variable."""
+    function = enclosing(source, call)
+    places = [diagonal]
+    if isinstance(diagonal, ast.Name) and function is not None:
+        places += [v for v, u in assigned_values(source, function, diagonal.id) if u is None]
+    for place in places:
+        for node in source.nodes(ast.BinOp, place):
+            if isinstance(node.op, (ast.Add, ast.Sub)) and is_integer(node.right):
+                yield [source.replace(node, source.code(node.left))]
+            elif isinstance(node.op, ast.Add) and is_integer(node.left):
+                yield [source.replace(node, source.code(node.right))]
+    code = source.code(diagonal)
+    for sign in ("+", "-") if upper else ("-", "+"):
+        yield [source.replace(diagonal, f"{code} {sign} 1")]
+    if not is_cached(source, function):
+        yield [source.replace(diagonal, "1" if upper else "0")]
+
+
+OPPOSITES: dict[type[ast.cmpop], tuple[str, list[str]]] = {
+    ast.Gt: (">", [">=", "<", "<="]), ast.GtE: (">=", [">", "<=", "<"]),
+    ast.Lt: ("<", ["<=", ">", ">="]), ast.LtE: ("<=", ["<", ">=", ">"]),
+    ast.Eq: ("==", ["!="]), ast.NotEq: ("!=", ["=="]),
+}  # fmt: skip
+
+
+def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Compare positions, or a mask with 0 or 1, in another way."""
+    for node in source.nodes(ast.Compare, scope):
+        old, others = OPPOSITES.get(type(node.ops[0]), ("", []))
+        parts = [node.left, node.comparators[0]]
+        for part in parts:
+            if isinstance(part, ast.BinOp) and is_integer(part.right) and len(others) > 1:
+                yield [source.replace(part, source.code(part.left))]
+        start, end = source.span(parts[0])[1], source.span(parts[1])[0]
+        if any(isinstance(part, ast.Constant) and part.value is None for part in parts):
+            continue
+        if len(others) == 1 and not _near_mask(source, node):
+            continue
+        for other in others:
+            text = source.text[start:end].replace(old, other, 1)
+            if old:
+                yield [Edit(source.file, start, end, text)]
+
+
+def _near_mask(source: Source, node: ast.AST) -> bool:
+    """Whether a statement of a node names a mask."""
+    statement = source.parent(node, ast.stmt)
+    names = [getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(statement or node)]
+    return any(isinstance(name, str) and MASK.search(name) for name in names)
+
+
+def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Leave out one of two conditions, such as a window."""
+    for node in source.nodes(ast.BinOp, scope):
+        if isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+            for part in (node.left, node.right):
+                above = source.parents[node]
+                tight = isinstance(above, (ast.BinOp, ast.UnaryOp, ast.Attribute))
+                start, end = source.grouped(part) if tight else source.span(part)
+                yield [Edit(source.file, *source.span(node), source.text[start:end])]
+        elif isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)):
+            for part in (node.left, node.right):
+                if isinstance(part, ast.expr) and _triangle(part):
+                    yield [source.replace(node, source.text[slice(*source.grouped(part))])]
+    for call in _triangles(source, scope):
+        base = call.func.value if isinstance(call.func, ast.Attribute) else None
+        inner = base if _triangle(base) else next(iter(call.args), None)
+        if inner is not None and _triangle(inner):
+            yield [source.replace(call, source.code(inner))]
+
+
+def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Use a mask the other way round, and without a step that leaves something out."""
+    for call in source.nodes(ast.Call, scope):
+        name = called(call).rstrip("_")
+        mask = argument(call, 0, "mask") if name == "masked_fill" else None
+        mask = argument(call, 0, "condition") if name == "where" else mask
+        if name in (SDPA, "MultiheadAttention") or any(k.arg == "attn_mask" for k in call.keywords):
+            mask = argument(call, 3, "attn_mask")
+        if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
+            yield [source.replace(mask, source.code(mask.operand))]
+        elif isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
+            value = mask.comparators[0]
+            if isinstance(value, ast.Constant) and value.value in (0, 1):
+                yield [source.replace(value, "0" if value.value else "1")]
+            yield from _comparisons(source, mask)
+        elif mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+            yield [source.replace(mask, f"~{source.operand(mask)}")]
+
+
+def _shifts(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Slice a mask without an offset of one."""
+    for node in source.nodes(ast.Subscript, scope):
+        name = source.code(node.value)
+        if not MASK.search(name):
+            continue
+        shifted: Edits = []
+        for part in source.nodes(ast.Slice, node.slice):
+            if part.lower is not None and is_integer(part.lower) and part.upper is not None:
+                shifted.append(source.replace(part.lower, ""))
+            if isinstance(part.upper, ast.BinOp) and is_integer(part.upper.right):
+                shifted.append(source.replace(part.upper, source.code(part.upper.left)))
+        if shifted:
+            yield shifted
+        for binary in source.nodes(ast.BinOp, node.slice):
+            if is_integer(binary.right):
+                yield [source.replace(binary, source.code(binary.left))]
+
+
+def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Leave out what changes a mask after it was created, and what transposes it."""
+    items: Edits = []
+    for node in source.nodes(ast.stmt, scope):
+        for target in targets(node):
+            base = target.value if isinstance(target, ast.Subscript) else target
+            if not isinstance(base, ast.Name) or not MASK.search(base.id):
+                continue
+            value = getattr(node, "value", None)
+            own = any(isinstance(n, ast.Name) and n.id == base.id for n in ast.walk(value or node))
+            if isinstance(target, ast.Subscript):
+                items.append(source.remove(node))
+            elif isinstance(node, ast.AugAssign) or own:
+                yield [source.remove(node)]
+    if items:
+        yield items
+    for inner in source.nodes(ast.expr, scope):
+        turned = inner.func if isinstance(inner, ast.Call) else inner
+        if isinstance(turned, ast.Attribute) and _near_mask(source, inner):
+            if turned.attr in (("transpose", "flip", "t") if inner is not turned else ("T", "mT")):
+                yield [source.replace(inner, source.code(turned.value))]
+
+
+def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
+    """Exchange the lower and the upper triangle."""
+    for call in _triangles(source, scope):
+        end = source.span(call.func)[1]
+        name = called(call)
+        start = end - len(name)
+        other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
+        renamed = Edit(source.file, start, end, other)
+        diagonal = _diagonal(source, call)
+        if diagonal is not None and not is_integer(diagonal):
+            continue
+        if diagonal is None:
+            close = source.span(call)[1] - 1
+            comma = ", " if call.args else ""
+            yield [renamed] if "tril" in other else [
+                renamed, Edit(source.file, close, close, f"{comma}diagonal=1")]  # fmt: skip
+        elif "tril" in other:
+            whole: ast.AST = next((k for k in call.keywords if k.value is diagonal), diagonal)
+            yield [renamed, source.remove_argument(call, whole)]
+        else:
+            yield [renamed, source.replace(diagonal, "1")]

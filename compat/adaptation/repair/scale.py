@@ -1,0 +1,505 @@
+"""Fixes of the number that scales the scores of attention."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes, settings
+from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.tensors import (
+    HEAD_SIZE,
+    SDPA,
+    assigned_values,
+    definition,
+    enclosing,
+    flipped_flags,
+    is_number,
+    is_size,
+    own_attribute,
+    score_products,
+    size_of,
+    unique,
+)
+
+# The size of a head, as the user can write it.
+
+
+def _head_sizes(site: Site, place: ast.expr) -> list[str]:
+    """Expressions for the size of a head at a place in the code, the likeliest first."""
+    source, function = site.source, enclosing(site.source, place)
+    cls = source.parent(place, ast.ClassDef)
+    found: list[str] = []
+    if function is not None:
+        for node in source.nodes(ast.Assign, function):
+            if node.lineno < place.lineno:
+                found += [
+                    t.id for t in node.targets
+                    if isinstance(t, ast.Name) and is_number(site, node.value)
+                    and (_is_quotient(node.value) or HEAD_SIZE.match(t.id))
+                ]  # fmt: skip
+                found += _unpacked_head_size(node)
+        found += [
+            arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]
+            if HEAD_SIZE.match(arg.arg)
+        ]  # fmt: skip
+    if cls is not None:
+        found += _own_head_sizes(site, cls, function, place)
+    if function is not None:
+        found += _operand_sizes(site, function)
+    if cls is not None:
+        found += _quotients(site, cls, function)
+    return list(dict.fromkeys(found))
+
+
+def _unpacked_head_size(node: ast.Assign) -> list[str]:
+    """The last name of `B, H, T, D = q.shape`."""
+    target, value = node.targets[0], node.value
+    shape = isinstance(value, ast.Attribute) and value.attr == "shape"
+    shape = shape or (isinstance(value, ast.Call) and called(value) == "size" and not value.args)
+    if shape and isinstance(target, ast.Tuple) and len(target.elts) == 4:
+        return [t.id for t in target.elts[-1:] if isinstance(t, ast.Name) and t.id != "_"]
+    return []
+
+
+def _is_quotient(node: ast.AST) -> bool:
+    """Whether a node is `a // b` or `int(a / b)`."""
+    if isinstance(node, ast.Call) and called(node) == "int" and node.args:
+        return isinstance(node.args[0], ast.BinOp) and isinstance(node.args[0].op, ast.Div)
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
+
+
+def _own_head_sizes(
+    site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None, place: ast.expr
+) -> list[str]:
+    """Attributes such as `self.head_dim` and `self.config.head_dim`."""
+    source, found = site.source, []
+    inside = set() if function is None else set(ast.walk(function))
+    for node in source.nodes(ast.Attribute, cls):
+        name = own_attribute(node)
+        if isinstance(node.ctx, ast.Store) and name:
+            value = next((v for v, u in assigned_values(source, cls, name) if u is None), None)
+            early = node not in inside or node.lineno < place.lineno
+            named = HEAD_SIZE.match(name) is not None and is_number(site, value)
+            if early and value is not None and (_is_quotient(value) or named):
+                found.append(f"self.{name}")
+        elif isinstance(node.ctx, ast.Load) and HEAD_SIZE.match(node.attr):
+            root = next(n for n in ast.walk(node) if isinstance(n, ast.Name))
+            if name is None and (root.id == "self" or node in inside):
+                found.append(source.code(node))
+    for name in sorted(_fields(site)):  # of the object that another attribute belongs to
+        for node in [n for n in ast.walk(place) if isinstance(n, ast.Attribute)]:
+            if HEAD_SIZE.match(name) and not (isinstance(node.value, ast.Name)
+                                              and node.value.id == "self"):  # fmt: skip
+                found.append(f"{source.code(node.value)}.{name}")
+    return found
+
+
+def _fields(site: Site) -> set[str]:
+    """The names of fields and properties of the classes of the file."""
+    return {
+        name
+        for cls in site.source.nodes(ast.ClassDef)
+        for node in cls.body
+        for name in (
+            [node.name] if isinstance(node, ast.FunctionDef) and node.decorator_list
+            else [node.target.id] if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name) else []
+        )
+    }  # fmt: skip
+
+
+def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
+    """The contracted size of the product of q and k, such as `q.size(-1)`."""
+    found = []
+    for product in score_products(site):
+        if site.source.parent(product.node, ast.FunctionDef) is not function:
+            continue
+        terms = re.fullmatch(r"(\w+),(\w+)->(\w+)", product.subscripts.replace(" ", ""))
+        if terms and isinstance(product.left, ast.Name):
+            summed = [i for i, letter in enumerate(terms[1]) if letter not in terms[3]]
+            found += [size_of(site, product.left.id, i - len(terms[1])) for i in summed]
+        elif not product.subscripts:
+            left, right = product.left, product.right
+            if isinstance(left, ast.Name):
+                found.append(size_of(site, left.id, -1))
+            elif (name := _transposed(right)) is not None:
+                found.append(size_of(site, name, -1))
+    for call in site.source.nodes(ast.Call, function):
+        if called(call) == SDPA and call.args and isinstance(call.args[0], ast.Name):
+            found.append(size_of(site, call.args[0].id, -1))
+    return found
+
+
+def _transposed(node: ast.expr) -> str | None:
+    """`k` of `k.transpose(-2, -1)` and `k.mT`."""
+    if isinstance(node, ast.Call) and called(node) == "transpose":
+        node = node.func
+    inner = node.value if isinstance(node, ast.Attribute) else None
+    return inner.id if isinstance(inner, ast.Name) else None
+
+
+def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
+    """`a // b` for every such pair of sizes in the class, where both can be written."""
+    found = []
+    for node in site.source.nodes(ast.BinOp, cls):
+        if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
+            names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - {"self"}
+            if names and enclosing(site.source, node) is not function:
+                continue
+            parts = [site.source.operand(part) for part in (node.left, node.right)]
+            found.append(f"({parts[0]} // {parts[1]})")
+    return found
+
+
+def _root(site: Site, size: str, divides: bool, exponent: float = 0.5) -> str:
+    """A factor for the scores, written as a square root or a power."""
+    if divides and exponent == 0.5 and "math" in site.imported:
+        inside = size[1:-1] if size.startswith("(") and size.endswith(")") else size
+        return f"math.sqrt({inside})"
+    space = "" if re.fullmatch(r"[\w.]+", size) else " "
+    return f"{size}{space}**{space}{exponent if divides else -exponent:g}"
+
+
+# The scale of the scores.
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A number that the scores, q or k are multiplied by.
+
+    Args:
+        node: the number.
+        divides: whether they are divided by it.
+        whole: the expression or statement that applies it.
+        rest: what it is applied to; None if the number is a keyword of a call.
+    """
+
+    node: ast.expr
+    divides: bool
+    whole: ast.expr | ast.AugAssign
+    rest: ast.expr | None = None
+
+
+def _factors(site: Site) -> list[Factor]:
+    """The factors in the function, those of the finding's line first."""
+    assert site.function is not None
+    found = []
+    for node in ast.walk(site.function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+            divides = isinstance(node.op, ast.Div)
+            found.append(Factor(node.right, divides, node, node.left))
+            if not divides:
+                found.append(Factor(node.left, False, node, node.right))
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div)):
+            found.append(Factor(node.value, isinstance(node.op, ast.Div), node, node.target))
+        elif isinstance(node, ast.Call):
+            found += _factors_of_call(node)
+    found = [
+        f for f in found
+        if is_number(site, f.node) and (f.rest is None or not is_number(site, f.rest))
+    ]  # fmt: skip
+    inside = set(ast.walk(site.statement))
+    lines = {f: abs(f.node.lineno - site.line) for f in found}
+    return sorted(found, key=lambda f: (f.whole not in inside, lines[f]))[:4]
+
+
+def _factors_of_call(call: ast.Call) -> list[Factor]:
+    name, operands = called(call).rstrip("_"), list(call.args)
+    found = [
+        Factor(keyword.value, False, call) for keyword in call.keywords
+        if (keyword.arg, name) in (("scale", SDPA), ("alpha", "baddbmm"))
+    ]  # fmt: skip
+    if name in ("mul", "multiply", "div", "divide", "true_divide"):
+        if len(operands) == 1 and isinstance(call.func, ast.Attribute):
+            operands.insert(0, call.func.value)
+        if len(operands) == 2:
+            found.append(Factor(operands[1], name not in ("mul", "multiply"), call, operands[0]))
+    return found
+
+
+def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """The parts of a factor and the definitions of their names, the innermost first."""
+    value = definition(site, node, enclosing(site.source, node))
+    if value is not None and is_number(site, value):
+        yield from _parts(site, value, divides)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+        for part, turned in ((node.left, False), (node.right, isinstance(node.op, ast.Div))):
+            if not isinstance(part, ast.Constant):
+                yield from _parts(site, part, divides != turned)
+    yield node, divides
+
+
+def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
+    """The sizes that an expression is computed from."""
+    if is_size(node) or _is_quotient(node) or isinstance(node, (ast.Name, ast.Attribute)):
+        return [node]
+    if isinstance(node, ast.Subscript):
+        return [node]
+    children: list[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        base = node.func.value if isinstance(node.func, ast.Attribute) else None
+        children = [*([base] if isinstance(base, (ast.Call, ast.BinOp)) else []), *node.args]
+    return [size for child in children if isinstance(child, ast.expr)
+            for size in _sizes_in(site, child)]  # fmt: skip
+
+
+def _exponents(node: ast.expr) -> Iterator[tuple[ast.expr, float]]:
+    """The exponents in an expression that are numbers."""
+    for power in ast.walk(node):
+        exponent: ast.expr | None = None
+        if isinstance(power, ast.BinOp) and isinstance(power.op, ast.Pow):
+            exponent = power.right
+        elif isinstance(power, ast.Call) and called(power) == "pow" and power.args:
+            exponent = power.args[-1]
+        try:
+            yield exponent, float(ast.literal_eval(exponent))  # type: ignore[misc, arg-type]
+        except (ValueError, TypeError):
+            continue
+
+
+@fixes("no_attn_scale", "scale_by_d_model", "wrong_scale")
+def default_scale(site: Site) -> Iterator[Edits]:
+    """Remove the scale of `scaled_dot_product_attention`, whose default is right."""
+    for call in site.calls:
+        for keyword in call.keywords:
+            named = isinstance(keyword.value, (ast.Name, ast.Attribute))
+            if called(call) == SDPA and keyword.arg == "scale" and not named:
+                yield [site.source.remove_argument(call, keyword)]
+
+
+@fixes("no_attn_scale")
+def flag_of_scale(site: Site) -> Iterator[Edits]:
+    """Change a flag that switches the scale off."""
+    yield from flipped_flags(site)
+
+
+@fixes("scale_by_d_model", "wrong_scale", "no_attn_scale")
+def head_size_in_scale(site: Site) -> Iterator[Edits]:
+    """Write the number that scales the scores with the size of a head."""
+    yield from unique(_other_scales(site))
+
+
+def _other_scales(site: Site) -> Iterator[Edits]:
+    source, values = site.source, site.finding.values
+    code, found, expected = site.finding.code, values["found"], values["expected"]
+    factors = _factors(site)
+    if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
+        if any(called(call) == SDPA for call in source.nodes(ast.Call, site.function)):
+            for factor in factors:
+                if factor.rest is not None:
+                    yield from _without(source, factor)
+        factors = [f for f in factors if _is_one(site, f.node)]
+    change = math.log(expected / found) / math.log(values["d_head"]) if found > 0 else math.nan
+    inverse = found > 0 and abs(found * expected - 1) < 1e-5
+    for factor in factors:
+        if inverse:
+            yield from _turned(source, factor)
+        parts = list(_parts(site, factor.node, factor.divides))
+        if code == "wrong_scale":
+            yield from _other_factor(site, factor, change)
+            for part, divides in parts:
+                for exponent, power in _exponents(part):
+                    for step in (change, change / 2):
+                        new = power - step if divides else power + step
+                        if round(new * 4) and abs(new * 4 - round(new * 4)) < 1e-3:
+                            yield [source.replace(exponent, f"{round(new * 4) / 4:g}")]
+        if code == "scale_by_d_model":
+            for part, _ in parts:
+                for size in _sizes_in(site, part):
+                    value = definition(site, size, enclosing(source, size))
+                    named = getattr(size, "id", getattr(size, "attr", ""))
+                    if isinstance(value, (ast.Name, ast.Attribute)) and HEAD_SIZE.match(named):
+                        for other in _substitutes(site, value)[:2]:
+                            yield [_replaced(source, value, other)]
+                    if not _is_root(definition(site, size, enclosing(source, size))):
+                        for other in _substitutes(site, size)[:3]:
+                            yield [_replaced(source, size, other)]
+        for part, divides in parts:
+            own = [source.operand(size) for size in _sizes_in(site, part)]
+            root = 0.25 if _is_shared(site, factor) else 0.5
+            for known in _known_scales(site, part, divides):
+                yield [_replaced(source, part, known)]
+            for other in list(dict.fromkeys([*own, *_head_sizes(site, part)]))[:3]:
+                yield [_replaced(source, part, _root(site, other, divides, root))]
+        if factor.rest is not None:
+            yield from _without(source, factor)
+
+
+def _is_one(site: Site, node: ast.expr) -> bool:
+    value = definition(site, node, enclosing(site.source, node)) or node
+    values = [value]
+    if isinstance(value, ast.Name):
+        values += [other for _, other in settings(site, value.id)]
+    return any(isinstance(other, ast.Constant) and other.value == 1 for other in values)
+
+
+def _is_root(node: ast.expr | None) -> bool:
+    """Whether an expression contains a square root, a power or a division."""
+    return node is not None and any(
+        isinstance(n, (ast.Pow, ast.Div)) or (isinstance(n, ast.Call) and "sqrt" in called(n))
+        for n in ast.walk(node)
+    )
+
+
+def _is_shared(site: Site, factor: Factor) -> bool:
+    """Whether a factor is a variable that is used twice, for q and for k."""
+    if not isinstance(factor.node, ast.Name) or site.function is None:
+        return False
+    name, names = factor.node.id, site.source.nodes(ast.Name, site.function)
+    return sum(n.id == name and isinstance(n.ctx, ast.Load) for n in names) == 2
+
+
+def _substitutes(site: Site, size: ast.expr) -> list[str]:
+    """The sizes of a head, those first that are written like another size."""
+    found = _head_sizes(site, size)
+    shaped = re.compile(r"\.(shape\[|size\()")
+    alike = bool(shaped.search(site.source.code(size)))
+    return sorted(found, key=lambda other: bool(shaped.search(other)) != alike)
+
+
+def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
+    """Attributes of the class that hold the scale, such as `self.scale` and `self.norm_factor`."""
+    source, found = site.source, []
+    cls = source.parent(place, ast.ClassDef)
+    function = enclosing(source, place)
+    if cls is None or function is None or function.name == "__init__":
+        return []
+    for node in source.nodes(ast.Attribute, cls):
+        name = own_attribute(node)
+        if name is None or not isinstance(node.ctx, ast.Store):
+            continue
+        value = next((v for v, u in assigned_values(source, cls, name) if u is None), None)
+        if value is None or not _is_root(value) or not is_number(site, value):
+            continue
+        small = _is_reciprocal(value)
+        if small != divides:
+            found.append(f"self.{name}")
+        else:
+            found.append(f"(1.0 / self.{name})" if divides else f"1.0 / self.{name}")
+    return list(dict.fromkeys(found))
+
+
+def _is_reciprocal(node: ast.expr) -> bool:
+    """Whether a scale is written as `d**-0.5` or `1 / …`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return True
+    return any(power < 0 for _, power in _exponents(node))
+
+
+def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
+    """Replace an expression and the parentheses around it."""
+    start, end = source.grouped(node)
+    above = source.parents[node]
+    right = isinstance(above, ast.BinOp) and above.right is node
+    tight = isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div))
+    product = re.match(r"1\.0 / ", text) is not None
+    text = f"({text})" if right and tight and product else text
+    operand = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
+    if start == source.span(node)[0] and not isinstance(above, operand):
+        text = text[1:-1] if re.fullmatch(r"\([^()]*\)", text) else text
+    return Edit(source.file, start, end, text)
+
+
+def _turned(source: Source, factor: Factor) -> Iterator[Edits]:
+    """Divide instead of multiplying, or the other way round."""
+    whole, new = factor.whole, "*" if factor.divides else "/"
+    if isinstance(whole, ast.BinOp) and factor.node is whole.right:
+        start, end = source.grouped(whole.left)[1], source.grouped(whole.right)[0]
+    elif isinstance(whole, ast.AugAssign):
+        start, end = source.span(whole.target)[1], source.grouped(whole.value)[0]
+    elif isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):
+        end = source.span(whole.func)[1]
+        start = end - len(whole.func.attr)
+        names = ("mul", "multiply", "div", "divide", "true_divide")
+        name = "mul" if factor.divides else "div"
+        if whole.func.attr.rstrip("_") in names:
+            under = "_" if whole.func.attr.endswith("_") else ""
+            yield [Edit(source.file, start, end, name + under)]
+        return
+    else:
+        return
+    text = source.text[start:end].replace("/" if factor.divides else "*", new, 1)
+    yield [Edit(source.file, start, end, text)]
+
+
+def _without(source: Source, factor: Factor) -> Iterator[Edits]:
+    """Leave the factor out."""
+    whole, rest = factor.whole, factor.rest
+    if isinstance(whole, ast.AugAssign):
+        yield [source.remove(whole)]
+        return
+    above = source.parents[whole]
+    assert rest is not None
+    same = isinstance(above, ast.Assign) and len(above.targets) == 1
+    if (
+        isinstance(above, ast.Assign)
+        and same
+        and source.code(above.targets[0]) == source.code(rest)
+    ):
+        yield [source.remove(above)]
+    elif isinstance(above, ast.Expr):
+        yield [source.remove(above)]
+    else:
+        inner = source.code(rest)
+        plain = isinstance(above, (ast.Assign, ast.Return, ast.AugAssign))
+        yield [source.replace(whole, inner if plain else source.operand(rest))]
+
+
+def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
+    """Scale k like q, or q like k, where only one has a factor."""
+    source, function = site.source, site.function
+    statement = source.parent(factor.node, ast.stmt)
+    if abs(change + 0.25) > 1e-3 or function is None or not isinstance(statement, ast.Assign):
+        return
+    scaled = source.code(statement.targets[0])
+    for product in score_products(site):
+        names = {n.id for n in ast.walk(product.node) if isinstance(n, ast.Name)}
+        if scaled in names:
+            for node in source.nodes(ast.Assign, function):
+                other = node.targets[0]
+                if isinstance(other, ast.Name) and other.id in names - {scaled}:
+                    operator = "/" if factor.divides else "*"
+                    value = node.value
+                    text = value if isinstance(value, ast.BinOp) else None
+                    code = source.code(value) if text is None else source.operand(value)
+                    yield [
+                        source.replace(value, f"{code} {operator} {source.operand(factor.node)}")
+                    ]
+
+
+@fixes("no_attn_scale", "wrong_scale", "scale_by_d_model")
+def scaled_scores(site: Site) -> Iterator[Edits]:
+    """Divide the product of q and k by the square root of the size of a head."""
+    assert site.function is not None
+    for product in score_products(site)[:2]:
+        scales = [f"* {scale}" for scale in _known_scales(site, product.node, divides=False)
+                  if not scale.startswith("1")]  # fmt: skip
+        scales += [f"/ {scale}" for scale in _known_scales(site, product.node, divides=True)
+                   if not scale.startswith("(1")]  # fmt: skip
+        sizes = _head_sizes(site, product.node)[:3]
+        scales += [f"/ {_root(site, size, divides=True)}" for size in sizes]
+        for scale in scales:
+            yield [_applied(site.source, product.node, scale)]
+
+
+def _applied(source: Source, node: ast.expr, operation: str) -> Edit:
+    """Append an operation such as `/ scale` to an expression."""
+    start, end = source.grouped(node)
+    above = source.parents[node]
+    code = source.code(node)
+    if (start, end) != source.span(node):
+        if isinstance(above, ast.Attribute):
+            return source.replace(node, f"{code} {operation}")
+        code = source.text[start:end]
+    elif isinstance(node, ast.BinOp):
+        code = f"({code})"
+    inner = isinstance(above, ast.Attribute) or (
+        isinstance(above, ast.BinOp) and not isinstance(above.op, (ast.Add, ast.Sub))
+        and above.right is node
+    )  # fmt: skip
+    text = f"{code} {operation}"
+    return Edit(source.file, start, end, f"({text})" if inner else text)

@@ -1,0 +1,179 @@
+"""Fixes of the softmax of the scores: its axis, and a mask that is applied after it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, settings
+from compat.adaptation.repair.source import Edit
+from compat.adaptation.repair.tensors import (
+    definition,
+    enclosing,
+    is_function,
+    is_integer,
+    is_softmax,
+    minus_inf,
+    named_scores,
+    softmax_calls,
+    with_mask,
+)
+
+DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
+
+
+@fixes("mask_after_softmax")
+def mask_before_softmax(site: Site) -> Iterator[Edits]:
+    """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
+    source = site.source
+    for whole, kept, hidden in _late_masks(site):
+        statement = source.parent(whole, ast.stmt) or site.statement
+        if isinstance(whole, ast.stmt):
+            statement = whole
+        for call, scores in softmax_calls(site)[:2]:
+            yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
+
+
+def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
+    """What applies a mask to probabilities: the operation, its operand and what it hides.
+
+    What `tril` hides is "".
+    """
+    source = site.source
+
+    def is_zero(mask: ast.expr) -> str:
+        if isinstance(mask, ast.Call) and called(mask) in ("float", "to", "type_as", "int"):
+            inner = mask.func.value if isinstance(mask.func, ast.Attribute) else None
+            if isinstance(inner, ast.Compare):
+                return f"~{source.operand(inner)}"
+        return f"{source.operand(mask)} == 0"
+
+    def negated(mask: ast.expr) -> str:
+        if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
+            return source.code(mask.operand)
+        if isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
+            operator = "!=" if isinstance(mask.ops[0], ast.Eq) else "=="
+            return f"{source.code(mask.left)} {operator} {source.code(mask.comparators[0])}"
+        return f"~{source.operand(mask)}"
+
+    for node in [*ast.walk(site.statement), *ast.walk(site.function or site.statement)]:
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+            yield node, node.target, is_zero(node.value)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            yield node, node.left, is_zero(node.right)
+            yield node, node.right, is_zero(node.left)
+        elif isinstance(node, ast.Call):
+            name, operands = called(node).rstrip("_"), list(node.args)
+            method = isinstance(node.func, ast.Attribute) and not is_function(site, node.func)
+            if isinstance(node.func, ast.Attribute) and method:
+                operands.insert(0, node.func.value)
+            if name == "masked_fill" and len(operands) > 1:
+                yield node, operands[0], source.code(operands[1])
+            elif name == "tril" and operands and isinstance(operands[0], (ast.Name, ast.Call)):
+                yield node, operands[0], ""
+            elif name in ("mul", "multiply") and len(operands) == 2:
+                yield node, operands[0], is_zero(operands[1])
+            elif name == "where" and len(operands) == 3:
+                if method:  # p.where(mask, 0)
+                    yield node, operands[0], negated(operands[1])
+                else:
+                    yield node, operands[1], negated(operands[0])
+                    yield node, operands[2], source.code(operands[0])
+
+
+def _moved_mask(
+    site: Site, statement: ast.stmt, whole: ast.AST, kept: ast.expr, hidden: str,
+    call: ast.Call, scores: ast.expr,
+) -> Iterator[Edits]:  # fmt: skip
+    """A mask that hides `hidden`, moved from one statement to the scores of a softmax."""
+    source, inf = site.source, minus_inf(site.source)
+    softmax = source.parent(call, ast.stmt)
+    assert softmax is not None
+    if softmax is statement and hidden:  # softmax(scores) * mask
+        start, end = source.grouped(whole)
+        inner = with_mask(source, scores, hidden, inf)
+        first, last = source.span(scores)
+        a, b = source.span(kept)
+        if a <= first and last <= b:
+            text = source.text[a:first] + inner + source.text[last:b]
+            yield [Edit(source.file, start, end, text)]
+        return
+    alone = isinstance(whole, ast.stmt) or isinstance(source.parents[whole], ast.Expr)
+    above = source.parents.get(whole)
+    if isinstance(above, ast.Assign):
+        alone = source.code(above.targets[0]) == source.code(kept)
+    start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.grouped(whole)
+    removed = Edit(source.file, start, end, source.operand(kept))
+    removed = source.remove(statement) if alone else removed
+    if not hidden:  # the probabilities pass through tril
+        name, before, edits = named_scores(site, scores)
+        new = f"{site.torch('torch.ones_like')}({name}, dtype={site.torch('torch.bool')}).triu(1)"
+        lines = [*before, f"{name} = {name}.masked_fill({new}, {inf})"]
+        yield [*edits, source.insert_before(softmax, *lines), removed]
+        return
+    plain = isinstance(scores, ast.Name) and softmax.lineno != statement.lineno
+    late = {
+        node.id for node in source.nodes(ast.Name, site.function)
+        if isinstance(node.ctx, ast.Store) and softmax.lineno < node.lineno < statement.lineno
+    } & set(re.findall(r"\w+", hidden))  # fmt: skip
+    if not late and plain:
+        name = source.code(scores)
+        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+        yield [source.insert_before(softmax, line), removed]
+    elif not late:
+        name, before, edits = named_scores(site, scores)
+        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+        yield [*edits, source.insert_before(softmax, *before, line), removed]
+    elif alone:  # the mask is created between the two
+        code = source.code(softmax)
+        a, b = source.span(scores)
+        start = source.span(softmax)[0]
+        if plain:
+            name = source.code(scores)
+            lines = [f"{name} = {name}.masked_fill({hidden}, {inf})", code]
+        else:
+            text = with_mask(source, scores, hidden, inf)
+            lines = [code[: a - start] + text + code[b - start :]]
+        yield [source.remove(softmax), source.insert_before(statement, *lines), removed]
+
+
+@fixes("softmax_dim")
+def softmax_over_keys(site: Site) -> Iterator[Edits]:
+    """Compute the softmax over the last dimension."""
+    source = site.source
+    scopes: list[ast.AST] = [site.statement]
+    scopes += [] if site.function is None else [site.function]
+    scopes += [] if site.cls is None else [site.cls]
+    for scope in scopes:
+        calls = [c for c in source.nodes(ast.Call, scope) if called(c) in DIMENSIONS]
+        calls += [
+            c for c in source.nodes(ast.Call, scope) if is_softmax(site, c) and c not in calls
+        ]
+        softmaxes = [c for c in calls if "softmax" in called(c).lower()]
+        changes = [(c, edits) for c in calls if (edits := _last_dimension(site, c))]
+        if len(changes) > 1:
+            ours = [edits for call, edits in changes if call not in softmaxes]
+            if len(ours) > 1:  # a softmax that is written out
+                yield list(dict.fromkeys(edit for edits in ours for edit in edits))
+        for _, edits in changes:
+            yield edits
+
+
+def _last_dimension(site: Site, call: ast.Call) -> Edits:
+    """A call that reduces the last dimension, if it does not yet."""
+    source, name = site.source, called(call)
+    method = isinstance(call.func, ast.Attribute) and not is_function(site, call.func)
+    place = 0 if name == "Softmax" or method else 1
+    present = argument(call, place, "dim") or argument(call, 9, "axis")
+    if present is None:
+        return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
+    if isinstance(present, (ast.Name, ast.Attribute)):
+        known = present.id if isinstance(present, ast.Name) else present.attr
+        value = definition(site, present, enclosing(source, present))
+        if value is not None and is_integer(value):
+            return [source.replace(value, "-1")]
+        for other, value in settings(site, known):
+            if is_integer(value) and other.code(value) != "-1":
+                return [other.replace(value, "-1")]
+    return [] if source.code(present) == "-1" else [source.replace(present, "-1")]
