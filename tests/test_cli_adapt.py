@@ -244,10 +244,12 @@ def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
     cli: Cli, tiny: Path
 ) -> None:
     path = Path("odd.py")
-    path.write_text(Path("right.py").read_text().replace("return self.norm(x)", "return x.sin()"))
+    path.write_text(Path("erf.py").read_text().replace("return self.norm(x)", "return x.sin()"))
     before = path.read_text()
     done = cli("adapt", "odd.py:MyGPT", "--model", tiny, "--fix")
-    assert done.code == 1 and "no edits were found" in done.err
+    assert done.code == 1
+    assert "edits were found for erf_gelu" in done.err and "but none for unexplained" in done.err
+    assert "nothing was written" in done.err
     assert "✗" in done.out and path.read_text() == before
 
 

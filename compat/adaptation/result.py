@@ -143,12 +143,12 @@ class Adaptation:
         Raises:
             CompatError: the class cannot be built from its file.
         """
-        from compat.adaptation.repair.repair import Target, repair
+        from compat.adaptation.repair.repair import Repair, Target, repair
 
         if self.target is None or not self.deviations:
             return None
         repaired = repair(Target(self.target), self.source, unsafe=unsafe)
-        return None if repaired is None else repaired.diff
+        return repaired.diff if isinstance(repaired, Repair) else None
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values, for `json.dumps`."""

@@ -177,15 +177,15 @@ def _repair(
     fix: bool,
 ) -> int:
     """Print or write the edits that make the model compatible, and return the exit code."""
-    from compat.adaptation.repair.repair import repair
+    from compat.adaptation.repair.repair import Unrepaired, repair
     from compat.adaptation.repair.write import write
 
     status = Console(stderr=True).status("searching for edits …", spinner="line")
     with status:
         found = repair(target, checkpoint, unsafe=unsafe)
-    if found is None:
+    if isinstance(found, Unrepaired):
         show(adaptation, console())
-        note("no edits were found that make the model compatible; nothing was written")
+        note(f"{found}; nothing was written")
         return 1
     codes = ", ".join(dict.fromkeys(found.fixed))
     if not fix:

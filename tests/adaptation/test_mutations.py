@@ -50,6 +50,7 @@ FEW_STYLES = {
     "batch_first": "test_mistakes.py calls nn.MultiheadAttention with (B, T, C)",
     "mixed_types": "test_mistakes.py and test_odd_models.py mix data types",
     "wrong_gradient": "test_gradients.py detaches residuals and breaks backward passes",
+    "kv_cache": "test_kv_cache.py has caches of two kinds",
     "not_compared": "tests/parity/test_proof.py tests the limits of a proof",
 }
 

@@ -280,7 +280,7 @@ def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "erf_gelu"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
     found = repair(target_of(path, "nano"), str(tiny))
-    assert found is not None and found.fixed == ["erf_gelu"]
+    assert isinstance(found, Repair) and found.fixed == ["erf_gelu"]
     [changed] = [line for line in found.diff.splitlines() if line.startswith("+ ")]
     assert changed.strip("+ ") == 'self.gelu = nn.GELU(approximate="tanh")'
     wrong = Repair({str(path): path.read_text()}, found.old, [])

@@ -28,6 +28,7 @@ from compat.adaptation.repair import (
     blocks,
     embeddings,
     heads,
+    kv_cache,
     mask,
     modules,
     norms,
@@ -41,7 +42,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
-from compat.errors import CompatError
+from compat.errors import CompatError, listed
 from compat.saving import save_pretrained
 from compat.user_code import handle_errors
 from compat.user_models import construct, edited_sources, load_forward, load_target, resized
@@ -49,7 +50,10 @@ from compat.user_models.notebook import code_cells, read_source
 from compat.user_models.usage import SIBLINGS, user_modules
 
 # Importing these modules fills the registry.
-AREAS = (activations, blocks, embeddings, heads, mask, modules, norms, parameters, scale, softmax)
+AREAS = (
+    activations, blocks, embeddings, heads, kv_cache, mask, modules, norms, parameters, scale,
+    softmax,
+)  # fmt: skip
 MAX_TRIALS = 120  # models that are built and compared in one search
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
@@ -117,6 +121,27 @@ class Repair:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
 
 
+@dataclass(frozen=True)
+class Unrepaired:
+    """A model that no edits made compatible.
+
+    Args:
+        fixed: the codes of the deviations that edits repair.
+        left: the deviations that they leave; none if the proof of the edited model failed.
+    """
+
+    fixed: list[str]
+    left: list[Finding]
+
+    def __str__(self) -> str:
+        fixed = listed(list(dict.fromkeys(self.fixed)), 20)
+        if not self.left:
+            return f"edits were found for {fixed}, but the edited model was not proved compatible"
+        left = listed(list(dict.fromkeys(finding.code for finding in self.left)), 20)
+        known = f"edits were found for {fixed}, but none" if fixed else "no edits were found"
+        return f"{known} for {left}"
+
+
 def _shown(name: str) -> str:
     """A path from the working directory, or from the file's own folder if it lies elsewhere."""
     path = Path(name)
@@ -124,7 +149,9 @@ def _shown(name: str) -> str:
     return (path.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
 
 
-def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) -> Repair | None:
+def repair(
+    target: Target, source: str | Checkpoint, *, unsafe: bool = False
+) -> Repair | Unrepaired:
     """Repair a model that adapt found incompatible.
 
     Args:
@@ -133,7 +160,7 @@ def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) ->
         unsafe: also try edits that change the signature of a constructor.
 
     Returns:
-        The edits, or None if none were found that make the model compatible.
+        The edits, or what they lack if none were found that make the model compatible.
 
     Raises:
         CompatError: the model or the checkpoint cannot be loaded, or adapt refuses the model.
@@ -145,7 +172,9 @@ def repair(target: Target, source: str | Checkpoint, *, unsafe: bool = False) ->
         if not search.is_built_in_its_sizes():
             search = Search(target, checkpoint, unsafe)
         found = search.run()
-    return found if found is not None and is_proved(target, checkpoint, found) else None
+    if found is None:
+        return Unrepaired(search.fixed, search.left)
+    return found if is_proved(target, checkpoint, found) else Unrepaired(found.fixed, [])
 
 
 def small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
@@ -183,6 +212,7 @@ class Search:
     old: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
+    left: list[Finding] = field(default_factory=list)
     tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
 
     @cached_property
@@ -215,6 +245,7 @@ class Search:
                     self.fixed.append(finding.code)
                     break
             else:
+                self.left = state.deviations
                 return None
         old = {name: self.old[name] for name in self.texts}
         return Repair(self.texts, old, self.fixed) if self.texts else None
@@ -285,7 +316,9 @@ def _is_own_size(finding: Finding) -> bool:
 
 
 def _is_repaired(state: Adaptation) -> bool:
-    return state.compatible and not state.deviations
+    """Whether nothing is left to repair, not even a fault of the cache without a known reason."""
+    wrong_cache = any(finding.code == "kv_cache" for finding in state.findings)
+    return state.compatible and not state.deviations and not wrong_cache
 
 
 def _rank(state: Adaptation) -> tuple[Any, ...]:

@@ -1,0 +1,63 @@
+"""Fixes of the positions in a model's KV cache."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.source import Edit
+
+
+@fixes("kv_cache")
+def cached_positions(site: Site) -> Iterator[Edits]:
+    """Begin the positions after the cached ones, whose number the finding's `past` computes."""
+    function, past = site.function, site.finding.values.get("past")
+    if function is None:
+        return
+    yield from _without_ones(site, function)
+    if not past:
+        return
+    source = site.source
+    for node in source.nodes(ast.Assign, function):  # start = 0
+        if isinstance(node.value, ast.Constant) and node.value.value == 0:
+            yield [source.replace(node.value, past)]
+    name = site.new_name("past", "past_length")
+    for positions in _from_zero(site, function, name):
+        statement = source.parent(positions.node, ast.stmt)
+        if statement is not None:
+            yield [source.insert_before(statement, f"{name} = {past}"), *positions.edits]
+
+
+def _without_ones(site: Site, function: ast.FunctionDef) -> Iterator[Edits]:
+    """Without a 1 that is added or subtracted."""
+    for node in site.source.nodes(ast.BinOp, function):
+        is_one = isinstance(node.right, ast.Constant) and node.right.value in (1, 2)
+        if is_one and isinstance(node.op, (ast.Add, ast.Sub)):
+            yield [site.source.replace(node, site.source.code(node.left))]
+
+
+class _Positions:
+    """Positions from 0 on, and edits that let them begin at a variable."""
+
+    def __init__(self, node: ast.AST, edits: list[Edit]) -> None:
+        self.node, self.edits = node, edits
+
+
+def _from_zero(site: Site, function: ast.FunctionDef, past: str) -> Iterator[_Positions]:
+    """`arange(T)`, `arange(0, T)`, `table[:T]` and `table[:, :T]`."""
+    source = site.source
+    for call in source.nodes(ast.Call, function):
+        if called(call) == "arange" and call.args:
+            end = source.operand(call.args[min(1, len(call.args) - 1)])
+            edits = [source.replace(call.args[0], f"{past}, {past} + {end}")]
+            if len(call.args) > 1:
+                edits = [
+                    source.replace(call.args[0], past),
+                    source.replace(call.args[1], f"{past} + {end}"),
+                ]
+            yield _Positions(call, edits)
+    for node in source.nodes(ast.Slice, function):
+        if node.lower is None and node.upper is not None and node.step is None:
+            new = f"{past} : {past} + {source.operand(node.upper)}"
+            yield _Positions(node, [source.replace(node, new)])

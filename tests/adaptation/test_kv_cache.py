@@ -1,0 +1,182 @@
+"""A KV cache in a user's model: a right one is proved, and a wrong one named and repaired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compat import Adaptation, Finding, GPT2Config
+from compat.adaptation.repair.repair import Search, Target, small_checkpoint
+from compat.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
+RETURNED = (Path(__file__).parent / "zoo/cached.py").read_text()
+START = "start = 0 if cache is None else cache[0][0].shape[2]"
+# The modules keep their keys and values, and the model the number of cached ids.
+KEPT = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.register_buffer("cache_k", None, persistent=False)
+        self.register_buffer("cache_v", None, persistent=False)
+
+    def forward(self, x, use_cache=False):
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        if use_cache:
+            if self.cache_k is not None:
+                k = torch.cat([self.cache_k, k], dim=2)
+                v = torch.cat([self.cache_v, v], dim=2)
+            self.cache_k, self.cache_v = k, v
+        mask = torch.ones(T, k.shape[2], dtype=torch.bool).tril(k.shape[2] - T)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        gelu = nn.GELU(approximate="tanh")
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), gelu, nn.Linear(4 * width, width))
+
+    def forward(self, x, use_cache):
+        x = x + self.attn(self.norm1(x), use_cache)
+        return x + self.mlp(self.norm2(x))
+
+
+class KeptGPT(nn.Module):
+    def __init__(self, vocab_size, n_positions, width, layers, heads):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocab_size, width), nn.Embedding(n_positions, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.current = 0
+
+    def reset_kv_cache(self):
+        self.current = 0
+        for block in self.blocks:
+            block.attn.cache_k = block.attn.cache_v = None
+
+    def forward(self, ids, use_cache=False):
+        T = ids.shape[1]
+        positions = torch.arange(T)
+        if use_cache:
+            positions = positions + self.current
+            self.current += T
+        x = self.tok(ids) + self.pos(positions)
+        for block in self.blocks:
+            x = block(x, use_cache)
+        return self.head(self.norm(x))
+"""
+EXPLICIT = RETURNED.replace(
+    "mask=None):\n        start", "mask=None, position_ids=None):\n        start"
+)
+EXPLICIT = EXPLICIT.replace(START, "start = 0").replace(
+    "position = torch.arange(start, start + idx.shape[1], device=idx.device)",
+    "position = torch.arange(idx.shape[1]) if position_ids is None else position_ids[0]",
+)
+assert EXPLICIT.count("position_ids") == 3
+RIGHT = {"returned": RETURNED, "kept": KEPT, "explicit positions": EXPLICIT}
+
+# A model, an edit, what the finding says, and its line.
+WRONG = {
+    "positions restart": (RETURNED, START, "start = 0", "gets position 0, and not 10"),
+    "one too far": (RETURNED, START, f"{START} + 1", "gets position 11, and not 10"),
+    "one too few": (RETURNED, START, f"{START} - 1", "gets position 9, and not 10"),
+    "first dropped": (
+        RETURNED, "if cache is not None:\n",
+        "if cache is not None:\n            cache = cache[0][:, :, 1:], cache[1][:, :, 1:]\n",
+        "does not attend to the one at 0",
+    ),
+    "not counted": (KEPT, "self.current += T", "pass", "gets position 0, and not 10"),
+    "not used": (KEPT, "if self.cache_k is not None", "if False", "does not attend to any of them"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return small_checkpoint(GPT2Config(), tmp_path_factory.mktemp("small"))
+
+
+def target(tmp_path: Path, text: str) -> Target:
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    return Target(f"{path}:{'KeptGPT' if 'KeptGPT' in text else 'CachedGPT'}")
+
+
+def about_the_cache(adaptation: Adaptation) -> list[Finding]:
+    return [
+        f for f in adaptation.findings
+        if f.code == "kv_cache" or (f.code == "not_compared" and "KV cache" in f.message)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_right_cache_is_proved(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+    adaptation = target(tmp_path, RIGHT[kind]).adapt(small, {})
+    assert adaptation.compatible
+    assert about_the_cache(adaptation) == []
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_cache_is_named(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+    text, old, new, told = WRONG[kind]
+    assert text.count(old) == 1
+    adaptation = target(tmp_path, text.replace(old, new)).adapt(small, {})
+    assert not adaptation.compatible
+    [found] = about_the_cache(adaptation)
+    assert (found.code, found.severity) == ("kv_cache", "breaks")
+    assert told in found.message
+    assert found.file is not None and found.line is not None
+    if told.startswith("gets"):
+        assert "position" in str(found.source_line)
+
+
+def test_an_unknown_fault_is_a_limit(tmp_path: Path, small: Checkpoint) -> None:
+    text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([k, cache[0]], dim=2)")
+    [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
+    assert (found.code, found.severity) == ("kv_cache", "limit")
+    assert "for a reason that compat does not know" in found.message
+
+
+def test_a_cache_that_cannot_be_used_is_told(tmp_path: Path, small: Checkpoint) -> None:
+    [found] = about_the_cache(
+        target(tmp_path, RETURNED.replace(", new_cache\n", "\n")).adapt(small, {})
+    )
+    assert (found.code, found.severity) == ("not_compared", "limit")
+    assert "the model returns no cache" in found.message
+
+
+@pytest.mark.parametrize("kind", ["positions restart", "one too far", "one too few"])
+def test_a_cache_off_by_one_is_repaired(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+    text, old, new, _ = WRONG[kind]
+    repaired = Search(target(tmp_path, text.replace(old, new)), small, unsafe=False).run()
+    assert repaired is not None and repaired.fixed == ["kv_cache"]
+    [changed] = [line for line in repaired.diff.splitlines() if line.startswith("+ ")]
+    assert changed.strip("+ ") in (START, START.replace("[2]", "[-2]"))
+
+
+def test_positions_without_a_start_are_repaired(tmp_path: Path, small: Checkpoint) -> None:
+    text = RETURNED.replace(f"        {START}\n", "").replace(
+        "torch.arange(start, start + idx.shape[1], device=idx.device)",
+        "torch.arange(idx.shape[1], device=idx.device)",
+    )
+    repaired = Search(target(tmp_path, text), small, unsafe=False).run()
+    assert repaired is not None
+    new = "past = 0 if cache is None else cache[0][0].shape[-2]"
+    assert f"+        {new}\n" in repaired.diff
+    assert "torch.arange(past, past + idx.shape[1], device=idx.device)" in repaired.diff
