@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom up; a file may import from its own layer's package and from the layers below.
 LAYERS = [
     {"errors"},
-    {"config", "layers", "name_map", "ops", "tap", "user_code", "vocabulary"},
+    {"config", "display", "layers", "name_map", "ops", "tap", "user_code", "vocabulary"},
     {"checkpoint", "dialects"},
     {"validation", "tokenizer"},
     {"export_view", "inspection"},

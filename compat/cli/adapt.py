@@ -156,7 +156,7 @@ def adapt_command(
         found = Target(target, arguments, config_name, part, forward)
         raise typer.Exit(_repair(found, checkpoint, adaptation, unsafe_fixes, fix))
     if as_json:
-        print_json(adaptation.to_json())
+        print_json(adaptation.to_json(full=True))
     elif emit_map:
         from compat.adaptation.emit import to_python
 

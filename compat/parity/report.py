@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from compat.display import framed, write_page
 from compat.errors import ParityError, listed
 from compat.parity.compare import Difference, TapResult
 
@@ -168,9 +170,9 @@ class GradientsProof:
         return f"{text}; {total - len(self.failed)} of {total} tensors pass."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParityReport:
-    """The result of `check_parity`; `to_json` has the same fields.
+    """The result of `check_parity`; `to_json(full=True)` has the same fields.
 
     Args:
         source: the checkpoint, as it was passed to `check_parity`.
@@ -337,12 +339,36 @@ class ParityReport:
             return ""
         return " The model is in training mode, in which dropout is active. Call model.eval()."
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values; a number that is not finite becomes None."""
+    def __repr__(self) -> str:
+        """The verdict, and the sentence that gives the reason."""
+        return f"<ParityReport {'✓' if self.passed else '✗'} {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        return framed(self, height=640)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, without scripts and without links to other files.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        write_page(self, path)
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The report as plain values; a number that is not finite becomes None.
+
+        Args:
+            full: every tap, input and gradient, instead of the verdict and those out of bounds.
+        """
         embedding = self.logits.embedding
+        inputs, taps, trained = self.logits.inputs, self.taps, self.gradients
+        if not full:
+            inputs = [result for result in inputs if not result.passed]
+            taps = [result for result in taps if not result.passed]
         found: dict[str, Any] = _finite(
             {
                 "passed": self.passed,
+                "headline": self.headline,
                 "source": self.source,
                 "model_name": self.model_name,
                 "dtype": self.dtype,
@@ -350,23 +376,23 @@ class ParityReport:
                 "calibrated": self.calibrated,
                 "max_abs_diff": self.max_abs_diff,
                 "first_divergence": self.first_divergence,
-                "taps": [_with_verdict(result) for result in self.taps],
-                "inputs": [_with_verdict(result) for result in self.logits.inputs],
+                "taps": [_with_verdict(result) for result in taps],
+                "inputs": [_with_verdict(result) for result in inputs],
                 "embedding": None if embedding is None else _with_verdict(embedding),
                 "ids_tried": self.logits.ids_tried,
                 "smallest_detectable": self.smallest_detectable,
                 "limits": [asdict(limit) for limit in self.limits],
                 "notes": self.notes,
-                "gradients": None if self.gradients is None else _gradients_json(self.gradients),
-                "float32": None if self.float32 is None else self.float32.to_json(),
+                "gradients": None if trained is None else _gradients_json(trained, full),
+                "float32": None if self.float32 is None else self.float32.to_json(full=full),
                 "versions": self.versions,
             }
         )
         return found
 
 
-def _gradients_json(proof: GradientsProof) -> dict[str, Any]:
-    results = [_with_verdict(result) for result in proof.results]
+def _gradients_json(proof: GradientsProof, full: bool) -> dict[str, Any]:
+    results = [_with_verdict(result) for result in (proof.results if full else proof.failed)]
     return {**asdict(proof), "passed": proof.passed, "results": results}
 
 
