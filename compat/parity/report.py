@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compat.display import framed, write_page
-from compat.errors import ParityError, listed
+from compat.errors import ParityError, collapse_layers, listed
 from compat.parity.compare import Difference, TapResult
 
 
@@ -105,6 +105,21 @@ class LogitsProof:
 
 
 @dataclass(frozen=True)
+class WeightDifference:
+    """A tensor of the checkpoint that the model holds with other values.
+
+    Args:
+        tensor: its Hugging Face name.
+        max_abs: max|Δ|.
+        rel_rms: RMS of Δ over the RMS of the checkpoint's tensor.
+    """
+
+    tensor: str
+    max_abs: float
+    rel_rms: float
+
+
+@dataclass(frozen=True)
 class GradientResult:
     """The comparison of the gradients of the parameters that hold one tensor.
 
@@ -190,6 +205,8 @@ class ParityReport:
             float32, where rounding hides no fault; otherwise None.
         gradients: the comparison of gradients, if it was asked for; those of a model in half
             precision are in `float32`.
+        weights: the tensors of which a model that failed holds other values than the checkpoint, as
+            after fine-tuning, the furthest first. Without a name map they are not known.
     """
 
     source: str
@@ -204,6 +221,7 @@ class ParityReport:
     notes: list[str] = field(default_factory=list)
     float32: ParityReport | None = None
     gradients: GradientsProof | None = None
+    weights: list[WeightDifference] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -265,7 +283,23 @@ class ParityReport:
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence, after one about weights that are not the checkpoint's."""
+        return f"{self._other_weights()}{self._verdict()}"
+
+    def _other_weights(self) -> str:
+        if not self.weights:
+            return ""
+        names, most = [found.tensor for found in self.weights], self.weights[0]
+        n = len(names)
+        differ = f"{n} tensors differ" if n > 1 else "1 tensor differs"
+        return (
+            f"{self.model_name} has other weights than {self.source}: {differ} "
+            f"({listed(collapse_layers(sorted(names)), 6)}), {most.tensor} by "
+            f"{most.rel_rms:.2g} of its RMS{' and the others by less' if n > 1 else ''}. Load the "
+            "checkpoint into the model to compare its code alone. With these weights, "
+        )
+
+    def _verdict(self) -> str:
         if self._first is not None:
             return self._divergence_at(self._first)
         if self.logits.failed:
@@ -383,6 +417,7 @@ class ParityReport:
                 "smallest_detectable": self.smallest_detectable,
                 "limits": [asdict(limit) for limit in self.limits],
                 "notes": self.notes,
+                "weights": [asdict(found) for found in self.weights],
                 "gradients": None if trained is None else _gradients_json(trained, full),
                 "float32": None if self.float32 is None else self.float32.to_json(full=full),
                 "versions": self.versions,
