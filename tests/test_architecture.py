@@ -29,8 +29,8 @@ LAYERS = [
     {"user_models"},
     {"adaptation"},
     {"summary"},
-    {"html_report"},
-    {"cli"},
+    {"html_report", "testing"},
+    {"cli", "pytest_plugin"},
     {"__main__"},
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
