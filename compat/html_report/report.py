@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -75,6 +75,21 @@ def inspection_page(found: Inspection) -> str:
             "verdict": _verdict(found.loads, LOADS, sentence),
             "properties": [(label, text) for label, text in properties(found) if label != "error"],
         },
+        summary=None,
+        reports=[],
+        versions={},
+        seconds={},
+    )
+
+
+def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as a page."""
+    return _page(
+        title=title,
+        kicker="Weight compatibility with Hugging Face GPT-2: models of your own",
+        adaptation=None,
+        inspection=None,
+        summary={"columns": columns, "rows": rows},
         reports=[],
         versions={},
         seconds={},
@@ -89,6 +104,7 @@ def parity_page(*reports: ParityReport) -> str:
         kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
         adaptation=None,
         inspection=None,
+        summary=None,
         reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
         versions=reports[0].versions,
         seconds={},
@@ -112,6 +128,7 @@ def adapt_page(adaptation: Adaptation) -> str:
             "layers": f"0 … {adaptation.n_layer - 1}",
         },
         inspection=None,
+        summary=None,
         reports=[] if report is None else [_parity(report, "Parity", own)],
         versions={} if report is None else report.versions,
         seconds=adaptation.seconds,
