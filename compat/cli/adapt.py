@@ -54,7 +54,7 @@ def adapt_command(
         ),
     ],
     source: options.Source = None,
-    others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    others: Annotated[list[str] | None, typer.Argument(metavar="[FILES]", hidden=True)] = None,
     model: options.Model = None,
     revision: options.Revision = None,
     n_head: options.NHead = None,
