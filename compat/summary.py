@@ -1,10 +1,10 @@
-"""Numbers and sentences of a report as text, for the terminal and for the HTML page."""
+"""Numbers and sentences of a result as text, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from compat.user_code import live_cell
 
 if TYPE_CHECKING:
+    from compat.inspection import Inspection
     from compat.parity import Difference, ParityReport, TapResult
 
 Kind = Literal["accumulated", "local"]
@@ -171,3 +172,78 @@ def number(value: float) -> str:
 def _largest(values: Iterable[float]) -> float:
     """The largest value, or NaN if there is one."""
     return max(values, key=lambda value: (math.isnan(value), value))
+
+
+def properties(found: Inspection) -> Iterator[tuple[str, str]]:
+    """A label and a text for each known property."""
+    if found.format:
+        yield "format", found.format
+    if found.weights:
+        yield "weights", f"{found.weights}, {_size(found.bytes)}"
+    if found.config:
+        yield "config", " · ".join(_fields(found))
+    if found.layout:
+        prefixes = " or ".join(prefix for prefix in found.prefixes if prefix)
+        names = f"names begin with {prefixes}" if prefixes else "names without prefix"
+        yield "layout", f"projections {found.layout}, {names}"
+    if found.parameters is not None:
+        yield "parameters" if found.loads else "values", _counts(found)
+    if found.names:
+        yield "names", ", ".join(found.names) + ", …"
+    if found.weights:
+        yield "tokenizer", _tokenizer(found)
+    for number, note in enumerate(found.notes):
+        yield "" if number else "notes", note
+    if found.error:
+        yield "error", found.error
+
+
+def _fields(found: Inspection) -> Iterator[str]:
+    """The main fields of the config in words."""
+    words = {
+        "n_layer": "{:,} layers",
+        "n_head": "{:,} heads",
+        "n_embd": "{:,} channels",
+        "n_positions": "{:,} positions",
+        "vocab_size": "vocabulary of {:,}",
+    }
+    for name, value in found.config.items():
+        if type(value) is int and name in words:
+            yield words[name].format(value)
+        elif name == "tie_word_embeddings":
+            yield "head tied to the embedding" if value else "untied head"
+        else:
+            yield str(value) if name == "activation_function" else f"{name} {value}"
+
+
+def _counts(found: Inspection) -> str:
+    """For example "124,439,808 in 148 tensors of float32"."""
+    total = f"{found.parameters:,} in {found.tensors:,} tensors"
+    if len(found.dtypes) == 1:
+        return f"{total} of {next(iter(found.dtypes))}"
+    return f"{total}: " + ", ".join(f"{count} of {name}" for name, count in found.dtypes.items())
+
+
+def _tokenizer(found: Inspection) -> str:
+    """The tokenizer's files and how many tokens it has, or why it cannot be used."""
+    files, tokens = found.tokenizer["files"], found.tokenizer.get("tokens")
+    if found.tokenizer.get("error"):
+        return f"cannot be used: {found.tokenizer['error']}"
+    if not found.loads:
+        return ", ".join(files) or "no files"
+    if not files and tokens:
+        return "no files; GPT-2's own from tiktoken is used"
+    if not files:
+        return "no files; text cannot be encoded or decoded, token ids can be used"
+    unused = found.config["vocab_size"] - tokens
+    return f"{', '.join(files)}; {tokens:,} tokens" + (
+        f", {unused:,} ids without text" * bool(unused)
+    )
+
+
+def _size(count: int) -> str:
+    """For example "3.8 MB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"

@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom up; a file may import from its own layer's package and from the layers below.
 LAYERS = [
     {"errors"},
-    {"config", "layers", "name_map", "ops", "tap", "user_code", "vocabulary"},
+    {"config", "display", "layers", "name_map", "ops", "tap", "user_code", "vocabulary"},
     {"checkpoint", "dialects"},
     {"validation", "tokenizer"},
     {"export_view", "inspection"},
@@ -29,8 +29,8 @@ LAYERS = [
     {"user_models"},
     {"adaptation"},
     {"summary"},
-    {"html_report"},
-    {"cli"},
+    {"html_report", "testing"},
+    {"cli", "pytest_plugin"},
     {"__main__"},
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

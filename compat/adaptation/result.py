@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
+from compat.display import framed, write_page
 from compat.errors import ParityError
 from compat.name_map import NameMap
 from compat.parity import ParityReport
@@ -49,7 +52,7 @@ class Finding:
     also: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Adaptation:
     """The result of `adapt`.
 
@@ -150,8 +153,34 @@ class Adaptation:
         repaired = repair(Target(self.target), self.source, unsafe=unsafe)
         return repaired.diff if isinstance(repaired, Repair) else None
 
-    def to_json(self) -> dict[str, Any]:
-        """The result as plain values, for `json.dumps`."""
+    def __repr__(self) -> str:
+        """The verdict, and one line for each finding that is not a mere note."""
+        mark = "✓" if self.compatible else "✗"
+        mapped = f"{self.tensors - len(self.unmatched)} of {self.tensors} tensors mapped"
+        shown = [found for found in self.findings if found.severity != "info"]
+        lines = [f"<Adaptation {mark} {self.model} on {self.source}: {mapped}", *map(_line, shown)]
+        if self.parity is not None and not any(found.severity == "breaks" for found in shown):
+            lines.append(f"  {self.parity.headline}")
+        return "\n".join(lines) + ">"
+
+    def _repr_html_(self) -> str:
+        return framed(self, height=640)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, without scripts and without links to other files.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        write_page(self, path)
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The result as plain values, for `json.dumps`.
+
+        Args:
+            full: with the rows of every layer, and every tap, input and gradient.
+        """
+        rows = self.name_map.expand(self.n_layer) if full else self.name_map.rows
         return {
             "compatible": self.compatible,
             "model": self.model,
@@ -162,8 +191,15 @@ class Adaptation:
             "findings": [asdict(finding) for finding in self.findings],
             "name_map": [
                 {"tensor": row.hf, "operation": str(row.op), "parameters": list(row.ours)}
-                for row in self.name_map.expand(self.n_layer)
+                for row in rows
             ],
-            "parity": None if self.parity is None else self.parity.to_json(),
+            "parity": None if self.parity is None else self.parity.to_json(full=full),
             "seconds": self.seconds,
         }
+
+
+def _line(found: Finding) -> str:
+    """The place, the code and the message of a finding."""
+    file = found.file and (live_cell(found.file) or found.file)
+    where = f"{Path(file).name}:{found.line} " if file else ""
+    return f"  {where}{found.code}: {found.message}"

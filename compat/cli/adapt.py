@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +54,7 @@ def adapt_command(
         ),
     ],
     source: options.Source = None,
+    others: Annotated[list[str] | None, typer.Argument(metavar="[FILES]", hidden=True)] = None,
     model: options.Model = None,
     revision: options.Revision = None,
     n_head: options.NHead = None,
@@ -102,6 +104,18 @@ def adapt_command(
     emit_map: Annotated[
         bool, options.output("--emit-map", help="Print the name map as Python code.")
     ] = False,
+    summary: Annotated[
+        bool,
+        options.output(
+            "--summary",
+            help="Examine several files, adapt FILES --summary --model SOURCE, and print a CSV "
+            "table with one row for each; with --html as a page too.",
+        ),
+    ] = False,
+    time_limit: Annotated[
+        float,
+        options.output(metavar="SECONDS", min=1, help="With --summary, for one file."),
+    ] = 300,
     html: options.Html = None,
     as_json: options.Json = False,
 ) -> None:
@@ -118,6 +132,26 @@ def adapt_command(
     cannot be imported, built, run or read as a GPT-2, or the checkpoint is bad. 4: no network. 70:
     a bug in compat.
     """
+    if summary:
+        changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
+        for name, passed in changing.items():
+            options.exclude({"--summary": True, name: passed})
+        given = {
+            "--kwargs": kwargs,
+            "--part": part,
+            "--config-name": config_name,
+            "--forward": forward,
+            "--revision": revision,
+            "--n-head": n_head,
+        }
+        passed_on = [t for name, value in given.items() if value for t in (name, str(value))]
+        targets = [target, *([] if source is None else [source]), *(others or [])]
+        raise typer.Exit(_summarize(targets, model or "demo", passed_on, time_limit, html))
+    if others:
+        raise typer.BadParameter(
+            f"{len(others) + 2} arguments were passed. Pass one FILE.py:Class and one SOURCE, or "
+            "several files with --summary and --model."
+        )
     source = options.choose_source(source, model)
     arguments = _constructor_arguments(kwargs)
     options.exclude({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
@@ -156,7 +190,7 @@ def adapt_command(
         found = Target(target, arguments, config_name, part, forward)
         raise typer.Exit(_repair(found, checkpoint, adaptation, unsafe_fixes, fix))
     if as_json:
-        print_json(adaptation.to_json())
+        print_json(adaptation.to_json(full=True))
     elif emit_map:
         from compat.adaptation.emit import to_python
 
@@ -167,6 +201,31 @@ def adapt_command(
         if adaptation:
             _show_next_step(adaptation, part, console())
     raise typer.Exit(0 if adaptation.compatible else 1)
+
+
+def _summarize(
+    targets: Sequence[str],
+    source: str,
+    arguments: Sequence[str],
+    time_limit: float,
+    html: Path | None,
+) -> int:
+    """Print a row for each file, and return the exit code: 0 if all are compatible."""
+    from compat.cli.adapt_summary import COLUMNS, WORDS, print_csv, summarize
+
+    rows: list[list[str]] = []
+
+    def kept() -> Iterator[list[str]]:
+        for row in summarize(targets, ["--model", source, *arguments], time_limit):
+            rows.append(row)
+            yield row
+
+    print_csv(kept())
+    if html is not None:
+        from compat.html_report import table_page
+
+        write_page(html, table_page(f"{len(rows)} models on {source}", COLUMNS, rows))
+    return 0 if all(row[1] == WORDS[0] for row in rows) else 1
 
 
 def _repair(

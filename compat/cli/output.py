@@ -20,6 +20,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from compat.display import write_text
+
 # Substitutes for the characters that compat itself prints.
 SUBSTITUTES = {
     "✓": "+", "✗": "x", "≈": "~", "·": "-", "→": "->", "Δ": "d", "×": "x", "…": "-",
@@ -68,7 +70,7 @@ def write_page(path: Path, page: str) -> None:
         typer.BadParameter: the file cannot be written.
     """
     try:
-        path.write_text(page, encoding="utf-8")
+        write_text(path, page)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from None
     note(f"wrote {path}")

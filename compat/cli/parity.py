@@ -120,7 +120,7 @@ def parity_command(
         if not as_json:
             _show(report, quiet)
     if as_json:
-        found = [report.to_json() for report in reports]
+        found = [report.to_json(full=True) for report in reports]
         print_json(found if every else found[0])
     if html is not None:
         from compat.html_report import parity_page

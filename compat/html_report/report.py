@@ -1,8 +1,8 @@
-"""The two pages: what they show, in which order, filled into page.html."""
+"""The pages: what they show, in which order, filled into page.html."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,19 +11,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from compat.adaptation import Adaptation, Finding
 from compat.html_report import drawings
+from compat.inspection import Inspection
 from compat.parity import ParityReport
 from compat.summary import (
+    GRADIENT_COLUMNS,
     INPUT_COLUMNS,
     INPUT_NOTE,
     KINDS,
     SEVERITY,
     Layer,
     further_places,
+    gradient_rows,
     input_rows,
     layers,
     limits,
     number,
     place,
+    properties,
     sensitivity,
 )
 
@@ -49,7 +53,47 @@ LAYER_COLUMNS = [
     *("Identical, accumulated", "Identical, local"),
 ]
 
+LOADS = ("Would load", "Would not load")
 COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
+
+
+def page_of(result: ParityReport | Adaptation | Inspection) -> str:
+    """A result as a page."""
+    if isinstance(result, ParityReport):
+        return parity_page(result)
+    return adapt_page(result) if isinstance(result, Adaptation) else inspection_page(result)
+
+
+def inspection_page(found: Inspection) -> str:
+    """What a source is as a page."""
+    sentence = found.error or "Every name and every shape in it is as expected."
+    return _page(
+        title=found.source,
+        kicker="A checkpoint, by its headers",
+        adaptation=None,
+        inspection={
+            "verdict": _verdict(found.loads, LOADS, sentence),
+            "properties": [(label, text) for label, text in properties(found) if label != "error"],
+        },
+        summary=None,
+        reports=[],
+        versions={},
+        seconds={},
+    )
+
+
+def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as a page."""
+    return _page(
+        title=title,
+        kicker="Weight compatibility with Hugging Face GPT-2: models of your own",
+        adaptation=None,
+        inspection=None,
+        summary={"columns": columns, "rows": rows},
+        reports=[],
+        versions={},
+        seconds={},
+    )
 
 
 def parity_page(*reports: ParityReport) -> str:
@@ -59,6 +103,8 @@ def parity_page(*reports: ParityReport) -> str:
         title=f"{names} and transformers on {reports[0].source}",
         kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
         adaptation=None,
+        inspection=None,
+        summary=None,
         reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
         versions=reports[0].versions,
         seconds={},
@@ -81,6 +127,8 @@ def adapt_page(adaptation: Adaptation) -> str:
             "rows": adaptation.name_map.rows,
             "layers": f"0 … {adaptation.n_layer - 1}",
         },
+        inspection=None,
+        summary=None,
         reports=[] if report is None else [_parity(report, "Parity", own)],
         versions={} if report is None else report.versions,
         seconds=adaptation.seconds,
@@ -161,6 +209,8 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
         "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
         "layer_columns": LAYER_COLUMNS,
         "layer_rows": [_layer_row(layer) for layer in layers(taps)],
+        "gradient_columns": [name.removeprefix(">") for name in GRADIENT_COLUMNS],
+        "gradient_rows": gradient_rows(report),
         "input_columns": [name.removeprefix(">") for name in INPUT_COLUMNS],
         "input_rows": input_rows(report),
         "input_note": INPUT_NOTE,

@@ -9,6 +9,7 @@ from compat.parity.report import (
     Limit,
     LogitsProof,
     ParityReport,
+    WeightDifference,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LogitsProof",
     "ParityReport",
     "TapResult",
+    "WeightDifference",
     "check_parity",
     "random_ids",
 ]

@@ -16,7 +16,7 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import as_dtype
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
-from compat.errors import CompatError, ParityError, described, short_repr
+from compat.errors import CompatError, NameMapError, ParityError, described, short_repr
 from compat.layers import as_ids
 from compat.loading import load_pretrained
 from compat.name_map import NameMap, as_name_map
@@ -29,6 +29,7 @@ from compat.parity.outputs import find_logits
 from compat.parity.reference import LARGE, Reference
 from compat.parity.report import InputResult, ParityReport
 from compat.parity.trace import record
+from compat.parity.weights import weight_differences
 from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 
@@ -82,7 +83,8 @@ def check_parity(
             in half precision with its parameters in float32. Both models then need memory for their
             gradients, and the reference for those in float64.
         name_map: which parameters hold which tensor, such as `adapt(model, source).name_map`. The
-            gradients of a model that is not a dialect's are compared by it.
+            gradients of a model that is not a dialect's are compared by it, and if the check fails,
+            its weights with the checkpoint's.
         revision, verify, n_head: see `open_checkpoint`.
 
     Returns:
@@ -123,6 +125,12 @@ def check_parity(
         reference.to_float32()
         with converted(module):
             report = replace(report, float32=run(reference))
+    if isinstance(model, nn.Module) and not report.passed:
+        dialect = dialect_of(model)
+        own = name_map or (dialect.name_map if dialect else None)
+        if own is not None:
+            with suppress(NameMapError):  # the model has other parameters
+                report = replace(report, weights=weight_differences(model, own, checkpoint))
     return report
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,20 +108,17 @@ def compare(
 
 
 def compare_accumulated(
-    reference: Mapping[str, Tensor], ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]
-) -> dict[str, Difference]:
-    """Compare tensors that were computed one after the other, in this order, against float64.
+    tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]],
+) -> Iterator[tuple[str, Difference]]:
+    """Compare tensors that are computed one after the other, in this order, against float64.
 
     Args:
-        reference: the reference's tensors.
-        ours: the model's, of the same names and shapes.
-        exact: the reference's in float64.
+        tensors: a name, the model's tensor, the reference's, and the reference's in float64.
     """
-    tolerances = _tolerances_with_float64(reference, exact, list(ours))
-    return {
-        name: difference(ours[name], reference[name], exact[name], tolerance)
-        for name, (tolerance, _) in tolerances.items()
-    }
+    accumulated = 0.0
+    for name, ours, reference, exact in tensors:
+        accumulated = max(accumulated, *_rounding_and_error(reference, exact))
+        yield name, difference(ours, reference, exact, accumulated)
 
 
 def difference(
@@ -166,13 +163,20 @@ def _tolerances_with_float64(
     tolerances: dict[str, tuple[float | None, float]] = {}
     accumulated = 0.0
     for tap in taps:
-        rounding = torch.finfo(reference[tap].dtype).eps / 4 + torch.finfo(torch.float32).eps
-        error = rms(reference[tap].double() - exact[tap])
-        # Relative to the exact value: a reference that underflows to zero has an infinite error
-        # relative to itself, which would allow anything at the taps after it.
-        accumulated = max(accumulated, rounding, _ratio(error, rms(exact[tap])))
+        rounding, error = _rounding_and_error(reference[tap], exact[tap])
+        accumulated = max(accumulated, rounding, error)
         tolerances[tap] = accumulated, rounding
     return tolerances
+
+
+def _rounding_and_error(reference: Tensor, exact: Tensor) -> tuple[float, float]:
+    """What rounding costs, and the relative error of the reference against float64.
+
+    The error is relative to the exact value: a reference that underflows to zero has an infinite
+    error relative to itself, which would allow anything after it.
+    """
+    rounding = torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
+    return rounding, _ratio(rms(reference.double() - exact), rms(exact))
 
 
 def _tolerances_without_float64(

@@ -71,30 +71,34 @@ def prove_gradients(
     except BaseException as error:  # such as exit() in the user's code
         proof.error = exception_summary(error).rstrip(".")
         return proof
-    found, exact = (
-        _pulled_back(gradients, rows, parameters)
-        for gradients in reference.gradients(
-            lambda logits: next_token_loss(logits[:, -positions:], ids), ids
-        )
+    theirs, truth = reference.gradients(
+        lambda logits: next_token_loss(logits[:, -positions:], ids), ids
     )
+    found = _pulled_back(theirs, rows, parameters, reference.dtype)
+    exact = _pulled_back(truth, rows, parameters, torch.float64)
     tensors = _by_first_row(rows, parameters, config.n_layer)
 
-    def joined(gradients: Mapping[int, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The gradients of the parameters of each tensor as one vector; none counts as zero."""
-        parts = {}
-        for hf, names in tensors.items():
-            owned = [parameters[name] for name in names]
-            values = [(gradients[id(p)], p) for p in owned]
-            flat = [torch.zeros_like(p) if g is None else g for g, p in values]
-            parts[hf] = torch.cat([g.to(dtype).flatten() for g in flat])
-        return parts
+    def joined(gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype) -> Tensor:
+        """The gradients of a tensor's parameters as one vector, zero where there are none."""
+        owned = [parameters[name] for name in tensors[hf]]
+        parts = [(gradients.pop(id(p)), p) for p in owned]  # to free their memory
+        flat = [torch.zeros_like(p) if g is None else g for g, p in parts]
+        return torch.cat([g.to(dtype).flatten() for g in flat])
 
-    differences = compare_accumulated(
-        joined(found, reference.dtype), joined(ours, reference.dtype), joined(exact, torch.float64)
+    unused = {key for key, gradient in ours.items() if gradient is None}
+    compared = compare_accumulated(
+        (
+            hf,
+            joined(ours, hf, reference.dtype),
+            joined(found, hf, reference.dtype),
+            joined(exact, hf, torch.float64),
+        )
+        for hf in tensors
     )
-    for hf, difference in differences.items():
-        unused = [name for name in tensors[hf] if ours[id(parameters[name])] is None]
-        proof.results.append(GradientResult(hf, tuple(tensors[hf]), difference, tuple(unused)))
+    for hf, difference in compared:
+        names = tuple(tensors[hf])
+        missed = tuple(name for name in names if id(parameters[name]) in unused)
+        proof.results.append(GradientResult(hf, names, difference, missed))
     return proof
 
 
@@ -132,25 +136,27 @@ def _own_gradients(
 
 
 def _pulled_back(
-    gradients: Mapping[str, Tensor],
+    gradients: dict[str, Tensor],
     rows: Sequence[Row],
     parameters: Mapping[str, nn.Parameter],
+    dtype: torch.dtype,
 ) -> dict[int, Tensor | None]:
-    """The gradients of the model's parameters in float64, from those by the checkpoint's tensors.
+    """The gradients of the model's parameters, from those by the checkpoint's tensors.
 
-    A tensor is `row.op.save` of its parameters, so the gradient of a parameter is the sum over its
-    rows of the vector-Jacobian products of these functions.
+    They are computed in float64, returned in `dtype`, and removed from `gradients`. A tensor is
+    `row.op.save` of its parameters, so the gradient of a parameter is the sum over its rows of the
+    vector-Jacobian products of these functions.
     """
     has_head = any(row.hf == HEAD for row in rows)
-    total: dict[int, Tensor | None] = {}
+    total: dict[int, Tensor | None] = {id(p): None for p in parameters.values()}
     for row in rows:
         unique = {id(parameters[name]): parameters[name] for name in row.ours}
         leaves = {
             key: parameter.detach().double().requires_grad_() for key, parameter in unique.items()
         }
-        gradient = gradients[row.hf].double()
+        gradient = gradients.pop(row.hf).double()
         if row.hf == EMBEDDING and not has_head:  # the model multiplies by the embedding itself
-            gradient = gradient + gradients[HEAD].double()
+            gradient = gradient + gradients.pop(HEAD).double()
         with torch.enable_grad():
             tensor = row.op.save([leaves[id(parameters[name])] for name in row.ours])
         gradient = gradient[tuple(slice(n) for n in tensor.shape)]  # a model of fewer positions
@@ -159,7 +165,8 @@ def _pulled_back(
         )
         for key, part in zip(leaves, pulled, strict=True):
             known = total.get(key)
-            total[key] = part if known is None or part is None else known + part
+            if part is not None:
+                total[key] = part.to(dtype) if known is None else known + part.to(dtype)
     return total
 
 

@@ -54,6 +54,8 @@ class Reference:
         model: transformers' module in `dtype`.
         exact: the same module in float64.
         taps: where its hidden states are recorded.
+        is_large: whether `exact` shares the parameters of `model` and converts them when they are
+            needed.
 
     Raises:
         ParityError: transformers cannot load the checkpoint in full, or was patched.
@@ -74,8 +76,8 @@ class Reference:
         self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
         with explain_exceptions():
             self.model = transformers_gpt2.load_reference(checkpoint, dtype, attention)
-            large = sum(p.numel() for p in self.model.parameters()) >= LARGE
-            self.exact = transformers_gpt2.in_float64(self.model, by_module=large)
+            self.is_large = sum(p.numel() for p in self.model.parameters()) >= LARGE
+            self.exact = transformers_gpt2.in_float64(self.model, by_module=self.is_large)
         self._last: tuple[Tensor, tuple[Trace, Trace | None]] | None = None
         self._calls = Counter[str]()
         # The hooks refer to the counter alone. A reference to `self` would be a cycle, which keeps
@@ -161,7 +163,7 @@ class Reference:
         """
         with self._running():
             # For a large checkpoint, `self.exact` has no parameters of its own.
-            exact = self._hf.in_float64(self.model)
+            exact = self._hf.in_float64(self.model) if self.is_large else self.exact
             return _gradients(self.model, loss, ids), _gradients(exact, loss, ids)
 
     def quantization_error(self) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compat.errors import ParityError, listed
+from compat.display import framed, write_page
+from compat.errors import ParityError, collapse_layers, listed
 from compat.parity.compare import Difference, TapResult
 
 
@@ -103,6 +105,21 @@ class LogitsProof:
 
 
 @dataclass(frozen=True)
+class WeightDifference:
+    """A tensor of the checkpoint that the model holds with other values.
+
+    Args:
+        tensor: its Hugging Face name.
+        max_abs: max|Δ|.
+        rel_rms: RMS of Δ over the RMS of the checkpoint's tensor.
+    """
+
+    tensor: str
+    max_abs: float
+    rel_rms: float
+
+
+@dataclass(frozen=True)
 class GradientResult:
     """The comparison of the gradients of the parameters that hold one tensor.
 
@@ -168,9 +185,9 @@ class GradientsProof:
         return f"{text}; {total - len(self.failed)} of {total} tensors pass."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParityReport:
-    """The result of `check_parity`; `to_json` has the same fields.
+    """The result of `check_parity`; `to_json(full=True)` has the same fields.
 
     Args:
         source: the checkpoint, as it was passed to `check_parity`.
@@ -188,6 +205,8 @@ class ParityReport:
             float32, where rounding hides no fault; otherwise None.
         gradients: the comparison of gradients, if it was asked for; those of a model in half
             precision are in `float32`.
+        weights: the tensors of which a model that failed holds other values than the checkpoint, as
+            after fine-tuning, the furthest first. Without a name map they are not known.
     """
 
     source: str
@@ -202,6 +221,7 @@ class ParityReport:
     notes: list[str] = field(default_factory=list)
     float32: ParityReport | None = None
     gradients: GradientsProof | None = None
+    weights: list[WeightDifference] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -263,7 +283,23 @@ class ParityReport:
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence, after one about weights that are not the checkpoint's."""
+        return f"{self._other_weights()}{self._verdict()}"
+
+    def _other_weights(self) -> str:
+        if not self.weights:
+            return ""
+        names, most = [found.tensor for found in self.weights], self.weights[0]
+        n = len(names)
+        differ = f"{n} tensors differ" if n > 1 else "1 tensor differs"
+        return (
+            f"{self.model_name} has other weights than {self.source}: {differ} "
+            f"({listed(collapse_layers(sorted(names)), 6)}), {most.tensor} by "
+            f"{most.rel_rms:.2g} of its RMS{' and the others by less' if n > 1 else ''}. Load the "
+            "checkpoint into the model to compare its code alone. With these weights, "
+        )
+
+    def _verdict(self) -> str:
         if self._first is not None:
             return self._divergence_at(self._first)
         if self.logits.failed:
@@ -337,12 +373,36 @@ class ParityReport:
             return ""
         return " The model is in training mode, in which dropout is active. Call model.eval()."
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values; a number that is not finite becomes None."""
+    def __repr__(self) -> str:
+        """The verdict, and the sentence that gives the reason."""
+        return f"<ParityReport {'✓' if self.passed else '✗'} {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        return framed(self, height=640)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, without scripts and without links to other files.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        write_page(self, path)
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The report as plain values; a number that is not finite becomes None.
+
+        Args:
+            full: every tap, input and gradient, instead of the verdict and those out of bounds.
+        """
         embedding = self.logits.embedding
+        inputs, taps, trained = self.logits.inputs, self.taps, self.gradients
+        if not full:
+            inputs = [result for result in inputs if not result.passed]
+            taps = [result for result in taps if not result.passed]
         found: dict[str, Any] = _finite(
             {
                 "passed": self.passed,
+                "headline": self.headline,
                 "source": self.source,
                 "model_name": self.model_name,
                 "dtype": self.dtype,
@@ -350,23 +410,24 @@ class ParityReport:
                 "calibrated": self.calibrated,
                 "max_abs_diff": self.max_abs_diff,
                 "first_divergence": self.first_divergence,
-                "taps": [_with_verdict(result) for result in self.taps],
-                "inputs": [_with_verdict(result) for result in self.logits.inputs],
+                "taps": [_with_verdict(result) for result in taps],
+                "inputs": [_with_verdict(result) for result in inputs],
                 "embedding": None if embedding is None else _with_verdict(embedding),
                 "ids_tried": self.logits.ids_tried,
                 "smallest_detectable": self.smallest_detectable,
                 "limits": [asdict(limit) for limit in self.limits],
                 "notes": self.notes,
-                "gradients": None if self.gradients is None else _gradients_json(self.gradients),
-                "float32": None if self.float32 is None else self.float32.to_json(),
+                "weights": [asdict(found) for found in self.weights],
+                "gradients": None if trained is None else _gradients_json(trained, full),
+                "float32": None if self.float32 is None else self.float32.to_json(full=full),
                 "versions": self.versions,
             }
         )
         return found
 
 
-def _gradients_json(proof: GradientsProof) -> dict[str, Any]:
-    results = [_with_verdict(result) for result in proof.results]
+def _gradients_json(proof: GradientsProof, full: bool) -> dict[str, Any]:
+    results = [_with_verdict(result) for result in (proof.results if full else proof.failed)]
     return {**asdict(proof), "passed": proof.passed, "results": results}
 
 

@@ -153,7 +153,7 @@ def test_parity_is_proved_in_the_models_own_data_type(tiny: Path, dtype: torch.d
     model = build_style("mingpt", tiny).to(dtype)
     found = adapt(model, tiny)
     assert found.compatible, [(f.code, f.message) for f in found.findings]
-    assert found.parity is not None and found.parity.to_json()["dtype"] == str(dtype)[6:]
+    assert found.parity is not None and found.parity.to_json(full=True)["dtype"] == str(dtype)[6:]
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
@@ -166,7 +166,7 @@ def test_the_checkpoint_may_be_opened_before(tiny: Path) -> None:
 
 def test_the_result_is_plain_json(tiny: Path) -> None:
     found = adapted("mingpt", tiny).adaptation
-    plain = json.loads(json.dumps(found.to_json()))
+    plain = json.loads(json.dumps(found.to_json(full=True)))
     assert (plain["compatible"], plain["mapped"], plain["tensors"]) == (True, 40, 40)
     assert plain["model"] == "GPT"
     assert len(plain["name_map"]) == 41  # its own head is a row, but not a tensor of the file

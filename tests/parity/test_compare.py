@@ -130,7 +130,9 @@ def test_a_report_names_the_first_divergence_in_execution_order() -> None:
 
 
 def test_a_report_with_nan_is_valid_json() -> None:
-    found = json.loads(json.dumps(make_report(True, False, True, True).to_json(), allow_nan=False))
+    found = json.loads(
+        json.dumps(make_report(True, False, True, True).to_json(full=True), allow_nan=False)
+    )
     assert found["passed"] is False and found["first_divergence"] == "h.0.ln_1"
     assert found["taps"][1]["local"]["max_abs"] is None
     assert found["taps"][0]["accumulated"]["bit_identical"] is True

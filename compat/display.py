@@ -1,0 +1,63 @@
+"""How results are shown in notebooks and saved as pages.
+
+The pages are drawn by `compat.html_report`, a layer above the results, which is loaded on demand.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from compat.errors import CompatError, described
+
+
+def page(result: object) -> str:
+    """A result as one HTML document without scripts, which loads nothing."""
+    html_report: Any = import_module("compat.html_report")
+    drawn: str = html_report.page_of(result)
+    return drawn
+
+
+def framed(result: object, height: int) -> str:
+    """The same for a notebook: in a frame, so that its style does not change the notebook's."""
+    style = f"width: 100%; height: {height}px; border: 0"
+    return f'<iframe sandbox srcdoc="{escape(page(result))}" style="{style}"></iframe>'
+
+
+def write_page(result: object, path: str | os.PathLike[str]) -> None:
+    """Write the page of a result.
+
+    Raises:
+        CompatError: the file cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise CompatError(f"path is {described(path)}; expected the path of an HTML file.")
+    try:
+        write_text(Path(path), page(result))
+    except OSError as error:
+        raise CompatError(
+            f"cannot write {path}: {error.strerror}. Pass a path in a folder that exists."
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole: where that fails, what was there before remains.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,15 @@
+"""The pytest plugin: a fixture `assert_parity`. pytest loads it where compat is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def assert_parity() -> Any:
+    """`compat.testing.assert_parity`, imported when a test asks for it."""
+    from compat.testing import assert_parity
+
+    return assert_parity

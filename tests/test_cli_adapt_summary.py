@@ -1,0 +1,85 @@
+"""`adapt --summary`: one row for each file, whatever the files do."""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from compat.cli import adapt_summary
+from tests.adapt_project import write_project
+from tests.command_line import Cli
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(StringIO(text)))
+
+
+def test_a_table_of_several_files(cli: Cli, tiny: Path, project: Path) -> None:
+    page = project / "table.html"
+    files = ("erf.py:MyGPT", "missing.py")
+    done = cli("adapt", *files, "--summary", "--model", tiny, "--html", page)
+    assert done.code == 1
+    wrong, missing = rows_of(done.out)
+    assert list(wrong) == list(adapt_summary.COLUMNS)
+    assert (wrong["verdict"], wrong["codes"]) == ("not compatible", "erf_gelu")
+    assert wrong["first divergence"].startswith("h.0.") and int(wrong["line"]) > 0
+    assert wrong["mapped"] == "40 of 40"
+    assert missing["verdict"].startswith("error: ") and "missing.py" in missing["verdict"]
+    shown = page.read_text(encoding="utf-8")
+    assert all(file in shown for file in files) and "erf_gelu" in shown
+
+
+def test_a_file_that_never_ends(project: Path) -> None:
+    (project / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    [row] = adapt_summary.summarize(["endless.py"], ["--model", "demo"], 3)
+    assert row[:2] == ["endless.py", "not finished in 3 s"] and float(row[-1]) < 60
+
+
+def test_a_compatible_model(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finding that is a mere note does not appear."""
+    findings = [{"code": "train_mode", "severity": "info", "line": 3}]
+    found = {"findings": findings, "parity": {"first_divergence": None}, "mapped": 4, "tensors": 4}
+    monkeypatch.setattr(adapt_summary, "_run", lambda argv, limit: (0, json.dumps(found), ""))
+    done = cli("adapt", "right.py", "also.py", "--summary")
+    rows = rows_of(done.out)
+    assert done.code == 0 and [row["verdict"] for row in rows] == ["compatible"] * 2
+    assert {row["codes"] + row["line"] for row in rows} == {""}
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "expected"),
+    [
+        (3, "", "note\nerror: no model: x\n", "error: no model: x"),
+        (-11, "", "", "error: the process ended with exit code -11"),
+        (0, "not json", "", "error: the process ended with exit code 0"),
+        (2, "", "Usage: …\n╭─ Error ─╮\n│ No such option │\n╰──╯\n", "error: No such option"),
+    ],
+)
+def test_a_process_without_a_result(
+    monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str, expected: str
+) -> None:
+    monkeypatch.setattr(adapt_summary, "_run", lambda argv, limit: (code, out, err))
+    [row] = adapt_summary.summarize(["file.py"], [], 5)
+    assert row[:2] == ["file.py", expected] and row[2:6] == [""] * 4
+
+
+def test_a_cell_is_never_a_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    adapt_summary.print_csv([["=cmd()", "compatible"]])
+    assert capsys.readouterr().out.splitlines()[1] == "'=cmd(),compatible"
+
+
+def test_wrong_usage(cli: Cli, tiny: Path, project: Path) -> None:
+    assert cli("adapt", "a.py", "b.py", "c.py").code == 2
+    for option in ("--fix", "--diff", "--json", "--emit-map"):
+        assert cli("adapt", "a.py", "b.py", "--summary", option).code == 2
