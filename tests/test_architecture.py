@@ -28,6 +28,7 @@ LAYERS = [
     {"engine"},
     {"user_models"},
     {"adaptation"},
+    {"golden"},
     {"summary"},
     {"html_report"},
     {"cli"},

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from compat.adaptation import Adaptation, Finding
+from compat.golden import GoldenReport
 from compat.html_report import drawings
 from compat.parity import ParityReport
 from compat.summary import (
@@ -59,8 +60,23 @@ def parity_page(*reports: ParityReport) -> str:
         title=f"{names} and transformers on {reports[0].source}",
         kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
         adaptation=None,
+        findings=[],
         reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
         versions=reports[0].versions,
+        seconds={},
+    )
+
+
+def golden_page(report: GoldenReport) -> str:
+    """The comparison of a candidate's arrays with golden ones as a page."""
+    title = f"{report.model_name} and transformers on {report.source}"
+    return _page(
+        title=title,
+        kicker="Golden arrays of Hugging Face GPT-2 and another implementation's",
+        adaptation=None,
+        findings=[_finding(finding) for finding in report.findings],
+        reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
+        versions=report.versions,
         seconds={},
     )
 
@@ -81,6 +97,7 @@ def adapt_page(adaptation: Adaptation) -> str:
             "rows": adaptation.name_map.rows,
             "layers": f"0 … {adaptation.n_layer - 1}",
         },
+        findings=[],
         reports=[] if report is None else [_parity(report, "Parity", own)],
         versions={} if report is None else report.versions,
         seconds=adaptation.seconds,
@@ -147,7 +164,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
     """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
     taps, found = report.taps, drawings.all_measured(report.taps)
     scale = drawings.error_scale(taps)
-    drawn = KINDS if taps else ()
+    drawn = [kind for kind in KINDS if any(drawings.has(result, kind) for result in taps)]
     reach = [sensitivity(report), *limits(report), *report.notes]
     return {
         "heading": heading,
@@ -171,7 +188,8 @@ def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
     B, T = report.input_shape
     total = f"{len(report.taps):,}"
     identical = [
-        sum(drawings.measured(r, kind).bit_identical for r in report.taps) for kind in KINDS
+        sum(drawings.measured(r, kind).bit_identical for r in report.taps if drawings.has(r, kind))
+        for kind in KINDS
     ]
     facts = [
         ("Taps in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),

@@ -100,7 +100,7 @@ def check_parity(
     module: object
     if isinstance(model, nn.Module):
         module, dtype = model, _dtype_of(model, dtype)
-        ids = _checked_ids(checkpoint, input_ids, text)
+        ids = checked_ids(checkpoint, input_ids, text)
         trained = _name_map_of(model, name_map) if gradients else None
         run = partial(_report_on_module, model, taps, ids, trained)
     elif gradients and isinstance(model, HasDecoder):
@@ -310,7 +310,7 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
     return found.pop()
 
 
-def _checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
+def checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
     """The ids (B, T) on which the taps are compared."""
     if input_ids is not None and text is not None:
         raise ParityError("both input_ids and text were passed. Pass one of them.")

@@ -296,7 +296,7 @@ class ParityReport:
         text = f"{self.model_name} computes what transformers computes: "
         if total := len(self.taps):
             accumulated = sum(result.accumulated.bit_identical for result in self.taps)
-            local = sum(result.local.bit_identical for result in self.taps)
+            local = sum(bool(result.local and result.local.bit_identical) for result in self.taps)
             identical = f"{accumulated} bit-identical from the input ids on and {local} locally"
             if accumulated == local == total:
                 identical = "all bit-identical"
@@ -322,7 +322,7 @@ class ParityReport:
 
     def _divergence_at(self, first: TapResult) -> str:
         kind, found = "accumulated", first.accumulated
-        if not first.local.within:
+        if first.local is not None and not first.local.within:
             kind, found = ("local", first.local)
         text = f"{self.model_name} diverges from transformers at {first.tap}: the {kind} error is "
         text += f"{found.rel_rms:.2g} of the tensor's RMS"
