@@ -14,6 +14,7 @@ from compat.checkpoint import Checkpoint, Source
 from compat.golden.bounds import Bound, Error, error
 from compat.golden.candidate import NARROW, Candidate, as_candidate, precision
 from compat.golden.contents import DECODE_LOGITS, GRADIENT
+from compat.golden.diagnose import diagnose
 from compat.golden.file import Golden
 from compat.golden.layouts import Layout
 from compat.golden.pieces import GPT2, MissingWeightError, Weights, run_segment, segment
@@ -56,7 +57,7 @@ def check(
         versions=golden.metadata["versions"],
         logits=logits,
         notes=notes,
-        findings=[],
+        findings=diagnose(comparison, results),
         recorded=len(golden.judged),
         has_logits=comparison.logits is not None,
     )
