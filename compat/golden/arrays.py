@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from compat.checkpoint.safetensors_file import SafetensorsFile
-from compat.errors import CompatError, ParityError, described, short_repr
+from compat.errors import CompatError, ParityError, described
+from compat.parity.functions import check_kind, tensor_of
 
 MAX_ARRAYS = 100_000
 FORMATS = "a .safetensors file, a .npz file or a folder of .npy files"
@@ -90,8 +91,8 @@ def as_array(name: str, value: object) -> Array:
     if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
         with _reading(name):
             array = np.asarray(value)
-        _check_kind(name, array.dtype)
-        return Array(array.shape, str(array.dtype), partial(to_tensor, name, array))
+        check_kind(name, array.dtype)
+        return Array(array.shape, str(array.dtype), partial(tensor_of, name, array))
     if hasattr(value, "__dlpack__"):
         with _reading(name):
             return as_array(name, from_dlpack(value))
@@ -100,42 +101,11 @@ def as_array(name: str, value: object) -> Array:
     )
 
 
-def to_tensor(name: str, array: np.ndarray[Any, Any]) -> Tensor:
-    """An array of any byte order and memory layout as a tensor.
-
-    Two raw bytes per value are bfloat16, as NumPy stores the type of `ml_dtypes`.
-    """
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    if _is_bfloat16(array.dtype):
-        bits = np.ascontiguousarray(array).view(np.int16).reshape(array.shape)
-        return torch.from_numpy(bits.copy()).view(torch.bfloat16)
-    if kind == "u" and size > 1:
-        array = array.astype(np.int64)
-    elif kind == "f" and size > 8:
-        array = array.astype(np.float64)
-    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    return torch.from_numpy(native.reshape(array.shape).copy())
-
-
-def _is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
-    return raw or dtype.name == "bfloat16"
-
-
 def _of_torch(name: str, tensor: Tensor) -> Tensor:
     with _reading(name):
         if tensor.is_complex() or tensor.device.type == "meta":
             raise ValueError(f"it is a {tensor.dtype} tensor on {tensor.device}")
         return tensor.cpu().to_dense()
-
-
-def _check_kind(name: str, dtype: np.dtype[Any]) -> None:
-    if dtype.kind not in "fiub" and not _is_bfloat16(dtype):
-        what = "Python objects" if dtype.kind == "O" else f"the type {short_repr(str(dtype))}"
-        raise ParityError(
-            f"{name} holds {what}; expected numbers. Save the array as float32, as with "
-            "array.astype(numpy.float32)."
-        )
 
 
 @contextmanager
@@ -216,7 +186,7 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
     if dtype.kind not in "SU":  # the metadata of a golden file
-        _check_kind(name, dtype)
+        check_kind(name, dtype)
     start, count = file.tell(), int(np.prod(shape, dtype=object))
 
     def load() -> Tensor:
@@ -229,7 +199,7 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
             array = np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
             if dtype.kind in "SU":
                 array = np.frombuffer(str(array[()]).encode(), np.uint8)
-            return to_tensor(name, array)
+            return tensor_of(name, array)
 
     return Array(tuple(shape), str(dtype), load)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -32,7 +32,10 @@ from compat.taps import tap_names
 # A hypothesis is accepted with an error of SLACK times the bound, or if it explains the difference
 # but for one part in EXPLAINED: some formulas amplify rounding errors more than GPT-2's.
 SLACK, EXPLAINED = 2.0, 100.0
-LONG = 16  # taps: a longer piece is computed for two sequences only, in float32
+# A piece of more than LONG taps is computed in float32 for a part of the ids. GPT-2 is causal, so
+# that a prefix is enough for hypotheses about pieces that compute each token from earlier ones.
+LONG, PREFIX = 16, (2, 32)
+ACROSS_TOKENS = {"embed", "probs", "heads"}
 PROBED = 16  # values with which a tap is searched among the others
 
 
@@ -132,19 +135,17 @@ class _Search:
             limit: the largest error that is accepted.
             enough: an error with which the search ends.
         """
-        rows = slice(None) if len(names) <= LONG else slice(0, 2)
-        dtype = torch.float64 if len(names) <= LONG else torch.float32
-        found = value[rows]
         kind = split_name(tap)[1]
         tried = self._hypotheses(tap, names, value)
         if (same := self.first.get(kind)) is not None:  # as in the layers before
             tried = chain([same], tried)
         accepted: list[tuple[float, int, Hypothesis]] = []
         for number, hypothesis in enumerate(tried):
-            computed = self._run(tap, hypothesis, rows, dtype)
-            if computed is None or computed.shape != found.shape:
+            computed = self._run(tap, hypothesis, len(names) > LONG)
+            if computed is None or computed.ndim != value.ndim:
                 continue
-            reached = error(found, computed).rms
+            part = value[tuple(slice(size) for size in computed.shape)]
+            reached = error(part, computed).rms
             if reached <= limit:
                 accepted.append((reached, number, hypothesis))
                 # Formulas of norms can be close to each other, so that all are tried once.
@@ -172,20 +173,22 @@ class _Search:
         for kind in kinds:
             yield from hypotheses(kind, situation)
 
-    def _run(
-        self, tap: str, hypothesis: Hypothesis, rows: slice, dtype: torch.dtype
-    ) -> Tensor | None:
+    def _run(self, tap: str, hypothesis: Hypothesis, long: bool) -> Tensor | None:
         """The tap under a hypothesis; None if it cannot be computed or is not affected."""
         c, pieces = self.comparison, {**GPT2, **hypothesis.pieces}
         names = segment(tap, pieces, self.n_layer, c.known)
         if not {split_name(name)[1] for name in names} & hypothesis.pieces.keys():
             return None
-        B, T = c.weights.ids[rows].shape
-        weights = c.weights.cut(B, T)
-        weights = Weights(weights.config, weights.ids, weights.read, dtype)
+        B, T = c.weights.ids.shape
+        if long:
+            B = min(B, PREFIX[0])
+            T = T if ACROSS_TOKENS & hypothesis.pieces.keys() else min(T, PREFIX[1])
+        dtype = torch.float32 if long else torch.float64
+        weights = replace(c.weights.cut(B, T), dtype=dtype)
 
         def known(name: str) -> Tensor:
-            return c.value(name)[rows].to(dtype)
+            value = c.value(name)[:B].to(dtype)
+            return value[:, :, :T, :T] if name.endswith("probs") else value[:, :T]
 
         try:
             return run_segment(names, pieces, weights, known).double()

@@ -189,6 +189,7 @@ class Reference:
         proof: LogitsProof,
         training: bool = False,
         gradients: GradientsProof | None = None,
+        forced: bool = True,
     ) -> ParityReport:
         """Compare a model's hidden states with the reference's, and report.
 
@@ -200,6 +201,8 @@ class Reference:
             proof: the comparison of the model's logits.
             training: whether the model is in training mode.
             gradients: the comparison of its gradients, if it was made.
+            forced: whether `run` can force hidden states; without it, only accumulated errors are
+                measured and judged.
 
         Raises:
             ParityError: the reference cannot be trusted, or a tap has another shape.
@@ -208,12 +211,13 @@ class Reference:
         results: list[TapResult] = []
         if taps:
             expected, exact = self.trace(ids)
-            forced = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
+            inputs = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
             exact_local = None
-            if exact is not None:
+            if exact is not None and forced:
                 with self._running():
-                    exact_local = record(self.exact, self.taps, ids, forced=forced)
-            results = compare(expected, run(None), run(forced), exact, exact_local)
+                    exact_local = record(self.exact, self.taps, ids, forced=inputs)
+            local = run(inputs) if forced else None
+            results = compare(expected, run(None), local, exact, exact_local)
         return ParityReport(
             source=self.checkpoint.source,
             model_name=name,

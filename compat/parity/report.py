@@ -297,7 +297,9 @@ class ParityReport:
         if total := len(self.taps):
             accumulated = sum(result.accumulated.bit_identical for result in self.taps)
             local = sum(bool(result.local and result.local.bit_identical) for result in self.taps)
-            identical = f"{accumulated} bit-identical from the input ids on and {local} locally"
+            identical = f"{accumulated} bit-identical from the input ids on"
+            if any(result.local for result in self.taps):
+                identical += f" and {local} locally"
             if accumulated == local == total:
                 identical = "all bit-identical"
             text += f"{total} of {total} taps pass, {identical}; "
