@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compat.errors import ParityError, described, lines, listed
+from compat.errors import CompatError, ParityError, described, lines, listed
 from compat.golden.arrays import Array, Arrays, as_array, describe, open_arrays
 from compat.golden.contents import (
     BOUND,
@@ -29,6 +29,7 @@ from compat.golden.file import Golden
 from compat.golden.layouts import LAYOUTS, Layout, layouts_of
 from compat.golden.pieces import split_name
 from compat.taps import BLOCK_TAPS, tap_names
+from compat.user_code import exception_summary
 
 FUSED = ("qkv", "c_attn")  # names of q, k and v side by side
 KEPT = 32  # arrays in memory
@@ -143,11 +144,14 @@ def as_candidate(
     for golden_name, (label, array) in named.items():
         if golden_name not in (IDS, DECODE_IDS):
             try:
-                entries |= _entries(golden, golden_name, label, array, notes)
+                held = _entries(golden, golden_name, label, array, notes)
+                faults += [f"{entries[n].label} and {label} both hold {n}" for n in held
+                           if n in entries]  # fmt: skip
+                entries |= held
             except ParityError as error:
                 faults.append(str(error))
     if faults:
-        raise ParityError(lines("these arrays do not have the shape of their tap:", faults))
+        raise ParityError(lines("these arrays are not what their names say:", faults))
     if not any(entry in golden.judged for entry in entries):
         raise ParityError(
             f"{name} has none of the golden arrays. Name its arrays like taps, such as h.0.act or "
@@ -171,7 +175,16 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
 
 def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
     """What a function returns for the golden ids."""
-    found = function(golden.ids.numpy().copy())
+    ids = golden.ids.numpy().copy()
+    try:
+        found = function(ids)
+    except (KeyboardInterrupt, CompatError):
+        raise
+    except BaseException as error:  # such as exit() in the user's code
+        raise ParityError(
+            f"{exception_summary(error)}. Call the function with an array of ids of shape "
+            f"{list(ids.shape)} to see the whole traceback."
+        ) from error
     if isinstance(found, Mapping):
         return _from_mapping(found)
     return {"logits": as_array("the result of the function", getattr(found, "logits", found))}
@@ -291,6 +304,8 @@ def _entries(
         found = layouts_of(f"{block}.qkv", shape, sizes)
         if not found:
             raise _wrong_shape(label, array, _shapes("qkv", sizes))
+        note = "fused arrays were divided into q, k and v"
+        notes += [] if note in notes else [note]
         return {
             f"{prefix}{block}.{part}": Entry(label, array, found, third)
             for third, part in enumerate("qkv")

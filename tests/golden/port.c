@@ -109,10 +109,12 @@ static void linear(float *y, const float *x, const float *w, const float *b, int
     for (int n = 0; n < B * T; n++) {
         float *row = y + (long)n * out;
         for (int o = 0; o < out; o++) row[o] = b ? b[o] : 0;
-        for (int k = 0; k < in; k++)
+        if (transposed)
             for (int o = 0; o < out; o++)
-                row[o] += x[(long)n * in + k] * (transposed ? w[(long)o * in + k]
-                                                            : w[(long)k * out + o]);
+                for (int k = 0; k < in; k++) row[o] += x[(long)n * in + k] * w[(long)o * in + k];
+        else
+            for (int k = 0; k < in; k++)
+                for (int o = 0; o < out; o++) row[o] += x[(long)n * in + k] * w[(long)k * out + o];
     }
 }
 
