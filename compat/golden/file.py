@@ -19,9 +19,12 @@ from compat.golden.arrays import Arrays, Writer, open_arrays, read_metadata
 from compat.golden.bounds import Bound
 from compat.golden.contents import (
     BOUND,
+    DECODE_LOGITS,
     FORMAT,
     FORMAT_VERSION,
+    GRADIENT,
     IDS,
+    LOSS,
     WEIGHT,
     checkpoint_hash,
 )
@@ -114,10 +117,14 @@ class Golden:
         """The recorded taps in execution order."""
         return list(self.metadata["taps"])
 
-    @property
+    @cached_property
     def judged(self) -> list[str]:
-        """All arrays with bounds: taps, then the loss, gradients and decode steps."""
-        return [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
+        """All arrays with bounds: taps, the loss, gradients in backward order, decode steps."""
+        bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
+        backward = [GRADIENT + tap for tap in reversed(self.taps)]
+        known = [*self.taps, LOSS, *backward]
+        others = sorted(set(bounded) - {*known, DECODE_LOGITS})  # gradients of parameters
+        return [name for name in [*known, *others, DECODE_LOGITS] if name in bounded]
 
     def read(self, name: str) -> Tensor:
         """One array."""

@@ -22,9 +22,6 @@ DEMO = open_checkpoint("demo")
 SIZES = DEMO.config.n_layer, DEMO.config.n_head
 IDS = torch.randint(1024, (2, 12), generator=torch.Generator().manual_seed(3))
 
-# What cannot be told from the logits alone: a formula with a number that is not a usual one.
-NOT_IN_LOGITS = {"odd eps", "smaller scale", "window", "qk norm", "ln_f as out", "scaled query"}
-
 C_FAULTS = {
     "erf": ("erf_gelu", "h.0.act"),
     "relu": ("relu", "h.0.act"),
@@ -94,7 +91,7 @@ def test_the_faults_have_more_than_twenty_codes() -> None:
     assert ARRAYS_ONLY.keys() - {"qkv_order"} <= codes
 
 
-@pytest.mark.parametrize("fault", ["erf", "eps", "no scale", "c_proj transposed", "no mask"])
+@pytest.mark.parametrize("fault", ["erf", "eps"])
 def test_logits_alone_name_a_fault_of_all_layers(reference: Golden, fault: str) -> None:
     report = reference.check({"logits": arrays(fault)["logits"]})
     assert [finding.code for finding in report.findings] == [FAULTS[fault][0]]
@@ -109,7 +106,10 @@ def test_two_faults_are_both_named(reference: Golden) -> None:
     report = reference.check(mixed)
     found = {finding.code: finding for finding in report.findings}
     assert {"erf_gelu", "relu"} <= found.keys()
-    assert "only in h.1" in found["relu"].message and "h.{0,2…3}" in found["erf_gelu"].message
+    assert (
+        "only in h.1" in found["relu"].message
+        and "only in h.0, h.2, h.3" in found["erf_gelu"].message
+    )
 
 
 def test_a_piece_without_its_neighbours_is_blamed_on_the_first_that_can_be_run(
