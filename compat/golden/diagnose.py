@@ -36,6 +36,8 @@ SLACK, EXPLAINED = 2.0, 100.0
 # that a prefix is enough for hypotheses about pieces that compute each token from earlier ones.
 LONG, PREFIX = 16, (2, 32)
 ACROSS_TOKENS = {"embed", "probs", "heads"}
+# The pieces in which ports deviate most often, which are tried first where that takes long.
+MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
 PROBED = 16  # values with which a tap is searched among the others
 
 
@@ -82,7 +84,8 @@ def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
         if inherited or (result.local is not None and result.local.within):
             continue  # the arrays before it are wrong already
         found += search.explain(result, within)
-    return [_finding(group, comparison.weights.config.n_layer) for group in _groups(found)]
+    compared = [split_name(r.tap) for r in results if r.tap in taps]
+    return [_finding(group, compared) for group in _groups(found)]
 
 
 class _Search:
@@ -108,9 +111,10 @@ class _Search:
             return [self._elsewhere(tap, value) or self._scaled(tap, names, value, limit)
                     or self._unexplained(result, names)]  # fmt: skip
         hypothesis, reached = best
+        precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
-            f"with this change, {tap} follows from {self._sources(tap, names)} to within "
-            f"{reached:.1g} of its RMS, and without it to within {plain:.1g}"
+            f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}; "
+            f"without it, the difference is {plain:.2g}"
         )
         readers = [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
         if readers:
@@ -162,6 +166,8 @@ class _Search:
     def _hypotheses(self, tap: str, names: Sequence[str], value: Tensor) -> Iterator[Hypothesis]:
         """Those about the pieces of a segment, nearest to the tap first."""
         kinds = list(dict.fromkeys(split_name(name)[1] for name in reversed(names)))
+        if len(names) > LONG:
+            kinds.sort(key=lambda kind: MOST_FREQUENT.find(kind) % len(MOST_FREQUENT))
         layer = split_name(names[0])[0]
         direct = len(names) == 1
         inputs = {}
@@ -283,8 +289,13 @@ def _groups(found: Sequence[Named]) -> list[list[Named]]:
     return list(groups.values())
 
 
-def _finding(group: Sequence[Named], n_layer: int) -> Finding:
-    """One finding for a deviation in several layers."""
+def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
+    """One finding for a deviation in several layers.
+
+    Args:
+        group: the deviation in each of them.
+        compared: layer and name of all taps that were compared.
+    """
     first, code = group[0], CODES[group[0].code]
     tensors = [str(each.values["tensors"]) for each in group if "tensors" in each.values]
     values: Mapping[str, Any] = {**first.values}
@@ -292,9 +303,9 @@ def _finding(group: Sequence[Named], n_layer: int) -> Finding:
         values = {**values, "tensors": ", ".join(collapse_layers(list(dict.fromkeys(tensors))))}
     message = MESSAGES.get(first.code, code.message).format(**values)
     layers = sorted({split_name(each.tap)[0] for each in group if each.tap.startswith("h.")})
-    if layers and len(layers) < n_layer:
-        names = collapse_layers([f"h.{i}." for i in layers])
-        message += f" (only in {listed([name.rstrip('.') for name in names])})"
+    names = {split_name(each.tap)[1] for each in group}
+    if layers and any(name in names and i not in layers for i, name in compared):
+        message += f" (only in {listed([f'h.{i}' for i in layers])})"
     fix = first.fix or code.fix
     return Finding(
         code=first.code,

@@ -49,8 +49,8 @@ class GoldenReport(ParityReport):
         text = f"{self.model_name} diverges from transformers on {self.source} at {first.tap}: "
         found = first.accumulated
         if math.isfinite(found.error) and found.bound:
-            text += f"the difference is {found.error:.2g} of the reference, and the bound is "
-            text += f"{found.bound:.2g}"
+            text += f"the difference is {found.rel_rms:.2g} of the array's RMS, "
+            text += f"{found.error / found.bound:,.2g} times what passes"
         else:
             text += "it has NaN or infinite values"
         return f"{text}; {count}."
