@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compat.errors import CompatError, ParityError, described, lines, listed
 from compat.golden.arrays import Array, Arrays, as_array, describe, open_arrays
@@ -175,9 +175,10 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
 
 def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
     """What a function returns for the golden ids."""
-    ids = golden.ids.numpy().copy()
+    ids: Any = golden.ids.clone() if isinstance(function, nn.Module) else golden.ids.numpy().copy()
     try:
-        found = function(ids)
+        with torch.no_grad():
+            found = function(ids)
     except (KeyboardInterrupt, CompatError):
         raise
     except BaseException as error:  # such as exit() in the user's code

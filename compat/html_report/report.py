@@ -44,6 +44,16 @@ UNCALIBRATED = DRAWN + (
     "There was no float64 run: the error is the difference from the reference, and only local "
     "differences are judged. What lies in the band passes: four roundings of one piece."
 )
+GOLDEN_TITLES = {
+    "accumulated": "Accumulated: each array beside the golden one",
+    "local": "Local: each array beside GPT-2's formula on the candidate's own arrays",
+}
+GOLDEN = DRAWN + (
+    "The error is the difference from the golden array, or from the formula in float64. What lies "
+    "in the band passes. Only accumulated differences decide."
+)
+RATIO = "× ref: our error over the reference's own, both against float64."
+GOLDEN_RATIO = "× ref: the difference over the reference's own rounding error."
 LAYER_COLUMNS = [
     *("Layer", "In bounds"),
     *(f"{kind.capitalize()} {name}" for kind in KINDS for name in ("error", "× ref", "max|Δ|")),
@@ -163,6 +173,9 @@ def _finding(finding: Finding) -> dict[str, Any]:
 def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
     """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
     taps, found = report.taps, drawings.all_measured(report.taps)
+    golden = isinstance(report, GoldenReport)
+    titles = GOLDEN_TITLES if golden else KIND_TITLES
+    judged = CALIBRATED if report.calibrated else UNCALIBRATED
     scale = drawings.error_scale(taps)
     drawn = [kind for kind in KINDS if any(drawings.has(result, kind) for result in taps)]
     reach = [sensitivity(report), *limits(report), *report.notes]
@@ -171,9 +184,10 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
         "verdict": _verdict(report.passed, PARITY, headline) if headline else None,
         "facts": _parity_facts(report),
         "reach": [line for line in reach if line is not None],
-        "drawn": CALIBRATED if report.calibrated else UNCALIBRATED,
+        "drawn": GOLDEN if golden else judged,
+        "ratio_note": GOLDEN_RATIO if golden else RATIO,
         "mark_legend": drawings.mark_legend(found),
-        "charts": [(KIND_TITLES[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
+        "charts": [(titles[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
         "cell_legend": drawings.cell_legend(found),
         "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
         "layer_columns": LAYER_COLUMNS,

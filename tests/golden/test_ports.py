@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from compat import check_parity, open_checkpoint
+from compat import check_parity, load_pretrained, open_checkpoint
 from compat.golden import Golden, golden
 from compat.golden.codes import ARRAYS_ONLY, CODES
 from tests.golden.numpy_port import FAULTS, Array, forward
@@ -148,5 +148,6 @@ def test_check_parity_takes_functions() -> None:
     right = check_parity(port, "demo", input_ids=IDS)
     assert right.passed and len(right.taps) == 55 and len(right.logits.inputs) > 20
     assert all(tap.local is None for tap in right.taps) and "locally" not in right.headline
+    assert golden("demo", input_ids=IDS).check(load_pretrained("demo")).passed  # a module
     wrong = check_parity(lambda ids: torch.from_numpy(port(ids, "erf")["logits"]), "demo")
     assert not wrong.passed and wrong.first_divergence == "logits"
