@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source
+from compat.errors import ParityError, listed
 from compat.golden.bounds import Bound, Error, error
 from compat.golden.candidate import NARROW, Candidate, as_candidate, precision
-from compat.golden.contents import DECODE_LOGITS, GRADIENT
 from compat.golden.diagnose import diagnose
 from compat.golden.file import Golden
 from compat.golden.layouts import Layout
@@ -88,6 +88,7 @@ class Comparison:
         self.bounds: dict[str, Bound] = {}
         self._precision = torch.float64  # the narrowest one up to here, in execution order
         self._narrowed = ""
+        self._unjudged: list[str] = []
         self._layouts: dict[str, list[str]] = {}
 
     def results(self) -> list[TapResult]:
@@ -95,13 +96,24 @@ class Comparison:
         found = []
         for name in self.golden.judged:
             if name in self.candidate.entries:
-                found.append(self._compare(name))
+                result = self._compare(name)
+                if math.isnan(self.bounds[name].rms):
+                    self._unjudged.append(name)
+                else:
+                    found.append(result)
         if self._narrowed:
             dtype = str(self._precision).removeprefix("torch.")
             self.notes.append(
                 f"{self._narrowed} holds {dtype} values, so that it and what follows are judged by "
                 f"bounds for {dtype}, which hide small deviations"
             )
+        if self._unjudged:
+            text = (
+                f"there are no bounds for gradients in half precision: {listed(self._unjudged, 4)}"
+            )
+            if not found:
+                raise ParityError(f"{text}. Compute and store them in float32.")
+            self.notes.append(f"not compared, because {text}")
         for text, names in self._layouts.items():
             self.notes.append(
                 f"read as [{text}]: {', '.join(names[:3])}"
@@ -138,8 +150,7 @@ class Comparison:
 
     def _bound(self, name: str) -> Bound:
         found = precision(self.candidate.read(name))
-        is_tap = not name.startswith(GRADIENT) and name != DECODE_LOGITS
-        if found in NARROW and is_tap:
+        if found in NARROW:
             if self._precision not in NARROW:
                 self._narrowed = name
             if found == torch.bfloat16 or self._precision not in NARROW:
@@ -189,8 +200,6 @@ def _judged(found: Error, own: float, largest: float, worst: float) -> Differenc
     judged, bound = found.rms, largest
     if found.worst * largest > found.rms * worst:
         judged, bound = found.worst, worst
-    if math.isnan(largest):  # there is no bound for this data type
-        return Difference(found.max_abs, found.rms, found.identical, None, found.rms, None, True)
     within = found.rms <= largest and found.worst <= worst
     ratio = found.rms / own if own else None
     return Difference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -135,11 +136,13 @@ class _Recording:
         with_gradients: bool,
         decode: int,
     ) -> None:
+        # The weights are read several times. The hash in the metadata searches them for NaN once.
+        self.mapped = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
         self.checkpoint, self.config, self.dtype = checkpoint, checkpoint.config, dtype
         self.ids, self.selected = ids, selected
         self.with_gradients, self.decode = with_gradients, decode
         self.model: Any = transformers_gpt2.load_reference(checkpoint, dtype)
-        self.weights = Weights(self.config, ids, partial(_read, checkpoint, ids, {}))
+        self.weights = Weights(self.config, ids, partial(_read, self.mapped, ids, {}))
         self.vectors = [n for n, i in checkpoint.infos.items() if len(i.shape) == 1]
         self.bounds: dict[str, list[list[float]]] = {}
 
@@ -263,7 +266,7 @@ class _Recording:
         """Decode greedily through the KV cache, and calibrate by one run without a cache."""
         fed, logits = _decode(self.model, self.ids, self.logits[:, -1:], self.decode)
         every = torch.cat([self.ids, fed], dim=1)
-        weights = Weights(self.config, every, partial(_read, self.checkpoint, every, {}))
+        weights = Weights(self.config, every, partial(_read, self.mapped, every, {}))
         exact = self.logits
         for _, value in chain(weights):
             exact = value  # the last one is the logits

@@ -94,6 +94,15 @@ def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None
     assert reference.check(transposed).passed  # as nn.Linear stores it
 
 
+def test_gradients_in_half_precision_are_not_judged(reference: Golden) -> None:
+    half = {name: reference.read(name).half() for name in ("logits", "grad.h.1.fc")}
+    report = reference.check(half)
+    assert [tap.tap for tap in report.taps] == ["logits"]
+    assert any("no bounds for gradients in half precision" in note for note in report.notes)
+    with pytest.raises(ParityError, match=r"no bounds.*float32"):
+        reference.check({"grad.h.1.fc": half["grad.h.1.fc"]})
+
+
 def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> None:
     made = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
     assert made.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
