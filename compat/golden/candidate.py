@@ -28,7 +28,7 @@ from compat.golden.contents import (
 from compat.golden.file import Golden
 from compat.golden.layouts import LAYOUTS, Layout, layouts_of
 from compat.golden.pieces import split_name
-from compat.taps import BLOCK_TAPS, tap_names
+from compat.tap import BLOCK_TAPS, tap_names
 from compat.user_code import exception_summary
 
 FUSED = ("qkv", "c_attn")  # names of q, k and v side by side

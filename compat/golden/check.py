@@ -20,7 +20,7 @@ from compat.golden.layouts import Layout
 from compat.golden.pieces import GPT2, MissingWeightError, Weights, run_segment, segment
 from compat.golden.report import GoldenReport
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 
 def check(

@@ -16,7 +16,7 @@ from compat.config import GPT2Config
 from compat.errors import ParityError, listed, short_repr
 from compat.golden.pieces import split_name
 from compat.parity.transformers_gpt2 import VERSION
-from compat.taps import BLOCK_TAPS, tap_names
+from compat.tap import BLOCK_TAPS, tap_names
 
 FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
 IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"

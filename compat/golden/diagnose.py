@@ -27,7 +27,7 @@ from compat.golden.pieces import (
     split_name,
 )
 from compat.parity import TapResult
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 # A hypothesis is accepted with an error of SLACK times the bound, or if it explains the difference
 # but for one part in EXPLAINED: some formulas amplify rounding errors more than GPT-2's.

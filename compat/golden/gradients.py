@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from compat.checkpoint.layout import plain_name
 from compat.parity.trace import Trace
-from compat.taps import Tap, hook_tap
+from compat.tap import Tap, hook_tap
 
 
 def gradients(model: nn.Module, taps: Sequence[Tap], ids: Tensor) -> Trace:

@@ -21,7 +21,7 @@ from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activati
 from compat.adaptation.diagnosis.modified_reference import causal
 from compat.config import GPT2Config
 from compat.parity.trace import Trace
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 
 class MissingWeightError(LookupError):

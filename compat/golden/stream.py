@@ -11,7 +11,7 @@ from threading import Event, Thread
 import torch
 from torch import Tensor, nn
 
-from compat.taps import Tap, hook_tap
+from compat.tap import Tap, hook_tap
 
 
 class _Stopped(Exception):

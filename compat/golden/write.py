@@ -57,7 +57,7 @@ from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
 from compat.parity.reference import true_logits
-from compat.taps import tap_names
+from compat.tap import tap_names
 
 VERIFIED = 64  # positions of the first sequence whose logits NumPy computes too
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from compat.errors import ParityError, described, listed
 from compat.parity.trace import Trace
-from compat.taps import BLOCK_TAPS
+from compat.tap import BLOCK_TAPS
 
 
 class FunctionModule(nn.Module):
