@@ -50,7 +50,8 @@ class GoldenReport(ParityReport):
         found = first.accumulated
         if math.isfinite(found.error) and found.bound:
             text += f"the difference is {found.rel_rms:.2g} of the array's RMS, "
-            text += f"{found.error / found.bound:,.2g} times what passes"
+            times = found.error / found.bound
+            text += f"{times:,.{0 if times >= 10 else 1}f} times what passes"
         else:
             text += "it has NaN or infinite values"
         return f"{text}; {count}."
