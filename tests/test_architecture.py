@@ -28,6 +28,7 @@ LAYERS = [
     {"engine"},
     {"user_models"},
     {"adaptation"},
+    {"golden_files"},
     {"summary"},
     {"html_report", "testing"},
     {"cli", "pytest_plugin"},
