@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from compat.engine import Engine
     from compat.generation import Completion, Sampling, TextStream, generate_text, stream_text
     from compat.generation.generate import generate, stream
+    from compat.golden_files import Golden, GoldenReport, golden
     from compat.inspection import Inspection, inspect_checkpoint
     from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
     from compat.name_map import NameMap, Row
@@ -61,6 +62,7 @@ _NAMES = {
     "decoding": "PlainBlocks left_pad",
     "engine": "Engine",
     "generation": "Completion Sampling TextStream generate generate_text stream stream_text",
+    "golden_files": "Golden GoldenReport golden",
     "inspection": "Inspection inspect_checkpoint",
     "loading": "load_block load_into load_pretrained to_hf_state_dict",
     "name_map": "NameMap Row",
@@ -88,6 +90,8 @@ __all__ = [
     "Fused",
     "GPT2Config",
     "GenerationError",
+    "Golden",
+    "GoldenReport",
     "HubError",
     "Inspection",
     "NameMap",
@@ -115,6 +119,7 @@ __all__ = [
     "distribute",
     "generate",
     "generate_text",
+    "golden",
     "inspect_checkpoint",
     "left_pad",
     "load_block",

@@ -43,6 +43,8 @@ class Worst:
     @classmethod
     def of(cls, found: Sequence[Difference]) -> Worst:
         ratios = [d.ratio for d in found if d.ratio is not None]
+        if not found:
+            return cls("-", "-", "-", "-", 0)
         return cls(
             number(_largest(d.max_abs for d in found)),
             number(_largest(d.rel_rms for d in found)),
@@ -85,7 +87,7 @@ def layers(results: Sequence[TapResult]) -> list[Layer]:
                 len(taps) - len(failed),
                 failed[0] if failed else None,
                 Worst.of([result.accumulated for result in taps]),
-                Worst.of([result.local for result in taps]),
+                Worst.of([result.local for result in taps if result.local is not None]),
             )
         )
     return found

@@ -29,6 +29,7 @@ LAYERS = [
     {"engine"},
     {"user_models"},
     {"adaptation"},
+    {"golden_files"},
     {"summary"},
     {"html_report", "testing"},
     {"cli", "pytest_plugin"},

@@ -347,22 +347,27 @@ def _show_findings(findings: Sequence[compat.Finding], out: Console) -> None:
     """A line of source, then for each of its findings the message, the fix and the evidence."""
     _show_line(findings[0], out)
     for finding in findings:
-        (mark, effect), colour = SEVERITY[finding.severity], COLOURS[finding.severity]
-        at = f" at {finding.tap}" if finding.tap else ""
-        title = Text.assemble(
-            (f"{mark} ", colour),
-            (finding.code, f"bold {colour}"),
-            " · ",
-            (f"{effect}{at}", colour),
-            f": {finding.message}",
-        )
-        print_wrapped(out, title, "  ", "    ")
-        out.print(Text.assemble("  ", ("→ ", "bold green"), (finding.fix, "bold")), soft_wrap=True)
-        if finding.also:
-            also = ", ".join(further_places(finding.also))
-            print_wrapped(out, Text(f"also at {also}"), "    ", "    ")
-        if finding.evidence:
-            print_wrapped(out, Text(finding.evidence, style="dim"), "    ", "    ")
+        show_finding(finding, out)
+
+
+def show_finding(finding: compat.Finding, out: Console) -> None:
+    """The message, the fix and the evidence of a finding."""
+    (mark, effect), colour = SEVERITY[finding.severity], COLOURS[finding.severity]
+    at = f" at {finding.tap}" if finding.tap else ""
+    title = Text.assemble(
+        (f"{mark} ", colour),
+        (finding.code, f"bold {colour}"),
+        " · ",
+        (f"{effect}{at}", colour),
+        f": {finding.message}",
+    )
+    print_wrapped(out, title, "  ", "    ")
+    out.print(Text.assemble("  ", ("→ ", "bold green"), (finding.fix, "bold")), soft_wrap=True)
+    if finding.also:
+        also = ", ".join(further_places(finding.also))
+        print_wrapped(out, Text(f"also at {also}"), "    ", "    ")
+    if finding.evidence:
+        print_wrapped(out, Text(finding.evidence, style="dim"), "    ", "    ")
 
 
 def _show_line(finding: compat.Finding, out: Console) -> None:

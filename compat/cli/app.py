@@ -11,10 +11,12 @@ import typer
 
 import compat
 from compat.cli.adapt import adapt_command
+from compat.cli.compare import compare_command
 from compat.cli.errors import internal_error
 from compat.cli.explain import explain_command
 from compat.cli.export import export_command
 from compat.cli.generate import generate_command
+from compat.cli.golden import golden_command
 from compat.cli.inspect import inspect_command
 from compat.cli.load import load_command
 from compat.cli.output import never_fail_to_encode
@@ -31,6 +33,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "load": load_command,
     "inspect": inspect_command,
     "parity": parity_command,
+    "golden": golden_command,
+    "compare": compare_command,
     "generate": generate_command,
     "adapt": adapt_command,
     "explain": explain_command,

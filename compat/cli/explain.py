@@ -17,12 +17,11 @@ from compat.summary import SEVERITY
 def explain_command(
     code: Annotated[str, typer.Argument(metavar="CODE", help="Of a finding, such as erf_gelu.")],
 ) -> None:
-    """Explain a deviation that adapt reports: what it is, why it matters, and its fix.
+    """Explain a deviation that adapt or compare reports: what it is, why it matters, and its fix.
 
-    Exit code 0: explained. 2: adapt does not report such a code.
+    Exit code 0: explained. 2: there is no such code.
     """
-    from compat.adaptation import CODES
-    from compat.adaptation.diagnosis.explanations import explain
+    from compat.golden_files.codes import CODES, explain
 
     if code not in CODES:
         close = difflib.get_close_matches(code, list(CODES), 1)

@@ -155,29 +155,29 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
     out = console()
     if not quiet:
         if report.taps:
-            _show_layers(report, out)
+            show_layers(report, out)
         if not report.taps or not report.logits.passed:
             title = f"logits of {report.model_name} and transformers on {report.source}"
-            _print(out, title, "italic")
+            print_line(out, title, "italic")
             print_rows(out, INPUT_COLUMNS, input_rows(report))
-            _print(out, INPUT_NOTE, "dim italic")
+            print_line(out, INPUT_NOTE, "dim italic")
         if rows := gradient_rows(report):
             print_rows(out, GRADIENT_COLUMNS, rows)
         if reach := sensitivity(report):
-            _print(out, reach, "dim italic")
+            print_line(out, reach, "dim italic")
         for line in limits(report):
-            _print(out, f"? {line}", "magenta")
+            print_line(out, f"? {line}", "magenta")
         for line in report.notes:
-            _print(out, f"· {line}", "cyan")
+            print_line(out, f"· {line}", "cyan")
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
-    _print(out, f"{mark} {report.headline}", style)
+    print_line(out, f"{mark} {report.headline}", style)
 
 
-def _print(out: Console, text: str, style: str) -> None:
+def print_line(out: Console, text: str, style: str) -> None:
     out.print(Text(text, style=style), soft_wrap=True)
 
 
-def _show_layers(report: compat.ParityReport, out: Console) -> None:
+def show_layers(report: compat.ParityReport, out: Console, caption: str | None = None) -> None:
     """What was compared, the largest numbers of every layer, and what they mean."""
     B, T = report.input_shape
     title = (
@@ -188,7 +188,7 @@ def _show_layers(report: compat.ParityReport, out: Console) -> None:
     for kind in KINDS:
         wide += [f">{kind}\n{NUMBERS[0]}", *(f">\n{name}" for name in NUMBERS[1:])]
     narrow = [f">{name}" for name in (*NUMBERS, "identical")]
-    _print(out, title, "italic")
+    print_line(out, title, "italic")
     print_table(
         out,
         [
@@ -203,8 +203,11 @@ def _show_layers(report: compat.ParityReport, out: Console) -> None:
         _stacked(found),
     )
     calibrated = "× ref: our error over the reference's own, both against float64; up to 2 passes"
-    caption = calibrated if report.calibrated else "no float64 run: local differences are judged"
-    _print(out, caption, "dim italic")
+    if caption is None:
+        caption = (
+            calibrated if report.calibrated else "no float64 run: local differences are judged"
+        )
+    print_line(out, caption, "dim italic")
 
 
 def _wide_row(layer: Layer) -> list[str | Text]:

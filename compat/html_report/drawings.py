@@ -43,12 +43,19 @@ LEVELS = {
 FAILING = {"c-over", "c-far", "c-most", "c-nan"}
 
 
+def has(result: TapResult, kind: Kind) -> bool:
+    """Whether a difference of this kind was measured; a local one needs a piece of its own."""
+    return kind == "accumulated" or result.local is not None
+
+
 def measured(result: TapResult, kind: Kind) -> Difference:
-    return result.accumulated if kind == "accumulated" else result.local
+    found = result.accumulated if kind == "accumulated" else result.local
+    assert found is not None
+    return found
 
 
 def all_measured(results: Sequence[TapResult]) -> list[Difference]:
-    return [measured(result, kind) for kind in KINDS for result in results]
+    return [measured(result, kind) for kind in KINDS for result in results if has(result, kind)]
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,7 @@ def error_scale(results: Sequence[TapResult]) -> LogScale:
 
 def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> dict[str, Any]:
     """One column for each tap, with a mark at its error, over a band up to its bound."""
+    results = [result for result in results if has(result, kind)]
     groups = place_groups(results, LEFT, WIDTH - LEFT - RIGHT, single=56)
     found = [measured(result, kind) for result in results]
     axis = [*scale.ticks(), ("identical", IDENTICAL)]
@@ -207,6 +215,7 @@ def _band(groups: Sequence[Group], kind: Kind, scale: LogScale) -> tuple[str, st
 
 def heat_map(results: Sequence[TapResult], kind: Kind) -> dict[str, Any]:
     """Layers from left to right, taps from top to bottom; a tap outside the blocks is a column."""
+    results = [result for result in results if has(result, kind)]
     groups = place_groups(results, MAP_LEFT, MAP_WIDTH - MAP_LEFT, single=60)
     taps = [r.tap.rpartition(".")[2] for g in groups if g.is_block for r in g.results]
     rows = {name: i for i, name in enumerate(dict.fromkeys(taps))}

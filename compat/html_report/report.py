@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from compat.adaptation import Adaptation, Finding
+from compat.golden_files import GoldenReport
 from compat.html_report import drawings
 from compat.inspection import Inspection
 from compat.parity import ParityReport
@@ -47,6 +48,16 @@ UNCALIBRATED = DRAWN + (
     "There was no float64 run: the error is the difference from the reference, and only local "
     "differences are judged. What lies in the band passes: four roundings of one piece."
 )
+GOLDEN_TITLES = {
+    "accumulated": "Accumulated: each array beside the golden one",
+    "local": "Local: each array beside GPT-2's formula on the candidate's own arrays",
+}
+GOLDEN = DRAWN + (
+    "The error is the difference from the golden array, or from the formula in float64. What lies "
+    "in the band passes. Only accumulated differences decide."
+)
+RATIO = "× ref: our error over the reference's own, both against float64."
+GOLDEN_RATIO = "× ref: the difference over the reference's own rounding error."
 LAYER_COLUMNS = [
     *("Layer", "In bounds"),
     *(f"{kind.capitalize()} {name}" for kind in KINDS for name in ("error", "× ref", "max|Δ|")),
@@ -70,15 +81,10 @@ def inspection_page(found: Inspection) -> str:
     return _page(
         title=found.source,
         kicker="A checkpoint, by its headers",
-        adaptation=None,
         inspection={
             "verdict": _verdict(found.loads, LOADS, sentence),
             "properties": [(label, text) for label, text in properties(found) if label != "error"],
         },
-        summary=None,
-        reports=[],
-        versions={},
-        seconds={},
     )
 
 
@@ -87,12 +93,7 @@ def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     return _page(
         title=title,
         kicker="Weight compatibility with Hugging Face GPT-2: models of your own",
-        adaptation=None,
-        inspection=None,
         summary={"columns": columns, "rows": rows},
-        reports=[],
-        versions={},
-        seconds={},
     )
 
 
@@ -102,12 +103,20 @@ def parity_page(*reports: ParityReport) -> str:
     return _page(
         title=f"{names} and transformers on {reports[0].source}",
         kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
-        adaptation=None,
-        inspection=None,
-        summary=None,
         reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
         versions=reports[0].versions,
-        seconds={},
+    )
+
+
+def golden_page(report: GoldenReport) -> str:
+    """The comparison of a candidate's arrays with golden ones as a page."""
+    title = f"{report.model_name} and transformers on {report.source}"
+    return _page(
+        title=title,
+        kicker="Golden arrays of Hugging Face GPT-2 and another implementation's",
+        findings=[_finding(finding) for finding in report.findings],
+        reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
+        versions=report.versions,
     )
 
 
@@ -127,15 +136,20 @@ def adapt_page(adaptation: Adaptation) -> str:
             "rows": adaptation.name_map.rows,
             "layers": f"0 … {adaptation.n_layer - 1}",
         },
-        inspection=None,
-        summary=None,
         reports=[] if report is None else [_parity(report, "Parity", own)],
         versions={} if report is None else report.versions,
         seconds=adaptation.seconds,
     )
 
 
-def _page(*, versions: Mapping[str, str], **content: Any) -> str:
+# Sections of a page that has no other content for them.
+ABSENT: dict[str, Any] = {
+    "adaptation": None, "inspection": None, "summary": None, "findings": [], "reports": [],
+    "seconds": {},
+}  # fmt: skip
+
+
+def _page(*, versions: Mapping[str, str] | None = None, **content: Any) -> str:
     """The document. What UTF-8 cannot encode, such as odd file names, becomes backslash escapes."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -145,8 +159,9 @@ def _page(*, versions: Mapping[str, str], **content: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["px"] = drawings.px
-    made = ", ".join(f"{name} {version}" for name, version in versions.items())
-    page = environment.get_template("page.html").render(versions=made, draw=drawings, **content)
+    made = ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
+    template = environment.get_template("page.html")
+    page = template.render(versions=made, draw=drawings, **{**ABSENT, **content})
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -194,17 +209,21 @@ def _finding(finding: Finding) -> dict[str, Any]:
 def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
     """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
     taps, found = report.taps, drawings.all_measured(report.taps)
+    golden = isinstance(report, GoldenReport)
+    titles = GOLDEN_TITLES if golden else KIND_TITLES
+    judged = CALIBRATED if report.calibrated else UNCALIBRATED
     scale = drawings.error_scale(taps)
-    drawn = KINDS if taps else ()
+    drawn = [kind for kind in KINDS if any(drawings.has(result, kind) for result in taps)]
     reach = [sensitivity(report), *limits(report), *report.notes]
     return {
         "heading": heading,
         "verdict": _verdict(report.passed, PARITY, headline) if headline else None,
         "facts": _parity_facts(report),
         "reach": [line for line in reach if line is not None],
-        "drawn": CALIBRATED if report.calibrated else UNCALIBRATED,
+        "drawn": GOLDEN if golden else judged,
+        "ratio_note": GOLDEN_RATIO if golden else RATIO,
         "mark_legend": drawings.mark_legend(found),
-        "charts": [(KIND_TITLES[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
+        "charts": [(titles[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
         "cell_legend": drawings.cell_legend(found),
         "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
         "layer_columns": LAYER_COLUMNS,
@@ -221,7 +240,8 @@ def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
     B, T = report.input_shape
     total = f"{len(report.taps):,}"
     identical = [
-        sum(drawings.measured(r, kind).bit_identical for r in report.taps) for kind in KINDS
+        sum(drawings.measured(r, kind).bit_identical for r in report.taps if drawings.has(r, kind))
+        for kind in KINDS
     ]
     facts = [
         ("Taps in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),

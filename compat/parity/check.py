@@ -23,6 +23,7 @@ from compat.name_map import NameMap, as_name_map
 from compat.parity.compare import Difference
 from compat.parity.decoded import prove_decoder
 from compat.parity.expected import ExpectedLogits, position_errors
+from compat.parity.functions import FunctionModule
 from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
@@ -42,7 +43,7 @@ MAX_EMBEDDING_ROUNDINGS = 4  # in units of epsilon: the error of an id's embeddi
 
 
 def check_parity(
-    model_or_dialect: nn.Module | HasDecoder | str,
+    model_or_dialect: nn.Module | HasDecoder | Callable[[Any], Any] | str,
     source: Source,
     *,
     input_ids: object = None,
@@ -69,7 +70,9 @@ def check_parity(
             with the checkpoint's weights, which runs in the mode that it is in, and without the
             wrapper of `torch.compile`; or an `Engine` or `PlainBlocks`, of which the logits of
             prefill and of every decode step are compared. The bound of an int8 engine is based on
-            the error that rounding the weights to 8 bits causes in the reference.
+            the error that rounding the weights to 8 bits causes in the reference. Or any function
+            that gets ids, a NumPy array (B, T), and returns logits, or arrays by tap with "logits"
+            among them: of NumPy, torch, JAX, or anything with `__array__` or `__dlpack__`.
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         input_ids: (B, T), a tensor, array or list, on which the taps are compared; by default
             `random_ids` of the checkpoint's vocabulary.
@@ -105,7 +108,7 @@ def check_parity(
     if isinstance(model, nn.Module):
         model = as_module(model)
         module, dtype = model, _dtype_of(model, dtype)
-        ids = _checked_ids(checkpoint, input_ids, text)
+        ids = checked_ids(checkpoint, input_ids, text)
         trained = _name_map_of(model, name_map) if gradients else None
         run = partial(_report_on_module, model, taps, ids, trained)
     elif gradients and isinstance(model, HasDecoder):
@@ -117,10 +120,14 @@ def check_parity(
         precision = _precision(model)
         dtype = torch.float32 if precision == "int8" else getattr(torch, precision)
         run = partial(_report_on_decoder, model)
+    elif callable(model) and not isinstance(model, type):
+        module, dtype = None, dtype or torch.float32
+        ids = checked_ids(checkpoint, input_ids, text)
+        run = partial(_report_on_function, model, ids)
     else:
         raise ParityError(
             f"model_or_dialect is {described(model)}; expected a dialect's name, an nn.Module with "
-            "the checkpoint's weights, an Engine or PlainBlocks."
+            "the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
         )
     reference = Reference(checkpoint, dtype, calibrate is not False, attention)
     report = run(reference)
@@ -196,6 +203,24 @@ def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
             "tensor. Pass name_map=adapt(model, source).name_map."
         )
     return dialect.name_map
+
+
+def _report_on_function(
+    function: Callable[[Any], Any], ids: Tensor, reference: Reference
+) -> ParityReport:
+    """Compare the logits of a function, and the taps that it returns for the ids."""
+    model = FunctionModule(function)
+    vocab_size = reference.checkpoint.config.vocab_size
+    proof = prove_logits(
+        model,
+        reference,
+        find=lambda output, ids: _logits_in(output, ids, vocab_size),
+        short_only=reference.dtype in HALF,
+    )
+    expected, _ = reference.trace(ids)
+    found = model.trace(ids, expected)
+    name = getattr(function, "__name__", type(function).__name__)
+    return reference.report(name, ids, list(found), lambda forced: found, proof, forced=False)
 
 
 def _report_on_decoder(model: HasDecoder, reference: Reference) -> ParityReport:
@@ -323,7 +348,7 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
     return found.pop()
 
 
-def _checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
+def checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
     """The ids (B, T) on which the taps are compared."""
     if input_ids is not None and text is not None:
         raise ParityError("both input_ids and text were passed. Pass one of them.")

@@ -25,6 +25,7 @@ from compat.validation import check_names, is_dropped
 END = ("lm_head", "ln_f")
 BLOCK = ("mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1")
 BEGIN = ("wpe", "wte")
+SAME = 1e-5  # relative difference of a tensor's gradients that is certainly rounding
 
 
 def prove_gradients(
@@ -50,12 +51,42 @@ def prove_gradients(
     Raises:
         NameMapError: the map does not fit the model.
     """
+    return _compare(model, reference, name_map, ids, logits_of, GradientsProof())
+
+
+def wrong_gradients(
+    model: nn.Module,
+    reference: Reference,
+    name_map: NameMap,
+    ids: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+) -> GradientsProof | None:
+    """The proof of `prove_gradients` if it fails, otherwise None.
+
+    Gradients that are the reference's to within `SAME` pass without a comparison in float64, which
+    takes two thirds of the time.
+    """
+    proof = GradientsProof()
+    proof = _compare(model, reference, name_map, ids, logits_of, proof, same_suffices=True)
+    return proof if proof.failed or proof.error else None
+
+
+def _compare(
+    model: nn.Module,
+    reference: Reference,
+    name_map: NameMap,
+    ids: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    proof: GradientsProof,
+    same_suffices: bool = False,
+) -> GradientsProof:
+    """Fill the proof, or leave it without results if the gradients are the same."""
     config = reference.checkpoint.config
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = name_map.expand(config.n_layer)
     check_names(model, rows, parameters, name_map.expand_zeros(config.n_layer))
     rows = [row for row in rows if not is_dropped(row, parameters)]
-    proof = GradientsProof(frozen=[name for name, p in parameters.items() if not p.requires_grad])
+    proof.frozen = [name for name, p in parameters.items() if not p.requires_grad]
     positions = 0
 
     def loss(ids: Tensor) -> Tensor:
@@ -71,20 +102,31 @@ def prove_gradients(
     except BaseException as error:  # such as exit() in the user's code
         proof.error = exception_summary(error).rstrip(".")
         return proof
-    theirs, truth = reference.gradients(
-        lambda logits: next_token_loss(logits[:, -positions:], ids), ids
-    )
-    found = _pulled_back(theirs, rows, parameters, reference.dtype)
-    exact = _pulled_back(truth, rows, parameters, torch.float64)
+
+    def theirs(exact: bool) -> dict[int, Tensor | None]:
+        last = reference.gradients(lambda x: next_token_loss(x[:, -positions:], ids), ids, exact)
+        return _pulled_back(last, rows, parameters, torch.float64 if exact else reference.dtype)
+
     tensors = _by_first_row(rows, parameters, config.n_layer)
 
-    def joined(gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype) -> Tensor:
+    def joined(
+        gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype, last: bool = True
+    ) -> Tensor:
         """The gradients of a tensor's parameters as one vector, zero where there are none."""
         owned = [parameters[name] for name in tensors[hf]]
-        parts = [(gradients.pop(id(p)), p) for p in owned]  # to free their memory
-        flat = [torch.zeros_like(p) if g is None else g for g, p in parts]
+        take = gradients.pop if last else gradients.get  # to free their memory
+        flat = [torch.zeros_like(p) if (g := take(id(p))) is None else g for p in owned]
         return torch.cat([g.to(dtype).flatten() for g in flat])
 
+    found = theirs(exact=False)
+    if same_suffices:
+        pairs = (
+            [joined(gradients, hf, reference.dtype, last=False) for gradients in (ours, found)]
+            for hf in tensors
+        )
+        if all((mine - other).norm() <= SAME * other.norm() for mine, other in pairs):
+            return proof
+    exact = theirs(exact=True)
     unused = {key for key, gradient in ours.items() if gradient is None}
     compared = compare_accumulated(
         (

@@ -150,21 +150,24 @@ class Reference:
             return record(self.model, self.taps[:1], ids, stop_early=True)["embed"]
 
     def gradients(
-        self, loss: Callable[[Tensor], Tensor], ids: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self, loss: Callable[[Tensor], Tensor], ids: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
         """The gradients of a loss by the checkpoint's tensors, those of a tied head on their own.
 
         Args:
             loss: of logits (B, T, V).
             ids: (B, T).
+            exact: compute them in float64.
 
         Returns:
-            The gradients in the model's data type and in float64, by Hugging Face name.
+            The gradients by Hugging Face name.
         """
         with self._running():
+            if not exact:
+                return _gradients(self.model, loss, ids)
             # For a large checkpoint, `self.exact` has no parameters of its own.
-            exact = self._hf.in_float64(self.model) if self.is_large else self.exact
-            return _gradients(self.model, loss, ids), _gradients(exact, loss, ids)
+            model = self._hf.in_float64(self.model) if self.is_large else self.exact
+            return _gradients(model, loss, ids)
 
     def quantization_error(self) -> float:
         """The error that rounding the weights to 8 bits causes in the reference.
@@ -191,6 +194,7 @@ class Reference:
         proof: LogitsProof,
         training: bool = False,
         gradients: GradientsProof | None = None,
+        forced: bool = True,
     ) -> ParityReport:
         """Compare a model's hidden states with the reference's, and report.
 
@@ -202,6 +206,8 @@ class Reference:
             proof: the comparison of the model's logits.
             training: whether the model is in training mode.
             gradients: the comparison of its gradients, if it was made.
+            forced: whether `run` can force hidden states; without it, only accumulated errors are
+                measured and judged.
 
         Raises:
             ParityError: the reference cannot be trusted, or a tap has another shape.
@@ -210,12 +216,13 @@ class Reference:
         results: list[TapResult] = []
         if taps:
             expected, exact = self.trace(ids)
-            forced = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
+            inputs = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
             exact_local = None
-            if exact is not None:
+            if exact is not None and forced:
                 with self._running():
-                    exact_local = record(self.exact, self.taps, ids, forced=forced)
-            results = compare(expected, run(None), run(forced), exact, exact_local)
+                    exact_local = record(self.exact, self.taps, ids, forced=inputs)
+            local = run(inputs) if forced else None
+            results = compare(expected, run(None), local, exact, exact_local)
         return ParityReport(
             source=self.checkpoint.source,
             model_name=name,

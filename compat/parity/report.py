@@ -332,8 +332,10 @@ class ParityReport:
         text = f"{self.model_name} computes what transformers computes: "
         if total := len(self.taps):
             accumulated = sum(result.accumulated.bit_identical for result in self.taps)
-            local = sum(result.local.bit_identical for result in self.taps)
-            identical = f"{accumulated} bit-identical from the input ids on and {local} locally"
+            local = sum(bool(result.local and result.local.bit_identical) for result in self.taps)
+            identical = f"{accumulated} bit-identical from the input ids on"
+            if any(result.local for result in self.taps):
+                identical += f" and {local} locally"
             if accumulated == local == total:
                 identical = "all bit-identical"
             text += f"{total} of {total} taps pass, {identical}; "
@@ -358,7 +360,7 @@ class ParityReport:
 
     def _divergence_at(self, first: TapResult) -> str:
         kind, found = "accumulated", first.accumulated
-        if not first.local.within:
+        if first.local is not None and not first.local.within:
             kind, found = ("local", first.local)
         text = f"{self.model_name} diverges from transformers at {first.tap}: the {kind} error is "
         text += f"{found.rel_rms:.2g} of the tensor's RMS"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compat.adaptation.diagnosis.registry import CODES
+from compat.adaptation.diagnosis.registry import CODES, Code
 
 EXPLANATIONS = {
     "n_embd_mismatch": "Every tensor of the checkpoint has this width in its shape, so none of "
@@ -182,12 +182,22 @@ def explain(code: str) -> str:
     Raises:
         KeyError: the code is not in the registry.
     """
-    entry = CODES[code]
+    fix = 'F.gelu(x, approximate="tanh")' if code.endswith(("gelu", "lu")) else "See the line."
+    return compose(CODES[code], EXPLANATIONS[code], fix)
+
+
+def compose(entry: Code, why: str, fix: str = "") -> str:
+    """The three paragraphs of an explanation.
+
+    Args:
+        entry: the texts of the deviation.
+        why: why it matters.
+        fix: replaces a fix that depends on the finding.
+    """
     names = _Placeholders()
-    what, fix = entry.message.format_map(names), entry.fix.format_map(names)
-    if entry.fix == "{fix}":
-        fix = 'F.gelu(x, approximate="tanh")' if code.endswith(("gelu", "lu")) else "See the line."
-    return f"{what[0].upper()}{what[1:]}.\n\n{EXPLANATIONS[code]}\n\nFix: {fix}"
+    what = entry.message.format_map(names)
+    fix = fix if entry.fix == "{fix}" else entry.fix.format_map(names)
+    return f"{what[0].upper()}{what[1:]}.\n\n{why}\n\nFix: {fix}"
 
 
 class _Placeholders(dict[str, object]):

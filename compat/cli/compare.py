@@ -1,0 +1,115 @@
+"""`compare`: another implementation's arrays beside golden ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from compat.cli import options
+from compat.cli.adapt import show_finding
+from compat.cli.errors import handle_errors
+from compat.cli.output import console, print_json, write_page
+from compat.cli.parity import print_line, show_layers
+from compat.errors import ParityError, described
+from compat.summary import sensitivity
+
+if TYPE_CHECKING:
+    from compat.golden_files import GoldenReport
+
+CAPTION = (
+    "accumulated: from the golden array; local: from GPT-2's formula on your own arrays; × ref: "
+    "the difference over the reference's own rounding error"
+)
+
+
+@handle_errors
+def compare_command(
+    golden: Annotated[Path, typer.Argument(metavar="GOLDEN", help="A file that golden wrote.")],
+    candidate: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CANDIDATE",
+            help="Your arrays: a .safetensors or .npz file, or a folder of .npy files.",
+        ),
+    ],
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A JSON object from your names to taps: {"blocks.{i}.gelu": "h.{i}.act"}; null '
+            "ignores an array.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="The checkpoint of the golden file, so that matrices are checked piece by piece.",
+        ),
+    ] = None,
+    html: options.Html = None,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
+) -> None:
+    """Compare another implementation's arrays with golden ones, and name what is wrong.
+
+    Arrays have the names of taps, in any subset and order. Exit code 0: every array is within its
+    bound. 1: one is not.
+    """
+    options.exclude({"--json": as_json, "--quiet": quiet})
+    from compat.golden_files import Golden
+
+    opened = Golden.open(golden)
+    names = None if rename is None else _read_names(rename)
+    report = opened.check(candidate, model=model, rename=names)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _show(report, console(), quiet)
+    if html is not None:
+        from compat.html_report import golden_page
+
+        write_page(html, golden_page(report))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _show(report: GoldenReport, out: Console, quiet: bool) -> None:
+    """The table, what was accepted, the deviations, and the verdict in one sentence."""
+    if not quiet:
+        show_layers(report, out, CAPTION)
+        if reach := sensitivity(report):
+            print_line(out, reach, "dim italic")
+        for line in report.notes:
+            print_line(out, f"· {line}", "cyan")
+        for finding in report.findings:
+            out.print()
+            show_finding(finding, out)
+        if report.findings:
+            out.print()
+    mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
+    out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+
+
+def _read_names(path: Path) -> dict[str, str | None]:
+    """The map of --rename.
+
+    Raises:
+        ParityError: it is not a JSON object of names.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ParityError(f"{path} cannot be read: {error}. Pass a JSON file.") from None
+    values = found.values() if isinstance(found, dict) else [found]
+    wrong = [value for value in values if not (value is None or isinstance(value, str))]
+    if not isinstance(found, dict) or wrong:
+        raise ParityError(
+            f"{path} holds {described(wrong[0] if wrong else found)}; expected a JSON object from "
+            "your names to taps or null."
+        )
+    return found

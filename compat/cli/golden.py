@@ -1,0 +1,122 @@
+"""`golden`: the reference's arrays as a file, for ports in any language."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import compat
+from compat.cli import options
+from compat.cli.errors import handle_errors
+from compat.cli.output import note
+
+inputs = partial(typer.Option, rich_help_panel="Input")
+
+
+@handle_errors
+def golden_command(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", dir_okay=False, help="The file to write: .safetensors or .npz."
+        ),
+    ],
+    source: options.Source = None,
+    taps: Annotated[
+        str,
+        typer.Option(
+            metavar="TAPS",
+            help="all; layers, the residual stream after each block; or patterns such as "
+            "'h.0.*,logits'.",
+        ),
+    ] = "all",
+    dtype: options.Dtype = None,
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients",
+            help="Also the loss, and its gradients at all taps and of all parameters.",
+        ),
+    ] = False,
+    decode: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Also the logits of N greedy steps through the KV cache."
+        ),
+    ] = 0,
+    text: Annotated[str | None, inputs(help="Record this text, not random ids.")] = None,
+    ids: Annotated[
+        str | None,
+        inputs(metavar="IDS", help="Record these ids: '15496,11,995'; ';' separates sequences."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        inputs(metavar="N", callback=options.check_seed, help="Of the random ids; by default 0."),
+    ] = None,
+    batch: Annotated[
+        int | None, inputs(metavar="N", min=1, help="Number of sequences; by default 2.")
+    ] = None,
+    length: Annotated[
+        int | None, inputs(metavar="N", min=1, help="Ids in a sequence; by default 64.")
+    ] = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    n_head: options.NHead = None,
+) -> None:
+    """Write what transformers computes to a file that other implementations are compared with.
+
+    Besides the arrays, the file has the difference at each of them beyond which a port is wrong.
+    """
+    source = options.choose_source(source, model)
+    for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
+        for other, exclusive in {"--text": text, "--ids": ids}.items():
+            options.exclude({other: exclusive is not None, name: value is not None})
+    options.exclude({"--text": text is not None, "--ids": ids is not None})
+    if out.suffix not in (".safetensors", ".npz"):
+        raise typer.BadParameter(
+            f"{out} has the suffix {out.suffix!r}. Pass a name that ends in .safetensors or .npz.",
+            param_hint="--out",
+        )
+    from compat.golden_files import golden
+    from compat.parity import random_ids
+
+    checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
+    rows: object = None if ids is None else _parsed(ids)
+    if text is None and rows is None:
+        length = min(64, checkpoint.config.n_positions) if length is None else length
+        rows = random_ids(checkpoint, seed or 0, batch or 2, length)
+    written = golden(
+        checkpoint,
+        out,
+        input_ids=rows,
+        text=text,
+        taps=taps,
+        dtype=options.torch_dtype(dtype),
+        gradients=gradients,
+        decode=decode,
+    )
+    B, T = written.ids.shape
+    size = out.stat().st_size / 1e6
+    note(
+        f"wrote {out}: {len(written.judged):,} arrays with bounds for {B} × {T} ids, {size:,.1f} MB"
+    )
+
+
+def _parsed(ids: str) -> list[list[int]]:
+    """The sequences of --ids."""
+    try:
+        rows = [[int(token) for token in row.split(",")] for row in ids.split(";")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{ids!r} is not a list of ids. Pass numbers such as '15496,11,995'.",
+            param_hint="--ids",
+        ) from None
+    if len({len(row) for row in rows}) > 1:
+        raise typer.BadParameter(
+            "the sequences have different lengths. Pass sequences of one length.",
+            param_hint="--ids",
+        )
+    return rows

@@ -1,0 +1,302 @@
+"""Named arrays in a file or folder of any program: safetensors, .npz, a folder of .npy files.
+
+An array is read one at a time and never unpickled. Values that float64 or bfloat16 tensors cannot
+hold are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from compat.checkpoint.safetensors_file import SafetensorsFile
+from compat.errors import CompatError, ParityError, described
+from compat.parity.functions import check_kind, tensor_of
+
+MAX_ARRAYS = 100_000
+FORMATS = "a .safetensors file, a .npz file or a folder of .npy files"
+
+
+@dataclass(frozen=True)
+class Array:
+    """One stored array, which is not read yet.
+
+    Args:
+        shape: of the array.
+        dtype: its name, such as "float32", ">f8" or "BF16".
+        load: reads it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], Tensor]
+
+
+Arrays = dict[str, Array]
+
+
+def open_arrays(path: Path) -> Arrays:
+    """The arrays in a file or folder by name.
+
+    Raises:
+        ParityError: it is missing, of another format, damaged, or holds something that is not a
+            number.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise ParityError(f"{path} does not exist. Pass {FORMATS}.")
+    if not path.is_file():
+        raise ParityError(f"{path} is a pipe or a device. Pass {FORMATS}.")
+    if path.stat().st_size == 0:
+        raise ParityError(f"{path} is empty. Write the arrays again.")
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    if path.suffix == ".npz":
+        return _open_npz(path)
+    raise ParityError(f"{path} has the suffix {path.suffix!r}. Pass {FORMATS}.")
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts in the header of a safetensors file, whose header was checked before."""
+    with safe_open(path, framework="pt") as file:
+        found: dict[str, str] | None = file.metadata()
+    return found or {}
+
+
+def as_array(name: str, value: object) -> Array:
+    """An array in memory: of NumPy or torch, or anything with `__array__` or `__dlpack__`.
+
+    Raises:
+        ParityError: it is none of these, or does not hold numbers.
+    """
+    if isinstance(value, Array):
+        return value
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_of_torch, name, tensor))
+    if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
+        with _reading(name):
+            array = np.asarray(value)
+        check_kind(name, array.dtype)
+        return Array(array.shape, str(array.dtype), partial(tensor_of, name, array))
+    if hasattr(value, "__dlpack__"):
+        with _reading(name):
+            return as_array(name, from_dlpack(value))
+    raise ParityError(
+        f"{name} is {described(value)}; expected an array, such as one of NumPy, torch or JAX."
+    )
+
+
+def _of_torch(name: str, tensor: Tensor) -> Tensor:
+    with _reading(name):
+        if tensor.is_complex() or tensor.device.type == "meta":
+            raise ValueError(f"it is a {tensor.dtype} tensor on {tensor.device}")
+        return tensor.cpu().to_dense()
+
+
+@contextmanager
+def _reading(name: object) -> Iterator[None]:
+    """Turn what readers raise for a damaged file into one sentence."""
+    try:
+        yield
+    except CompatError:
+        raise
+    except (OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error) as error:
+        text = str(error) or type(error).__name__
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError) as error:
+        text = str(error) or type(error).__name__
+    else:
+        return
+    raise ParityError(f"{name} cannot be read: {text.splitlines()[0]}. Write it again.")
+
+
+def _open_safetensors(path: Path) -> Arrays:
+    file = SafetensorsFile(path)
+
+    def load(name: str) -> Tensor:
+        if isinstance(file.infos[name].dtype, torch.dtype):
+            return file.read(name)
+        with _reading(f"{name} in {path}"), safe_open(path, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor.clone()
+
+    return {
+        name: Array(info.shape, str(info.dtype), partial(load, name))
+        for name, info in file.infos.items()
+    }
+
+
+def _open_npz(path: Path) -> Arrays:
+    with _reading(path), zipfile.ZipFile(path) as archive:
+        members = {info.filename.removesuffix(".npy"): info.filename for info in archive.infolist()}
+        _check_count(path, len(members))
+        found = {}
+        for name, member in members.items():
+            with archive.open(member) as file:
+                found[name] = _npy(f"{name} in {path}", file, partial(_open_member, path, member))
+        return found
+
+
+def _open_member(path: Path, member: str) -> IO[bytes]:
+    return zipfile.ZipFile(path).open(member)
+
+
+def _open_file(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+def _open_folder(path: Path) -> Arrays:
+    files = sorted(path.rglob("*.npy"))
+    _check_count(path, len(files))
+    if not files:
+        raise ParityError(f"{path} holds no .npy file. Pass {FORMATS}.")
+    found = {}
+    for file in files:
+        # `h.0/act.npy` and `h/0/act.npy` are read like `h.0.act.npy`.
+        name = ".".join(file.relative_to(path).with_suffix("").parts)
+        with _reading(file), file.open("rb") as opened:
+            found[name] = _npy(str(file), opened, partial(_open_file, file))
+    return found
+
+
+def _check_count(path: Path, count: int) -> None:
+    if count > MAX_ARRAYS:
+        raise ParityError(f"{path} holds {count:,} arrays; expected at most {MAX_ARRAYS:,}.")
+
+
+def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
+    """One array in NumPy's format, of which only the header is read."""
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    if dtype.kind not in "SU":  # the metadata of a golden file
+        check_kind(name, dtype)
+    start, count = file.tell(), int(np.prod(shape, dtype=object))
+
+    def load() -> Tensor:
+        with _reading(name), reopen() as again:
+            again.read(start)
+            size = count * dtype.itemsize
+            data = again.read(size)
+            if len(data) != size:
+                raise ValueError(f"truncated? it has {len(data):,} bytes of {size:,}")
+            array = np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
+            if dtype.kind in "SU":
+                array = np.frombuffer(str(array[()]).encode(), np.uint8)
+            return tensor_of(name, array)
+
+    return Array(tuple(shape), str(dtype), load)
+
+
+def describe(array: Array) -> str:
+    """Type and shape, such as "float32 [2, 16, 128]"."""
+    return f"{array.dtype.removeprefix('torch.')} {list(array.shape)}"
+
+
+# Writing
+
+
+class Writer:
+    """Writes arrays one after the other into a file that appears only when it is complete.
+
+    Args:
+        path: with the suffix .safetensors or .npz.
+        shapes: of every array, in the order in which they are written, and their data types.
+        metadata: a JSON text for the header.
+    """
+
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
+    ) -> None:
+        self.path, self._order = path, list(shapes)
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._is_npz = path.suffix == ".npz"
+        self._shapes, self._metadata, self._next = shapes, metadata, 0
+
+    def __enter__(self) -> Writer:
+        try:
+            self._file: Any = self._temporary.open("wb")
+        except OSError as error:
+            raise ParityError(
+                f"{self.path} cannot be written: {error.strerror}. Pass another path."
+            ) from None
+        if self._is_npz:
+            self._file = zipfile.ZipFile(self._file, "w")
+            self._write_member("metadata", np.array(self._metadata))
+        else:
+            self._file.write(_header(self._shapes, self._metadata))
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next array."""
+        expected = self._order[self._next]
+        shape, dtype = self._shapes[name]
+        assert name == expected and tuple(tensor.shape) == shape, (name, expected, tensor.shape)
+        self._next += 1
+        tensor = tensor.detach().to(dtype).contiguous()
+        try:
+            if self._is_npz:
+                self._write_member(name, tensor.numpy())
+            else:
+                self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _write_member(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        with self._file.open(f"{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            file = self._file.fp if self._is_npz else self._file
+            self._file.close()
+            file.close()
+            if kind is None:
+                assert self._next == len(self._order)
+                os.replace(self._temporary, self.path)
+        except OSError as error:
+            if kind is None:
+                raise self._failed(error) from None
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> ParityError:
+        return ParityError(
+            f"{self.path} cannot be written: {error.strerror}. Nothing was changed. Free space "
+            "there, or pass another path."
+        )
+
+
+def _header(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str) -> bytes:
+    """The length and the JSON with which a safetensors file begins."""
+    import json
+
+    codes = {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.int64: "I64",
+    }  # fmt: skip
+    entries: dict[str, Any] = {"__metadata__": {"golden": metadata}}
+    start = 0
+    for name, (shape, dtype) in shapes.items():
+        end = start + dtype.itemsize * int(np.prod(shape, dtype=object))
+        entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

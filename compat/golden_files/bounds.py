@@ -1,0 +1,183 @@
+"""How far an array may be from the reference's, and how that is calibrated.
+
+A correct port adds the terms of a sum in another order than the reference, and in C usually one by
+one into a float32. The writer of a golden file therefore measures three errors against float64: the
+reference's own, from the ids on and of every piece alone, and the error of such plain sums in the
+projections. A bound allows a port twice the larger of them, and the reference its own error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compat.golden_files.pieces import Weights, split_name
+from compat.parity.compare import MAX_ERROR_RATIO
+
+# In half precision, the simulated run rounds every tap once. Implementations round inside a piece
+# too, for example before the softmax.
+HALF_ROUNDINGS = 4.0
+# The worst position may have this many times the error of the reference at its worst position.
+MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
+SMALLEST_ROW = 1e-3  # over the RMS of all rows; the error of a smaller row is related to this size
+ELEMENTS = 1 << 22  # that are compared in float64 at once
+SAMPLED, SAMPLED_COLUMNS = 8, 4096  # of a projection's input and weight, for its plain sums
+PROJECTIONS = {"q": 0, "k": 1, "v": 2, "attn": None, "fc": None, "mlp": None, "logits": None}
+
+
+@dataclass(frozen=True)
+class Error:
+    """The difference of two arrays.
+
+    Args:
+        rms: of the difference, over the RMS of the second array.
+        worst: the same for the row with the largest error; a row is a vector along the last axis.
+        max_abs: the largest absolute difference.
+        identical: whether no element differs.
+    """
+
+    rms: float
+    worst: float
+    max_abs: float
+    identical: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.rms) and math.isfinite(self.worst)
+
+
+def error(ours: Tensor, reference: Tensor) -> Error:
+    """The difference of two arrays of one shape. With a NaN in either, it is NaN."""
+    rows = [t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1) for t in (ours, reference)]
+    step = max(1, ELEMENTS // rows[0].shape[1])
+    squares = torch.zeros(2, dtype=torch.float64)
+    per_row, max_abs, identical = [], torch.zeros((), dtype=torch.float64), True
+    for mine, theirs in zip(*(torch.split(t, step) for t in rows), strict=True):
+        mine, theirs = mine.double(), theirs.double()
+        delta = mine - theirs
+        found = torch.stack([delta.square().sum(-1), theirs.square().sum(-1)])  # (2, rows)
+        squares += found.sum(-1)
+        per_row.append(found)
+        max_abs = torch.maximum(max_abs, delta.abs().max())
+        identical = identical and torch.equal(mine, theirs)
+    deltas, sizes = torch.cat(per_row, dim=1)
+    floor = SMALLEST_ROW**2 * squares[1] / len(rows[0])
+    worst = (deltas / sizes.maximum(floor)).nan_to_num(nan=0.0, posinf=math.inf).max()
+    if deltas.isnan().any():
+        worst = worst * math.nan
+    delta, size = squares.sqrt().tolist()
+    rms = 0.0 if delta == 0 else delta / size if size else math.inf
+    return Error(rms, worst.sqrt().item(), max_abs.item(), identical)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest differences that pass at one tap, in one data type of the candidate.
+
+    Args:
+        own: the reference's own error against float64, to which differences are related in reports.
+        rms: of the difference from the reference, see `Error`.
+        worst: of the row with the largest error.
+        local: of the difference from float64, where the piece runs on the candidate's own inputs.
+    """
+
+    own: float
+    rms: float
+    worst: float
+    local: float
+
+    def to_list(self) -> list[float]:
+        return [self.own, self.rms, self.worst, self.local]
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The relative error of a result that is rounded to a type, and of the sums before it."""
+    return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
+
+
+class Calibration:
+    """The bounds of the taps of one run, in execution order.
+
+    Args:
+        dtype: of the run.
+        half: whether the run is a simulation of half precision.
+    """
+
+    def __init__(self, dtype: torch.dtype, half: bool) -> None:
+        self.rounding, self.half = rounding(dtype), half
+        self.accumulated = self.rounding
+        self.sums = 1.0  # the largest error of plain sums over the reference's, up to here
+
+    def bound(
+        self, found: Tensor, exact: Tensor, local: float = 0.0, plain: float | None = None
+    ) -> Bound:
+        """The bound of the next tap.
+
+        Args:
+            found: the tap in the run.
+            exact: the tap in float64.
+            local: the error of the piece that ends at the tap.
+            plain: the error of the same piece with plain sums, if it is a projection.
+        """
+        own = error(found.double(), exact)
+        local = max(local, self.rounding)
+        if plain is not None:
+            self.sums = max(self.sums, plain / local)
+        # With few values, an error can happen to be smaller than those before it.
+        self.accumulated = max(self.accumulated, own.rms)
+        worst = max(own.worst, self.accumulated)
+        factor = HALF_ROUNDINGS if self.half else self.sums
+        rms = (1 + MAX_ERROR_RATIO * factor) * self.accumulated
+        local = MAX_ERROR_RATIO * max(local * factor, plain or 0.0)
+        return Bound(own.rms, rms, (1 + MAX_POSITION_RATIO * factor) * worst, local)
+
+
+def plain_sum_error(tap: str, weights: Weights, x: Tensor) -> float | None:
+    """The error of a projection whose sums are added one term after the other in float32.
+
+    Measured on some rows of the piece's input (B, T, in), of which the first is always one. None if
+    the tap is not the result of a projection.
+    """
+    i, name = split_name(tap)
+    if name not in PROJECTIONS:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows[:: max(1, len(rows) // SAMPLED)][:SAMPLED]
+    matrix, bias = _matrix(weights, i, name)
+    columns = slice(None, None, max(1, matrix.shape[1] // SAMPLED_COLUMNS))
+    matrix = matrix[:, columns].float().contiguous()
+    total = torch.zeros(len(rows), matrix.shape[1])
+    truth = rows.double() @ matrix.double()
+    if bias is not None:
+        total += bias[columns].float()
+        truth += bias[columns].double()
+    for k in range(len(matrix)):
+        total.addr_(rows[:, k].float(), matrix[k])
+    return error(total.double(), truth).rms
+
+
+def _matrix(weights: Weights, i: int, name: str) -> tuple[Tensor, Tensor | None]:
+    """The weight [in, out] and the bias of a projection."""
+    if name == "logits":
+        tied = weights.config.tie_word_embeddings
+        return weights.read("wte.weight" if tied else "lm_head.weight").T, None
+    module = {"attn": "attn.c_proj", "fc": "mlp.c_fc", "mlp": "mlp.c_proj"}.get(name, "attn.c_attn")
+    weight, bias = (weights.read(f"h.{i}.{module}.{part}") for part in ("weight", "bias"))
+    if (third := PROJECTIONS[name]) is not None:
+        weight, bias = weight.chunk(3, dim=-1)[third], bias.chunk(3)[third]
+    return weight, bias
+
+
+def taps_in_layers(stream: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The taps of a run, grouped by block."""
+    group: dict[str, Tensor] = {}
+    for tap, value in stream:
+        if group and tap.rpartition(".")[0] != next(iter(group)).rpartition(".")[0]:
+            yield group
+            group = {}
+        group[tap] = value
+    yield group

@@ -1,0 +1,207 @@
+"""Comparing a candidate's arrays with golden ones: verdict, local differences, deviations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compat.checkpoint import Checkpoint, Source
+from compat.errors import ParityError, listed
+from compat.golden_files.bounds import Bound, Error, error
+from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
+from compat.golden_files.diagnose import diagnose
+from compat.golden_files.file import Golden
+from compat.golden_files.layouts import Layout
+from compat.golden_files.pieces import GPT2, MissingWeightError, Weights, run_segment, segment
+from compat.golden_files.report import GoldenReport
+from compat.parity import Difference, InputResult, LogitsProof, TapResult
+from compat.tap import tap_names
+
+
+def check(
+    golden: Golden,
+    candidate: str | Path | Mapping[str, object] | Callable[[Any], object],
+    *,
+    model: Source | None = None,
+    rename: Mapping[str, str | None] | None = None,
+) -> GoldenReport:
+    """Compare a candidate's arrays with golden ones; see `Golden.check`."""
+    found = as_candidate(golden, candidate, rename)
+    checkpoint = _checkpoint(golden, model)
+    comparison = Comparison(golden, found, golden.weights(checkpoint))
+    results = comparison.results()
+    notes = [*golden.metadata.get("notes", []), *found.notes, *comparison.notes]
+    logits = LogitsProof()
+    if comparison.logits is not None:
+        B, T = golden.ids.shape
+        logits.inputs.append(InputResult("the golden ids", (B, T), comparison.logits))
+        logits.ids_tried = len(torch.unique(golden.ids))
+    if checkpoint is None and not all(result.local for result in results):
+        notes.append(
+            "without the checkpoint, pieces with a matrix were not checked on the candidate's own "
+            f"inputs; pass it as model (--model {golden.source})"
+        )
+    return GoldenReport(
+        source=golden.source,
+        model_name=found.name,
+        dtype=golden.metadata["dtype"],
+        input_shape=(golden.ids.shape[0], golden.ids.shape[1]),
+        calibrated=True,
+        training=False,
+        taps=results,
+        versions=golden.metadata["versions"],
+        logits=logits,
+        notes=notes,
+        findings=diagnose(comparison, results),
+        recorded=len(golden.judged),
+        has_logits=comparison.logits is not None,
+    )
+
+
+def _checkpoint(golden: Golden, model: Source | None) -> Checkpoint | None:
+    """The checkpoint that was passed, or else the recorded one if it needs no download."""
+    if model is not None:
+        return golden.open_model(model)
+    if golden.source == "demo":
+        return golden.open_model("demo")
+    return None
+
+
+class Comparison:
+    """One candidate beside one set of golden arrays.
+
+    Args:
+        golden: the golden arrays.
+        candidate: its arrays.
+        weights: for the pieces.
+    """
+
+    def __init__(self, golden: Golden, candidate: Candidate, weights: Weights) -> None:
+        self.golden, self.candidate, self.weights = golden, candidate, weights
+        self.notes: list[str] = []
+        self.logits: Difference | None = None
+        self.bounds: dict[str, Bound] = {}
+        self._precision = torch.float64  # the narrowest one up to here, in execution order
+        self._narrowed = ""
+        self._unjudged: list[str] = []
+        self._layouts: dict[str, list[str]] = {}
+
+    def results(self) -> list[TapResult]:
+        """The comparison of every array that both have, in execution order."""
+        found = []
+        for name in self.golden.judged:
+            if name in self.candidate.entries:
+                result = self._compare(name)
+                if math.isnan(self.bounds[name].rms):
+                    self._unjudged.append(name)
+                else:
+                    found.append(result)
+        if self._narrowed:
+            dtype = str(self._precision).removeprefix("torch.")
+            self.notes.append(
+                f"{self._narrowed} holds {dtype} values, so that it and what follows are judged by "
+                f"bounds for {dtype}, which hide small deviations"
+            )
+        if self._unjudged:
+            text = (
+                f"there are no bounds for gradients in half precision: {listed(self._unjudged, 4)}"
+            )
+            if not found:
+                raise ParityError(f"{text}. Compute and store them in float32.")
+            self.notes.append(f"not compared, because {text}")
+        for text, names in self._layouts.items():
+            self.notes.append(
+                f"read as [{text}]: {', '.join(names[:3])}"
+                + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            )
+        return found
+
+    def _compare(self, name: str) -> TapResult:
+        entry = self.candidate.entries[name]
+        expected = self.golden.read(name)
+        expected = expected[:, -1:] if entry.last_only else expected
+        options: list[Layout | None] = [*entry.layouts] or [None]
+        measured = []
+        for layout in options:
+            self.candidate.choose(name, layout)
+            measured.append((error(self.candidate.read(name), expected), layout))
+        # Several layouts have the same shape where sizes are equal, such as B and T.
+        best, layout = measured[0]
+        for other, second in measured[1:]:
+            if not best.rms <= other.rms:
+                best, layout = other, second
+        self.candidate.choose(name, layout)
+        if layout is not None and layout.text != layout.canonical:
+            self._layouts.setdefault(layout.text, []).append(name)
+        bound = self.bounds[name] = self._bound(name)
+        accumulated = _judged(best, bound.own, bound.rms, bound.worst)
+        if name == "logits":
+            self.logits = Difference(
+                best.max_abs, best.rms, best.identical, None, best.worst, bound.worst,
+                accumulated.within,
+            )  # fmt: skip
+        local = self._local(name, accumulated.within)
+        return TapResult(name, accumulated, local)
+
+    def _bound(self, name: str) -> Bound:
+        found = precision(self.candidate.read(name))
+        if found in NARROW:
+            if self._precision not in NARROW:
+                self._narrowed = name
+            if found == torch.bfloat16 or self._precision not in NARROW:
+                self._precision = found
+        return self.golden.bound(name, self._precision)
+
+    def known(self, name: str) -> bool:
+        """Whether the candidate has a tap at every position."""
+        entry = self.candidate.entries.get(name)
+        return entry is not None and not entry.last_only
+
+    def value(self, name: str) -> Tensor:
+        """The candidate's tap in float64."""
+        return self.candidate.read(name).double()
+
+    def segment(self, tap: str) -> list[str]:
+        """The taps to compute from the candidate's own for a tap, itself included."""
+        return segment(tap, GPT2, self.weights.config.n_layer, self.known)
+
+    def _local(self, name: str, within: bool) -> Difference | None:
+        """The difference of a tap from GPT-2's formula on the candidate's own arrays."""
+        n_layer = self.weights.config.n_layer
+        if name not in tap_names(n_layer) or self.candidate.entries[name].last_only:
+            return None
+        names = self.segment(name)
+        if "embed" in names and len(names) > 1:
+            return None  # it would be the whole model from the ids on
+        try:
+            expected = run_segment(names, GPT2, self.weights, self.value)
+        except MissingWeightError:
+            return None
+        bound = self.bounds[name]
+        largest = bound.local if len(names) == 1 else max(bound.local, bound.rms)
+        found = error(self.value(name), expected)
+        judged = _judged(found, bound.own, largest, math.inf)
+        if within and not judged.within:
+            # Only the accumulated difference decides.
+            judged = Difference(
+                judged.max_abs, judged.rel_rms, judged.bit_identical, judged.ratio, judged.error,
+                None, True,
+            )  # fmt: skip
+        return judged
+
+
+def _judged(found: Error, own: float, largest: float, worst: float) -> Difference:
+    """A difference with the number that is nearest to its bound, or farthest above it."""
+    judged, bound = found.rms, largest
+    if found.worst * largest > found.rms * worst:
+        judged, bound = found.worst, worst
+    within = found.rms <= largest and found.worst <= worst
+    ratio = found.rms / own if own else None
+    return Difference(
+        found.max_abs, found.rms, found.identical, ratio, judged, bound, found.identical or within
+    )

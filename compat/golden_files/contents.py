@@ -1,0 +1,140 @@
+"""What a golden file contains: its names, its metadata, and the meaning of every tap."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from compat.checkpoint import Checkpoint
+from compat.config import GPT2Config
+from compat.errors import ParityError, listed, short_repr
+from compat.golden_files.pieces import split_name
+from compat.parity.transformers_gpt2 import VERSION
+from compat.tap import BLOCK_TAPS, tap_names
+
+FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
+IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"
+WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
+TOKENS = "token_embedding"
+# The rows and columns of the array `bound.NAME`.
+HALF = (torch.float16, torch.bfloat16)
+COLUMNS = ("own", "rms", "worst", "local")
+
+# Axes: B batch, T time, C channels, H heads, S keys, F inner width, V vocabulary.
+AXES = {"probs": "B H T S", "fc": "B T F", "act": "B T F", "logits": "B T V"}
+MEANING = {
+    "embed": "token embedding + position embedding, which enters the first block",
+    "ln_1": "the first norm of the block, with weight and bias",
+    "q": "the queries of all heads side by side, not scaled",
+    "k": "the keys of all heads side by side",
+    "v": "the values of all heads side by side",
+    "probs": "the softmax of the scaled and masked scores; 0 where the key is later than the query",
+    "heads": "the results of all heads side by side, before the output projection",
+    "attn": "attention after its output projection, before the residual sum",
+    "resid_mid": "the residual stream after attention",
+    "ln_2": "the second norm of the block, with weight and bias",
+    "fc": "the first projection of the MLP, before the activation",
+    "act": "the activation of the MLP",
+    "mlp": "the second projection of the MLP, before the residual sum",
+    "out": "the residual stream after the block, before any norm",
+    "ln_f": "the final norm, with weight and bias",
+    "logits": "the product with the token embedding",
+}
+
+
+def shape_of(tap: str, config: GPT2Config, B: int, T: int) -> tuple[int, ...]:
+    """The shape of a tap for ids (B, T)."""
+    sizes = {
+        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "F": config.d_inner,
+        "V": config.vocab_size,
+    }  # fmt: skip
+    return tuple(sizes[axis] for axis in axes_of(tap).split())
+
+
+def axes_of(tap: str) -> str:
+    """The axes of a tap, such as "B T C"."""
+    return AXES.get(split_name(tap)[1], "B T C")
+
+
+def select_taps(pattern: str, n_layer: int) -> list[str]:
+    """The taps that "all", "layers" or patterns such as "h.0.*,logits" select.
+
+    Raises:
+        ParityError: a pattern selects none.
+    """
+    names = tap_names(n_layer)
+    if pattern == "all":
+        return names
+    if pattern == "layers":
+        return [name for name in names if not name.startswith("h.") or name.endswith(".out")]
+    selected: set[str] = set()
+    for part in pattern.split(","):
+        found = [name for name in names if fnmatchcase(name, part.strip())]
+        if not found:
+            raise ParityError(
+                f"no tap matches {short_repr(part)}. Pass all, layers, or a pattern of names such "
+                f"as 'h.0.*'. A block has the taps {listed(BLOCK_TAPS, 20)}."
+            )
+        selected.update(found)
+    return [name for name in names if name in selected]
+
+
+def checkpoint_hash(checkpoint: Checkpoint) -> str:
+    """The SHA-256 of all tensors, independent of the file format.
+
+    Hashed are, in alphabetical order of the names: name, data type, shape and bytes of each tensor.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint.infos):
+        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+            continue
+        tensor = checkpoint.read(name).contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name} {dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def metadata_of(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    taps: Iterable[str],
+    notes: list[str],
+) -> dict[str, Any]:
+    """What the header of a golden file says."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "source": checkpoint.source,
+        "checkpoint_sha256": checkpoint_hash(checkpoint),
+        "config": checkpoint.config.to_hf_dict(),
+        "dtype": name,
+        "input_shape": list(shape),
+        "bounds": {
+            "rows": [name, *(str(d).removeprefix("torch.") for d in HALF)],
+            "columns": list(COLUMNS),
+        },
+        "taps": {
+            tap: {
+                "shape": list(shape_of(tap, checkpoint.config, *shape)),
+                "axes": axes_of(tap),
+                "meaning": MEANING[split_name(tap)[1]],
+            }
+            for tap in taps
+        },
+        "notes": notes,
+        "versions": {
+            "compat": version("gpt2-compat"),
+            "torch": torch.__version__,
+            "transformers": VERSION,
+            "python": platform.python_version(),
+        },
+    }

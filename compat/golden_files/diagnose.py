@@ -1,0 +1,320 @@
+"""Naming the deviations of a candidate: which piece is wrong, and what it computes instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compat.adaptation.result import Finding
+from compat.errors import collapse_layers, listed
+from compat.golden_files.bounds import Bound, error
+from compat.golden_files.codes import CODES, MESSAGES
+from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
+from compat.golden_files.file import Golden
+from compat.golden_files.pieces import (
+    GPT2,
+    MissingWeightError,
+    Weights,
+    inputs_of,
+    run_segment,
+    segment,
+    split_name,
+)
+from compat.parity import TapResult
+from compat.tap import tap_names
+
+# A hypothesis is accepted with an error of SLACK times the bound, or if it explains the difference
+# but for one part in EXPLAINED: some formulas amplify rounding errors more than GPT-2's.
+SLACK, EXPLAINED = 2.0, 100.0
+# A piece of more than LONG taps is computed in float32 for a part of the ids. GPT-2 is causal, so
+# that a prefix is enough for hypotheses about pieces that compute each token from earlier ones.
+LONG, PREFIX = 16, (2, 32)
+ACROSS_TOKENS = {"embed", "probs", "heads"}
+# The pieces in which ports deviate most often, which are tried first where that takes long.
+MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
+PROBED = 16  # values with which a tap is searched among the others
+
+
+class Arrays(Protocol):
+    """What the diagnosis needs of a comparison."""
+
+    golden: Golden
+    weights: Weights
+    bounds: dict[str, Bound]
+
+    def known(self, name: str) -> bool: ...
+
+    def value(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A deviation at one tap.
+
+    Args:
+        tap: where it was found.
+        code: of the deviation.
+        values: for the placeholders of its texts.
+        evidence: a sentence.
+        fix: replaces the fix of the code.
+    """
+
+    tap: str
+    code: str
+    values: dict[str, Any]
+    evidence: str
+    fix: str | None = None
+
+
+def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
+    """The deviations that explain the differences, in execution order."""
+    search = _Search(comparison)
+    taps = set(tap_names(comparison.weights.config.n_layer))
+    found: list[Named] = []
+    failing = [r for r in results if r.tap in taps and not r.accumulated.within]
+    within = {r.tap for r in results if r.accumulated.within}
+    for result in failing:
+        inherited = result.local is None and bool(found)
+        if inherited or (result.local is not None and result.local.within):
+            continue  # the arrays before it are wrong already
+        found += search.explain(result, within)
+    compared = [split_name(r.tap) for r in results if r.tap in taps]
+    return [_finding(group, compared) for group in _groups(found)]
+
+
+class _Search:
+    """Runs hypotheses on the arrays of one candidate."""
+
+    def __init__(self, comparison: Arrays) -> None:
+        self.comparison = comparison
+        self.n_layer = comparison.weights.config.n_layer
+        self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
+
+    def explain(self, result: TapResult, within: set[str]) -> list[Named]:
+        """What happens between a tap and the candidate's taps before it."""
+        tap, c = result.tap, self.comparison
+        value = c.value(tap)
+        if not value.isfinite().all():
+            return [self._not_finite(tap, value)]
+        names = segment(tap, GPT2, self.n_layer, c.known)
+        bound = c.bounds[tap]
+        limit = SLACK * bound.local if len(names) == 1 else max(SLACK * bound.local, bound.rms)
+        plain = result.local.error if result.local is not None else result.accumulated.error
+        best = self._best(tap, names, value, max(limit, plain / EXPLAINED), limit / SLACK)
+        if best is None:
+            return [self._elsewhere(tap, value) or self._scaled(tap, names, value, limit)
+                    or self._unexplained(result, names)]  # fmt: skip
+        hypothesis, reached = best
+        precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
+        evidence = (
+            f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}; "
+            f"without it, the difference is {plain:.2g}"
+        )
+        readers = [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
+        if readers:
+            evidence += (
+                f"; {readers[0]} agrees nevertheless, so that the array may have been recorded at "
+                "another place than it was computed"
+            )
+        return [
+            Named(tap, code, _in_layer(values, tap), evidence, None if number else hypothesis.fix)
+            for number, (code, values) in enumerate(hypothesis.codes)
+        ]
+
+    def _best(
+        self, tap: str, names: Sequence[str], value: Tensor, limit: float, enough: float
+    ) -> tuple[Hypothesis, float] | None:
+        """The hypothesis that explains a tap, and its error.
+
+        Args:
+            tap: of the candidate.
+            names: its segment.
+            value: the tap.
+            limit: the largest error that is accepted.
+            enough: an error with which the search ends.
+        """
+        kind = split_name(tap)[1]
+        tried = self._hypotheses(tap, names, value)
+        if (same := self.first.get(kind)) is not None:  # as in the layers before
+            tried = chain([same], tried)
+        accepted: list[tuple[float, int, Hypothesis]] = []
+        for number, hypothesis in enumerate(tried):
+            computed = self._run(tap, hypothesis, len(names) > LONG)
+            if computed is None or computed.ndim != value.ndim:
+                continue
+            part = value[tuple(slice(size) for size in computed.shape)]
+            reached = error(part, computed).rms
+            if reached <= limit:
+                accepted.append((reached, number, hypothesis))
+                # Formulas of norms can be close to each other, so that all are tried once.
+                if reached <= enough and ("ln_" not in tap or hypothesis is same):
+                    break
+        if not accepted:
+            return None
+        smallest = min(accepted, key=lambda entry: entry[0])[0]
+        near = [entry for entry in accepted if entry[0] <= 1.2 * smallest]
+        reached, _, hypothesis = min(near, key=lambda e: (len(e[2].codes), e[1]))
+        self.first[kind] = hypothesis
+        return hypothesis, reached
+
+    def _hypotheses(self, tap: str, names: Sequence[str], value: Tensor) -> Iterator[Hypothesis]:
+        """Those about the pieces of a segment, nearest to the tap first."""
+        kinds = list(dict.fromkeys(split_name(name)[1] for name in reversed(names)))
+        if len(names) > LONG:
+            kinds.sort(key=lambda kind: MOST_FREQUENT.find(kind) % len(MOST_FREQUENT))
+        layer = split_name(names[0])[0]
+        direct = len(names) == 1
+        inputs = {}
+        if direct:
+            own = inputs_of(tap, GPT2, self.n_layer)
+            labels = GPT2[kinds[0]].inputs
+            inputs = {k: self.comparison.value(n) for k, n in zip(labels, own, strict=True)}
+        situation = Situation(self.comparison.weights, tap, layer, value, inputs)
+        for kind in kinds:
+            yield from hypotheses(kind, situation)
+
+    def _run(self, tap: str, hypothesis: Hypothesis, long: bool) -> Tensor | None:
+        """The tap under a hypothesis; None if it cannot be computed or is not affected."""
+        c, pieces = self.comparison, {**GPT2, **hypothesis.pieces}
+        names = segment(tap, pieces, self.n_layer, c.known)
+        if not {split_name(name)[1] for name in names} & hypothesis.pieces.keys():
+            return None
+        B, T = c.weights.ids.shape
+        if long:
+            B = min(B, PREFIX[0])
+            T = T if ACROSS_TOKENS & hypothesis.pieces.keys() else min(T, PREFIX[1])
+        dtype = torch.float32 if long else torch.float64
+        weights = replace(c.weights.cut(B, T), dtype=dtype)
+
+        def known(name: str) -> Tensor:
+            value = c.value(name)[:B].to(dtype)
+            return value[:, :, :T, :T] if name.endswith("probs") else value[:, :T]
+
+        try:
+            return run_segment(names, pieces, weights, known).double()
+        except (MissingWeightError, LookupError, RuntimeError):  # such as shapes that do not fit
+            return None
+
+    def _sources(self, tap: str, names: Sequence[str]) -> str:
+        """The candidate's taps from which a segment starts."""
+        inputs = [
+            own for name in names for own in inputs_of(name, GPT2, self.n_layer) if own not in names
+        ]
+        return listed(list(dict.fromkeys(inputs))) or "the ids"
+
+    def _elsewhere(self, tap: str, value: Tensor) -> Named | None:
+        """A golden tap of another name that the array holds."""
+        c = self.comparison
+        for other in c.golden.taps:
+            if other == tap or c.golden.arrays[other].shape != tuple(value.shape):
+                continue
+            expected = c.golden.read(other).double()
+            bound = c.golden.bound(other, expected.dtype).rms
+            probe = value.flatten()[:PROBED], expected.flatten()[:PROBED]
+            if error(*probe).rms < 100 * bound and error(value, expected).rms <= bound:
+                evidence = f"the difference from {other} is {error(value, expected).rms:.1g}"
+                values = {"found": other, "expected": tap}
+                return Named(tap, "wrong_tap", values, evidence)
+        return None
+
+    def _scaled(self, tap: str, names: Sequence[str], value: Tensor, limit: float) -> Named | None:
+        """A factor between the array and what it should hold."""
+        c = self.comparison
+        try:
+            expected = run_segment(list(names), GPT2, c.weights, c.value)
+        except MissingWeightError:
+            expected = c.golden.read(tap).double()
+        if expected.shape != value.shape:
+            return None
+        size = (expected * expected).sum().item()
+        factor = (value * expected).sum().item() / size if size else 0.0
+        if not factor or error(value, factor * expected).rms > 2 * limit:
+            return None
+        evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
+        code = "scaled_logits" if tap == "logits" else "scaled_tap"
+        return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+
+    def _not_finite(self, tap: str, value: Tensor) -> Named:
+        wrong = (~value.isfinite()).nonzero()
+        kind = "NaN" if value.isnan().any() else "infinite"
+        found = (
+            f"{tap} has {len(wrong):,} {kind} value{'s' * (len(wrong) > 1)}, the first at "
+            f"{wrong[0].tolist()}"
+        )
+        fix = f"Look for a division by zero or an overflow between {tap} and the taps before it."
+        return Named(tap, "unexplained", {"found": found}, "", fix)
+
+    def _unexplained(self, result: TapResult, names: Sequence[str]) -> Named:
+        tap = result.tap
+        if result.local is None:
+            found = f"{tap} is the first array that differs, for a reason that compat does not know"
+            evidence = "its piece could not be run on your own arrays, because "
+            try:
+                run_segment(list(names), GPT2, self.comparison.weights, self.comparison.value)
+                evidence += f"{listed(list(names[:-1]), 4)} are not among them"
+            except MissingWeightError:
+                evidence += "the golden file has no matrices; pass the checkpoint with --model"
+        else:
+            sources = self._sources(tap, names)
+            found = f"{tap} does not follow from {sources} by GPT-2's formula"
+            evidence = f"the difference is {result.local.error:.2g} of its RMS"
+        fix = f"Compare the code that computes {tap} with GPT-2's."
+        return Named(tap, "unexplained", {"found": found}, evidence, fix)
+
+
+def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
+    """The values, with the layer of the tap in the names of tensors."""
+    if "tensors" not in values:
+        return dict(values)
+    own = re.sub(r"^h\.\d+\.", f"h.{split_name(tap)[0]}.", str(values["tensors"]))
+    return {**values, "tensors": own}
+
+
+def _groups(found: Sequence[Named]) -> list[list[Named]]:
+    """The deviations of one kind in all layers."""
+    groups: dict[str, list[Named]] = {}
+    for each in found:
+        same = {k: v for k, v in each.values.items() if k != "tensors"}
+        place = split_name(each.tap)[1] if each.code in ("unexplained", "scaled_tap") else ""
+        if each.code == "unexplained":
+            same = {}
+        groups.setdefault(f"{each.code} {place} {same if place == '' else ''}", []).append(each)
+    return list(groups.values())
+
+
+def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
+    """One finding for a deviation in several layers.
+
+    Args:
+        group: the deviation in each of them.
+        compared: layer and name of all taps that were compared.
+    """
+    first, code = group[0], CODES[group[0].code]
+    tensors = [str(each.values["tensors"]) for each in group if "tensors" in each.values]
+    values: Mapping[str, Any] = {**first.values}
+    if tensors:
+        values = {**values, "tensors": ", ".join(collapse_layers(list(dict.fromkeys(tensors))))}
+    message = MESSAGES.get(first.code, code.message).format(**values)
+    layers = sorted({split_name(each.tap)[0] for each in group if each.tap.startswith("h.")})
+    names = {split_name(each.tap)[1] for each in group}
+    if layers and any(name in names and i not in layers for i, name in compared):
+        message += f" (only in {listed([f'h.{i}' for i in layers])})"
+    fix = first.fix or code.fix
+    return Finding(
+        code=first.code,
+        severity="breaks",
+        tap=first.tap,
+        file=None,
+        line=None,
+        source_line=None,
+        message=message,
+        fix=fix if first.fix else fix.format(**values),
+        evidence=first.evidence,
+        values=dict(values),
+    )

@@ -1,0 +1,240 @@
+"""Golden arrays, in a file or in memory, and their comparison with a candidate's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
+from compat.config import DTYPES, GPT2Config
+from compat.errors import ConfigError, ParityError, short_repr
+from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
+from compat.golden_files.bounds import Bound
+from compat.golden_files.contents import (
+    BOUND,
+    DECODE_LOGITS,
+    FORMAT,
+    FORMAT_VERSION,
+    GRADIENT,
+    IDS,
+    LOSS,
+    WEIGHT,
+    checkpoint_hash,
+)
+from compat.golden_files.pieces import MissingWeightError, Weights
+
+if TYPE_CHECKING:
+    from compat.golden_files.report import GoldenReport
+
+
+@dataclass
+class Golden:
+    """What `transformers` computes for some ids: taps, gradients and decode steps, with bounds.
+
+    Args:
+        metadata: what the header of the file says, see the README of `compat.golden_files`.
+        arrays: by name, read when they are needed.
+        path: of the file, or None for arrays in memory.
+    """
+
+    metadata: dict[str, Any]
+    arrays: Arrays
+    path: Path | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> Golden:
+        """Open a golden file, of which only the header is read.
+
+        Raises:
+            ParityError: it is missing, damaged, or not a golden file.
+        """
+        path = Path(path)
+        arrays = open_arrays(path)
+        stored = arrays.pop("metadata", None)
+        text = None
+        if path.suffix == ".safetensors":
+            text = read_metadata(path).get("golden")
+        elif stored is not None:
+            text = stored.load().numpy().tobytes().decode(errors="replace")
+        golden = cls(_parsed(path, text), arrays, path)
+        golden._check_complete()
+        return golden
+
+    def _check_complete(self) -> None:
+        """Raise an error unless every array is there, with its bounds."""
+        try:
+            B, T = self.metadata["input_shape"]
+            taps = {name: tuple(tap["shape"]) for name, tap in self.metadata["taps"].items()}
+            rows, columns = (len(self.metadata["bounds"][x]) for x in ("rows", "columns"))
+            self.dtype  # noqa: B018
+            self.config  # noqa: B018
+        except (LookupError, TypeError, ValueError, AttributeError, ConfigError) as error:
+            raise ParityError(
+                f"{self.path} has metadata that is incomplete: {short_repr(error)}. Write the file "
+                "again with gpt2-compat golden."
+            ) from None
+        expected: dict[str, tuple[int, ...]] = {IDS: (B, T)}
+        for name, shape in taps.items():
+            expected |= {name: shape, BOUND + name: (rows, columns)}
+        for name, shape in expected.items():
+            found = self.arrays.get(name)
+            if found is None or found.shape != shape:
+                what = "no array" if found is None else f"an array of shape {list(found.shape)} as"
+                raise ParityError(
+                    f"{self.path} has {what} {name}; expected shape {list(shape)}. Write the file "
+                    "again with gpt2-compat golden."
+                )
+
+    @cached_property
+    def config(self) -> GPT2Config:
+        """The configuration of the checkpoint."""
+        return GPT2Config.from_dict(self.metadata["config"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the reference."""
+        return DTYPES[self.metadata["dtype"]]
+
+    @property
+    def source(self) -> str:
+        """The checkpoint, as it was named when the arrays were recorded."""
+        return str(self.metadata["source"])
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The ids (B, T)."""
+        return self.read(IDS)
+
+    @property
+    def taps(self) -> list[str]:
+        """The recorded taps in execution order."""
+        return list(self.metadata["taps"])
+
+    @cached_property
+    def judged(self) -> list[str]:
+        """All arrays with bounds: taps, the loss, gradients in backward order, decode steps."""
+        bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
+        backward = [GRADIENT + tap for tap in reversed(self.taps)]
+        known = [*self.taps, LOSS, *backward]
+        others = sorted(set(bounded) - {*known, DECODE_LOGITS})  # gradients of parameters
+        return [name for name in [*known, *others, DECODE_LOGITS] if name in bounded]
+
+    def read(self, name: str) -> Tensor:
+        """One array."""
+        return self.arrays[name].load()
+
+    def bound(self, name: str, dtype: torch.dtype) -> Bound:
+        """The bounds of an array for a candidate in a data type."""
+        rows: list[str] = self.metadata["bounds"]["rows"]
+        narrow = str(dtype).removeprefix("torch.")
+        row = rows.index(narrow) if narrow in rows[1:] and dtype != self.dtype else 0
+        return Bound(*self.read(BOUND + name)[row].tolist())
+
+    def open_model(self, source: Source) -> Checkpoint:
+        """Open a checkpoint, provided that its tensors are those of the golden arrays.
+
+        Raises:
+            ParityError: it is another checkpoint.
+            CompatError: it cannot be opened.
+        """
+        checkpoint = open_checkpoint(source)
+        # The diagnosis reads the weights many times. Their values are those of the hash.
+        checkpoint = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
+        if checkpoint_hash(checkpoint) != self.metadata["checkpoint_sha256"]:
+            raise ParityError(
+                f"{checkpoint.source} is not the checkpoint of the golden arrays, which is "
+                f"{self.source}: their tensors differ. Pass the same checkpoint, or none."
+            )
+        return checkpoint
+
+    def weights(self, checkpoint: Checkpoint | None) -> Weights:
+        """The weights of pieces: those in the arrays, and all others from a checkpoint."""
+        kept: dict[str, Tensor] = {}
+
+        def read(name: str) -> Tensor:
+            if name in kept:
+                return kept[name]
+            if len(kept) > 24:  # about a block
+                kept.clear()
+            if WEIGHT + name in self.arrays:
+                kept[name] = self.read(WEIGHT + name)
+            elif checkpoint is not None:
+                kept[name] = checkpoint.read(name)
+            else:
+                raise MissingWeightError(name)
+            return kept[name]
+
+        return Weights(self.config, self.ids, read)
+
+    def save(self, path: str | Path) -> None:
+        """Write the arrays to a file, .safetensors or .npz.
+
+        Raises:
+            ParityError: it cannot be written.
+        """
+        path = Path(path)
+        if path.suffix not in (".safetensors", ".npz"):
+            raise ParityError(
+                f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz."
+            )
+        shapes = {
+            name: (a.shape, DTYPES.get(a.dtype, torch.int64)) for name, a in self.arrays.items()
+        }
+        with Writer(path, shapes, json.dumps(self.metadata)) as writer:
+            for name in self.arrays:
+                writer.write(name, self.read(name))
+
+    def check(
+        self,
+        candidate: str | Path | Mapping[str, object] | Callable[[Any], object],
+        *,
+        model: Source | None = None,
+        rename: Mapping[str, str | None] | None = None,
+    ) -> GoldenReport:
+        """Compare a candidate's arrays with these, and name the deviations.
+
+        Args:
+            candidate: a file (.safetensors, .npz) or a folder of .npy files; arrays by name, of
+                NumPy or torch or anything with `__array__` or `__dlpack__`; or a function that gets
+                the ids, a NumPy array (B, T), and returns logits or arrays by name.
+            model: the checkpoint of these arrays. With it, pieces with matrices are also compared
+                on the candidate's own inputs.
+            rename: names of the candidate's arrays and the taps that they are; `{i}` stands for the
+                layer, and None ignores an array.
+
+        Returns:
+            The report, which is true if every array of the candidate is within its bounds.
+
+        Raises:
+            ParityError: an array cannot be read, has an unknown name, the wrong shape, or was
+                computed from other ids.
+        """
+        from compat.golden_files.check import check  # it imports what only comparisons need
+
+        return check(self, candidate, model=model, rename=rename)
+
+
+def _parsed(path: Path, text: str | None) -> dict[str, Any]:
+    """The metadata of a golden file."""
+    try:
+        found = json.loads(text) if text is not None else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ParityError(
+            f"{path} is not a golden file. Write one with gpt2-compat golden --model SOURCE "
+            "--out FILE."
+        )
+    if found.get("version") != FORMAT_VERSION:
+        raise ParityError(
+            f"{path} has version {short_repr(found.get('version'))} of the golden format; expected "
+            f"{FORMAT_VERSION}. Write the file again, or update compat."
+        )
+    return found

@@ -1,0 +1,94 @@
+"""The orders of axes in which candidates store an array, and how each becomes the golden one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compat.golden_files.pieces import split_name
+
+# Axes in the order in which they are stored; those in parentheses are stored as one. Axes: B batch,
+# T time, C channels, H heads, D head size, S keys, F inner width, V vocabulary, N decode steps,
+# 3 q, k and v. The first layout is that of the golden file. B may be absent if it is 1.
+STREAM = ("B T C", "T B C", "(B T) C")
+HEADS = ("B T (H D)", "T B (H D)", "(B T) (H D)", "B T H D", "B H T D", "T B H D", "(B H) T D",
+         "(B T) H D")  # fmt: skip
+LAYOUTS = {
+    "q": HEADS,
+    "k": HEADS,
+    "v": HEADS,
+    "heads": HEADS,
+    "qkv": ("B T (3 H D)", "T B (3 H D)", "(B T) (3 H D)", "B T 3 (H D)", "3 B T (H D)",
+            "B T 3 H D", "3 B T H D", "3 B H T D", "B 3 H T D"),
+    "probs": ("B H T S", "H B T S", "(B H) T S", "T B H S"),
+    "fc": ("B T F", "T B F", "(B T) F"),
+    "act": ("B T F", "T B F", "(B T) F"),
+    "logits": ("B T V", "T B V", "(B T) V"),
+    "decode.logits": ("B N V", "N B V", "(B N) V"),
+    "matrix": ("I O", "O I"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One order of axes.
+
+    Args:
+        text: as in LAYOUTS.
+        canonical: the layout of the golden file.
+        sizes: of the axes.
+    """
+
+    text: str
+    canonical: str
+    sizes: Mapping[str, int]
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return _groups(self.text)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.groups)
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """The tensor in the golden file's order of axes."""
+        axes = [axis for group in self.groups for axis in group]
+        flat = tensor.reshape([self.sizes[axis] for axis in axes])
+        wanted = _groups(self.canonical)
+        order = [axes.index(axis) for group in wanted for axis in group if axis in axes]
+        shape = [math.prod(self.sizes[axis] for axis in group) for group in wanted]
+        return flat.permute(order).reshape(shape)
+
+
+def _groups(text: str) -> list[list[str]]:
+    """ "B T (H D)" → [["B"], ["T"], ["H", "D"]]."""
+    parts = re.findall(r"\(([^)]*)\)|(\S+)", text)
+    return [(inner or single).split() for inner, single in parts]
+
+
+def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Layout]:
+    """The layouts that an array of this shape may have, the golden file's first.
+
+    Args:
+        name: of the array, such as "h.0.q", "logits" or "qkv" after the layer.
+        shape: of the candidate's array.
+        sizes: of all axes.
+    """
+    kind = name if name == "decode.logits" or name == "matrix" else split_name(name)[1]
+    known = LAYOUTS.get(kind, STREAM)
+    found = [Layout(text, known[0], sizes) for text in known]
+    if sizes["B"] == 1:
+        found += [Layout(_without_batch(text), known[0], sizes) for text in known]
+    distinct = {layout.text: layout for layout in found if layout.shape == shape}
+    return list(distinct.values())
+
+
+def _without_batch(text: str) -> str:
+    groups = [[axis for axis in group if axis != "B"] for group in _groups(text)]
+    kept = [group for group in groups if group]
+    return " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in kept)

@@ -1,0 +1,71 @@
+"""The report of a comparison with golden arrays: that of a parity check, with named deviations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from compat.adaptation.result import Finding
+from compat.parity import ParityReport
+
+
+@dataclass(frozen=True)
+class GoldenReport(ParityReport):
+    """The result of `Golden.check`; `to_json` has the same fields.
+
+    The accumulated difference of a tap is that of the candidate's array from the golden one, and
+    the local difference that of the array from GPT-2's formula, applied to the candidate's own
+    arrays before it. Only accumulated differences decide, and local ones say which piece is wrong.
+
+    Args:
+        findings: the deviations from GPT-2 that explain the differences, in execution order.
+        recorded: how many arrays the golden file has bounds for.
+        has_logits: whether the logits were compared.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    recorded: int = 0
+    has_logits: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are arrays, and every one is within its bounds."""
+        return bool(self.taps) and all(tap.accumulated.within for tap in self.taps)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence."""
+        first = next((tap for tap in self.taps if not tap.accumulated.within), None)
+        passed = sum(tap.accumulated.within for tap in self.taps)
+        count = f"{passed} of {len(self.taps)} arrays pass"
+        if len(self.taps) < self.recorded:
+            count += f", and {self.recorded - len(self.taps)} were not compared"
+        if first is None:
+            text = f"{self.model_name} agrees with transformers on {self.source}: {count}"
+            if self.has_logits:
+                return f"{text}; max|Δlogits| = {self.max_abs_diff:.2g}."
+            return f"{text}. Its logits are among those that were not compared."
+        text = f"{self.model_name} diverges from transformers on {self.source} at {first.tap}: "
+        found = first.accumulated
+        if math.isfinite(found.error) and found.bound:
+            text += f"the difference is {found.rel_rms:.2g} of the array's RMS, "
+            times = found.error / found.bound
+            text += f"{times:,.{0 if times >= 10 else 1}f} times what passes"
+        else:
+            text += "it has NaN or infinite values"
+        return f"{text}; {count}."
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The report as plain values; a number that is not finite becomes None.
+
+        Args:
+            full: every array, instead of the verdict and those out of bounds.
+        """
+        return {
+            **super().to_json(full=full),
+            "headline": self.headline,
+            "recorded": self.recorded,
+            "has_logits": self.has_logits,
+            "findings": [asdict(finding) for finding in self.findings],
+        }

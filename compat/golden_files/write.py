@@ -1,0 +1,322 @@
+"""Writing a golden file: the reference's taps, one block at a time, and their bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compat.checkpoint import Checkpoint, Source, open_checkpoint
+from compat.config import as_dtype
+from compat.errors import ParityError, short_repr
+from compat.golden_files.arrays import Array, Arrays, Writer
+from compat.golden_files.bounds import (
+    Calibration,
+    error,
+    plain_sum_error,
+    taps_in_layers,
+)
+from compat.golden_files.contents import (
+    BOUND,
+    COLUMNS,
+    DECODE_IDS,
+    DECODE_LOGITS,
+    GRADIENT,
+    HALF,
+    IDS,
+    LOSS,
+    TOKENS,
+    WEIGHT,
+    metadata_of,
+    select_taps,
+    shape_of,
+)
+from compat.golden_files.file import Golden
+from compat.golden_files.gradients import gradients
+from compat.golden_files.pieces import (
+    GPT2,
+    Piece,
+    Pieces,
+    Weights,
+    attention_formula,
+    chain,
+    inputs_of,
+    run_piece,
+    split_heads,
+)
+from compat.golden_files.stream import stream_taps
+from compat.parity import transformers_gpt2
+from compat.parity.check import checked_ids
+from compat.parity.patches import explain_exceptions
+from compat.parity.reference import true_logits
+from compat.tap import tap_names
+
+VERIFIED = 64  # positions of the first sequence whose logits NumPy computes too
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Write = Any
+
+
+def golden(
+    source: Source,
+    path: str | Path | None = None,
+    *,
+    input_ids: object = None,
+    text: str | None = None,
+    taps: str = "all",
+    dtype: torch.dtype | str | None = None,
+    gradients: bool = False,
+    decode: int = 0,
+    revision: str | None = None,
+    n_head: int | None = None,
+) -> Golden:
+    """Record what `transformers` computes at every tap, and how far a port may be from it.
+
+    Args:
+        source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
+        path: of the file to write, .safetensors or .npz. Without it, the arrays stay in memory.
+        input_ids: (B, T), a tensor, array or list; by default `random_ids` of the vocabulary.
+        text: the same as text, encoded by the checkpoint's tokenizer.
+        taps: "all"; "layers" for the residual stream after every block; or patterns of names,
+            separated by commas, such as "h.0.*,logits".
+        dtype: of the reference; by default the checkpoint's.
+        gradients: also record the loss of the next ids, and its gradients at all selected taps and
+            of all parameters. Needs memory for six times the parameters.
+        decode: the number of greedy steps through the KV cache whose logits are recorded.
+        revision, n_head: see `open_checkpoint`.
+
+    Returns:
+        The golden arrays, whose `check` compares others with them.
+
+    Raises:
+        ParityError: an argument is wrong, the file cannot be written, or the reference's logits are
+            not GPT-2's.
+        CompatError: the checkpoint cannot be loaded.
+    """
+    checkpoint = open_checkpoint(source, revision=revision, n_head=n_head)
+    dtype = as_dtype(dtype) or checkpoint.dtype
+    ids = checked_ids(checkpoint, input_ids, text)
+    config, T = checkpoint.config, ids.shape[1]
+    path = None if path is None else Path(path)
+    if path is not None and path.suffix not in (".safetensors", ".npz"):
+        raise ParityError(f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz.")
+    if path is not None and path.suffix == ".npz" and dtype == torch.bfloat16:
+        raise ParityError(
+            "NumPy has no bfloat16. Write a .safetensors file, or pass another dtype."
+        )
+    if type(decode) is not int or not 0 <= decode <= config.n_positions - T:
+        raise ParityError(
+            f"decode is {short_repr(decode)}; expected 0 to {config.n_positions - T}, the number "
+            f"of positions after the {T} ids."
+        )
+    if gradients and T < 2:
+        raise ParityError("one id has no next id to predict. Pass 2 ids or more for gradients.")
+    selected = select_taps(taps, config.n_layer)
+    with transformers_gpt2.quiet(), explain_exceptions():
+        recording = _Recording(checkpoint, dtype, ids, selected, gradients, decode)
+        return recording.write(path)
+
+
+class _Recording:
+    """The arrays of one golden file, computed in the order in which they are written."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        ids: Tensor,
+        selected: list[str],
+        with_gradients: bool,
+        decode: int,
+    ) -> None:
+        # The weights are read several times. The hash in the metadata searches them for NaN once.
+        self.mapped = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
+        self.checkpoint, self.config, self.dtype = checkpoint, checkpoint.config, dtype
+        self.ids, self.selected = ids, selected
+        self.with_gradients, self.decode = with_gradients, decode
+        self.model: Any = transformers_gpt2.load_reference(checkpoint, dtype)
+        self.weights = Weights(self.config, ids, partial(_read, self.mapped, ids, {}))
+        self.vectors = [n for n, i in checkpoint.infos.items() if len(i.shape) == 1]
+        self.bounds: dict[str, list[list[float]]] = {}
+
+    def shapes(self) -> Shapes:
+        """Every array of the file, in the order in which it is written."""
+        B, T = self.ids.shape
+        infos, V = self.checkpoint.infos, self.config.vocab_size
+        stored = self.checkpoint.dtype
+        taps = {tap: (shape_of(tap, self.config, B, T), self.dtype) for tap in self.selected}
+        found: Shapes = {IDS: ((B, T), torch.int64)}
+        found[WEIGHT + TOKENS] = (B, T, self.config.n_embd), stored
+        found |= {WEIGHT + n: (infos[n].shape, stored) for n in ["wpe.weight", *self.vectors]}
+        found |= taps
+        judged = list(taps)
+        if self.with_gradients:
+            judged += [LOSS, *(GRADIENT + name for name in [*taps, *self.parameters])]
+            found[LOSS] = (), self.dtype
+            found |= {GRADIENT + tap: what for tap, what in taps.items()}
+            found |= {GRADIENT + n: (infos[n].shape, self.dtype) for n in self.parameters}
+        if self.decode:
+            judged.append(DECODE_LOGITS)
+            found[DECODE_IDS] = (B, self.decode), torch.int64
+            found[DECODE_LOGITS] = (B, self.decode, V), self.dtype
+        shape = (1 + len(HALF), len(COLUMNS))
+        return found | {BOUND + name: (shape, torch.float64) for name in judged}
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters in the order of the checkpoint, without a tied head."""
+        tied = self.config.tie_word_embeddings
+        return [n for n in self.checkpoint.infos if not (tied and n == "lm_head.weight")]
+
+    def write(self, path: Path | None) -> Golden:
+        shapes = self.shapes()
+        B, T = self.ids.shape
+        notes = transformers_gpt2.translation_notes(self.checkpoint)
+        metadata = metadata_of(self.checkpoint, self.dtype, (B, T), self.selected, notes)
+        arrays: Arrays = {}
+        with ExitStack() as stack:
+            if path is not None:
+                write = stack.enter_context(Writer(path, shapes, json.dumps(metadata))).write
+            else:
+                write = partial(_keep, arrays, shapes)
+            write(IDS, self.ids)
+            for name in (TOKENS, "wpe.weight", *self.vectors):
+                write(WEIGHT + name, self.weights.read(name))
+            self._write_taps(write)
+            if self.with_gradients:
+                self._write_gradients(write)
+            if self.decode:
+                self._write_decode(write)
+            for name, rows in self.bounds.items():
+                write(BOUND + name, torch.tensor(rows, dtype=torch.float64))
+        return Golden(metadata, arrays) if path is None else Golden.open(path)
+
+    def _write_taps(self, write: Write) -> None:
+        """Run the reference, GPT-2 in float64 and two simulations of half precision in lockstep."""
+        taps = transformers_gpt2.taps(self.config.n_layer, "eager")
+        self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
+        runs = [chain(self.weights)]
+        simulations = [Calibration(dtype, half=True) for dtype in HALF]
+        runs += [_half_run(self.weights, dtype) for dtype in HALF]
+        before: dict[str, Tensor] = {}  # the residual stream that enters the block
+        for group in taps_in_layers(stream_taps(self.model, taps, self.ids)):
+            names = sorted(group, key=tap_names(self.config.n_layer).index)
+            exact, *halves = [dict(islice(run, len(names))) for run in runs]
+            known = {**before, **group}
+            for tap in names:
+                reference, true = group[tap], exact[tap]
+                local, plain = self._local_errors(tap, known, reference)
+                rows = [self.calibration.bound(reference, true, local, plain)]
+                rows += [
+                    simulation.bound(half[tap], true)
+                    for simulation, half in zip(simulations, halves, strict=True)
+                ]
+                if tap in self.selected:
+                    write(tap, reference)
+                    self.bounds[tap] = [row.to_list() for row in rows]
+                self.last_rows = rows
+            before = {names[-1]: group[names[-1]]}
+        self.logits = group["logits"]
+        self._verify(exact["logits"])
+
+    def _local_errors(
+        self, tap: str, known: Mapping[str, Tensor], found: Tensor
+    ) -> tuple[float, float | None]:
+        """The error of the reference's piece on its own inputs, and that of plain sums."""
+        inputs = {name: known[name].double() for name in inputs_of(tap, GPT2, self.config.n_layer)}
+        local = error(found, run_piece(tap, GPT2, self.weights, inputs)).rms
+        first = next(iter(inputs.values()), None)
+        return local, None if first is None else plain_sum_error(tap, self.weights, first)
+
+    def _verify(self, exact: Tensor) -> None:
+        """Verify logits of the reference, and those in float64, against an independent GPT-2."""
+        ids = self.ids[:1, :VERIFIED]
+        found, chained = self.logits[:1, :VERIFIED], exact[:1, :VERIFIED]
+        true_logits(self.checkpoint, self.dtype, ids, found, self.dtype)
+        if self.dtype not in HALF:
+            true_logits(self.checkpoint, self.checkpoint.dtype, ids, chained, torch.float64)
+
+    def _write_gradients(self, write: Write) -> None:
+        taps = transformers_gpt2.taps(self.config.n_layer, "eager")
+        ours = gradients(self.model, taps, self.ids)
+        exact = gradients(transformers_gpt2.in_float64(self.model), taps, self.ids)
+        calibration = Calibration(self.dtype, half=self.dtype in HALF)
+        calibration.sums = self.calibration.sums
+        unjudged = [[float("nan")] * len(COLUMNS)] * len(HALF)
+        names = [*reversed(tap_names(self.config.n_layer)), *self.parameters]
+        for name in [LOSS, *names]:  # in the order of the backward pass
+            bound = calibration.bound(ours[name], exact[name])
+            label = name if name == LOSS else GRADIENT + name
+            if name == LOSS or name in self.selected or name in self.parameters:
+                self.bounds[label] = [bound.to_list(), *unjudged]
+        for name in (LOSS, *self.selected, *self.parameters):
+            write(name if name == LOSS else GRADIENT + name, ours[name])
+        # The bounds are written in the order of the arrays.
+        for name in (LOSS, *(GRADIENT + n for n in (*self.selected, *self.parameters))):
+            self.bounds[name] = self.bounds.pop(name)
+
+    def _write_decode(self, write: Write) -> None:
+        """Decode greedily through the KV cache, and calibrate by one run without a cache."""
+        fed, logits = _decode(self.model, self.ids, self.logits[:, -1:], self.decode)
+        every = torch.cat([self.ids, fed], dim=1)
+        weights = Weights(self.config, every, partial(_read, self.mapped, every, {}))
+        exact = self.logits
+        for _, value in chain(weights):
+            exact = value  # the last one is the logits
+        write(DECODE_IDS, fed)
+        write(DECODE_LOGITS, logits)
+        first = self.calibration.bound(logits, exact[:, self.ids.shape[1] :])
+        self.bounds[DECODE_LOGITS] = [first.to_list(), *(r.to_list() for r in self.last_rows[1:])]
+
+
+def _read(checkpoint: Checkpoint, ids: Tensor, kept: dict[str, Tensor], name: str) -> Tensor:
+    """A tensor of the checkpoint. Those of the last block that was read are kept."""
+    if name not in kept:
+        block = name.split(".")[:2] if name.startswith("h.") else []
+        if kept and next(iter(kept)).split(".")[:2] != block:
+            kept.clear()
+        kept[name] = checkpoint.read("wte.weight")[ids] if name == TOKENS else checkpoint.read(name)
+    return kept[name]
+
+
+def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
+    """Keep an array in memory instead of writing it."""
+    shape, dtype = shapes[name]
+    kept = tensor.detach().to(dtype).clone()
+    arrays[name] = Array(shape, str(dtype).removeprefix("torch."), lambda: kept)
+
+
+def _half_run(weights: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """A run in half precision, with weights, taps and scores rounded and sums in float32."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    def probs(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        scores = rounded(split_heads(w, q) @ split_heads(w, k).mT)
+        return attention_formula(w, i).probabilities(scores)
+
+    pieces: Pieces = {**GPT2, "probs": Piece(("q", "k"), probs)}
+    read = weights.read
+    narrow = Weights(weights.config, weights.ids, lambda name: rounded(read(name)), torch.float32)
+    return chain(narrow, pieces, rounded)
+
+
+@torch.no_grad()
+def _decode(model: Any, ids: Tensor, last: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Feed the most likely id `steps` times through the KV cache: ids (B, N), logits (B, N, V)."""
+    cache = model(ids, use_cache=True).past_key_values
+    fed, found = [], []
+    for _ in range(steps):
+        fed.append(last.argmax(dim=-1))  # (B, 1)
+        output = model(fed[-1], past_key_values=cache, use_cache=True)
+        cache, last = output.past_key_values, output.logits
+        found.append(last)
+    return torch.cat(fed, dim=1), torch.cat(found, dim=1)

@@ -1,0 +1,130 @@
+"""Functions of token ids, such as a GPT-2 in NumPy or JAX, as modules that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from compat.errors import ParityError, described, listed
+from compat.parity.trace import Trace
+from compat.tap import BLOCK_TAPS
+
+
+class FunctionModule(nn.Module):
+    """Calls a function with the ids as a NumPy array of int64, (B, T).
+
+    Args:
+        function: returns logits (B, T, V), an object with `logits`, or arrays by the name of their
+            tap with "logits" among them.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.arrays(ids)
+        if "logits" not in found:
+            raise ParityError(
+                f"the function returned {listed(list(found)) or 'no array'}; expected logits."
+            )
+        return as_tensor("logits", found["logits"])
+
+    def arrays(self, ids: Tensor) -> dict[str, object]:
+        """What the function returns for the ids, by name."""
+        found = self.function(ids.numpy().astype(np.int64))
+        if isinstance(found, Mapping):
+            return dict(found)
+        return {"logits": getattr(found, "logits", found)}
+
+    def trace(self, ids: Tensor, expected: Trace) -> Trace:
+        """The taps that the function returns for ids, in execution order and in float32.
+
+        Raises:
+            ParityError: an array has an unknown name or another shape than its tap.
+        """
+        found = {name: as_tensor(name, value) for name, value in self.arrays(ids).items()}
+        if unknown := [name for name in found if name not in expected]:
+            raise ParityError(
+                f"the function returned {listed(unknown)}, which is not a tap. A block has "
+                f"{', '.join(BLOCK_TAPS)}, as in h.0.act."
+            )
+        for name, value in found.items():
+            if value.shape != expected[name].shape:
+                raise ParityError(
+                    f"tap {name} has shape {list(value.shape)}; expected "
+                    f"{list(expected[name].shape)}. Return it with these axes."
+                )
+        return {name: found[name].to(expected[name].dtype) for name in expected if name in found}
+
+
+def as_tensor(name: str, value: object) -> Tensor:
+    """An array of any library as a tensor on the CPU.
+
+    Args:
+        name: of the array.
+        value: a tensor, or anything with `__array__` or `__dlpack__`.
+
+    Raises:
+        ParityError: it is none of these, or does not hold floating-point numbers.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+    elif hasattr(value, "__array__"):
+        tensor = tensor_of(name, np.asarray(value))
+    elif hasattr(value, "__dlpack__"):
+        tensor = from_dlpack(value).cpu()
+    else:
+        raise ParityError(
+            f"{name} is {described(value)}; expected an array, such as one of NumPy, torch or JAX."
+        )
+    if not tensor.is_floating_point():
+        raise ParityError(f"{name} holds {tensor.dtype} values; expected floating-point numbers.")
+    return tensor
+
+
+def tensor_of(name: str, array: NDArray[Any]) -> Tensor:
+    """A NumPy array of any byte order and memory layout as a tensor with memory of its own.
+
+    Two raw bytes per value are bfloat16, as NumPy stores the type of `ml_dtypes`.
+
+    Raises:
+        ParityError: the array does not hold numbers.
+    """
+    check_kind(name, array.dtype)
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if is_bfloat16(array.dtype):
+        bits = np.ascontiguousarray(array).view(np.int16).reshape(array.shape)
+        return torch.from_numpy(bits.copy()).view(torch.bfloat16)
+    if kind == "u" and size > 1:
+        array = array.astype(np.int64)
+    elif kind == "f" and size > 8:
+        array = array.astype(np.float64)
+    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    return torch.from_numpy(native.reshape(array.shape).copy())
+
+
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Whether values are bfloat16, which NumPy has no type for."""
+    raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
+    return raw or dtype.name == "bfloat16"
+
+
+def check_kind(name: str, dtype: np.dtype[Any]) -> None:
+    """Raise an error unless an array of this type holds numbers.
+
+    Raises:
+        ParityError: it holds Python objects, text, complex numbers or records.
+    """
+    if dtype.kind not in "fiub" and not is_bfloat16(dtype):
+        what = "Python objects" if dtype.kind == "O" else f"the type {str(dtype)[:60]}"
+        raise ParityError(
+            f"{name} holds {what}; expected numbers. Save the array as float32, as with "
+            "array.astype(numpy.float32)."
+        )

@@ -1,0 +1,406 @@
+"""Golden files: what is in them, and what becomes of odd, damaged and hostile candidates."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compat import CompatError, ParityError
+from compat.golden_files import Golden, golden
+from compat.parity import transformers_gpt2
+from tests.command_line import Cli
+from tests.conftest import noisy_reference
+
+B, T, N = 2, 5, 3
+
+
+@pytest.fixture(scope="module")
+def file(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "golden.safetensors"
+    ids = torch.randint(97, (B, T), generator=torch.Generator().manual_seed(1))
+    golden(tiny, path, input_ids=ids, gradients=True, decode=N)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(file: Path) -> Golden:
+    return Golden.open(file)
+
+
+@pytest.fixture(scope="module")
+def taps(reference: Golden) -> dict[str, Any]:
+    """What a right candidate has: all taps as NumPy arrays."""
+    return {name: reference.read(name).numpy() for name in reference.taps}
+
+
+# What is in a file
+
+
+def test_the_file_is_an_ordinary_safetensors_file(file: Path, reference: Golden) -> None:
+    stored = load_file(file)
+    assert stored["input_ids"].shape == (B, T) and stored["decode.logits"].shape == (B, N, 97)
+    assert {f"bound.{name}" for name in reference.judged} <= stored.keys()
+    with safe_open(file, framework="pt") as opened:
+        metadata = json.loads(opened.metadata()["golden"])
+    assert metadata["taps"]["h.0.probs"]["axes"] == "B H T S"
+    assert all(list(stored[n].shape) == tap["shape"] for n, tap in metadata["taps"].items())
+    assert len(metadata["checkpoint_sha256"]) == 64 and metadata["dtype"] == "float32"
+
+
+def test_gradients_and_decode_steps_are_those_of_transformers(reference: Golden) -> None:
+    model = noisy_reference()
+    loss = model(reference.ids, labels=reference.ids).loss
+    loss.backward()
+    torch.testing.assert_close(reference.read("loss"), loss.detach())
+    for name, parameter in model.transformer.named_parameters():
+        found = reference.read(f"grad.{name}")
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+    fed = reference.read("decode.input_ids")
+    with torch.no_grad():
+        logits = model(torch.cat([reference.ids, fed], 1)).logits
+    assert torch.equal(logits[:, T - 1 : -1].argmax(-1), fed)
+    torch.testing.assert_close(reference.read("decode.logits"), logits[:, T:], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_at_taps_are_those_of_autograd(reference: Golden) -> None:
+    model, kept = noisy_reference(), {}
+
+    def keep(_module: object, _args: object, output: Tensor) -> None:
+        output.retain_grad()
+        kept["fc"] = output
+
+    model.transformer.h[1].mlp.c_fc.register_forward_hook(keep)
+    model(reference.ids, labels=reference.ids).loss.backward()
+    torch.testing.assert_close(reference.read("grad.h.1.fc"), kept["fc"].grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None:
+    right = {name: reference.read(name) for name in reference.judged}
+    assert reference.check(right).passed
+    wrong = {**right, "grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"] * 1.0001}
+    report = reference.check(wrong)
+    assert report.first_divergence == "grad.h.1.mlp.c_fc.weight"
+    transposed = {"grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"].T}
+    assert reference.check(transposed).passed  # as nn.Linear stores it
+
+
+def test_gradients_in_half_precision_are_not_judged(reference: Golden) -> None:
+    half = {name: reference.read(name).half() for name in ("logits", "grad.h.1.fc")}
+    report = reference.check(half)
+    assert [tap.tap for tap in report.taps] == ["logits"]
+    assert any("no bounds for gradients in half precision" in note for note in report.notes)
+    with pytest.raises(ParityError, match=r"no bounds.*float32"):
+        reference.check({"grad.h.1.fc": half["grad.h.1.fc"]})
+
+
+def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> None:
+    made = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
+    assert made.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
+    assert all(torch.equal(made.read(name), reference.read(name)) for name in made.taps)
+    assert made.check(tmp_path / "golden.npz").passed
+    made.save(tmp_path / "again.safetensors")
+    assert Golden.open(tmp_path / "again.safetensors").check(tmp_path / "golden.npz").passed
+
+
+def test_only_one_block_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tap of a block is written before the model computes the block after the next."""
+    from compat.golden_files import write
+
+    computed: list[str] = []
+    distance = 0
+    original = write.stream_taps
+
+    def watched(model: Any, taps: Any, ids: Tensor) -> Any:
+        for name, value in original(model, taps, ids):
+            computed.append(name)
+            yield name, value
+
+    def keep(arrays: Any, shapes: Any, name: str, tensor: Tensor) -> None:
+        nonlocal distance
+        if name in computed:
+            distance = max(distance, len(computed) - computed.index(name))
+
+    monkeypatch.setattr(write, "stream_taps", watched)
+    monkeypatch.setattr(write, "_keep", keep)
+    golden(tiny, input_ids=[[1, 2, 3]])
+    assert 13 <= distance <= 15
+
+
+def test_a_patched_reference_is_not_recorded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = transformers_gpt2.load_reference
+
+    def wrong(*arguments: Any) -> Any:
+        model = original(*arguments)
+        model.transformer.h[1].mlp.act = torch.nn.GELU()
+        return model
+
+    monkeypatch.setattr(transformers_gpt2, "load_reference", wrong)
+    with pytest.raises(ParityError, match="cannot be trusted"):
+        golden(tiny, input_ids=[[1, 2, 3]])
+
+
+# Candidates that are right in another form
+
+
+def time_first(x: Any) -> Any:
+    return np.ascontiguousarray(np.swapaxes(x, 0, 1))
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "reversed order": lambda taps: dict(reversed(taps.items())),
+    "float64": lambda taps: {n: x.astype(np.float64) for n, x in taps.items()},
+    "big-endian": lambda taps: {n: x.astype(">f4") for n, x in taps.items()},
+    "Fortran order": lambda taps: {n: np.asfortranarray(x) for n, x in taps.items()},
+    "long double": lambda taps: {n: x.astype(np.longdouble) for n, x in taps.items()},
+    "torch": lambda taps: {n: torch.from_numpy(x) for n, x in taps.items()},
+    "time first": lambda taps: {n: x if "probs" in n else time_first(x) for n, x in taps.items()},
+    "flat": lambda taps: {
+        n: x if "probs" in n else x.reshape(B * T, -1) for n, x in taps.items()
+    },
+    "padded vocabulary": lambda taps: {
+        **taps, "logits": np.pad(taps["logits"], ((0, 0), (0, 0), (0, 31)))
+    },
+    "heads": lambda taps: {
+        n: x.reshape(B, T, 4, 6).transpose(0, 2, 1, 3) if n[-2:] in (".q", ".k", ".v") else x
+        for n, x in taps.items()
+    },
+    "fused": lambda taps: {
+        **{n: x for n, x in taps.items() if n[-2:] not in (".q", ".k", ".v")},
+        **{f"h.{i}.qkv": np.concatenate([taps[f"h.{i}.{p}"] for p in "qkv"], -1) for i in range(3)},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_right_arrays_in_another_form_pass(
+    reference: Golden, taps: dict[str, Any], form: str
+) -> None:
+    report = reference.check(FORMS[form](taps))
+    assert report.passed and len(report.taps) == 42, report.headline
+    noted = form in ("time first", "flat", "padded vocabulary", "heads", "fused")
+    words = ("read as", "ignored", "fused")
+    assert noted == any(word in note for note in report.notes for word in words)
+
+
+def test_a_half_precision_port_is_judged_by_its_own_rounding(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
+    for convert in (lambda x: x.astype(np.float16), lambda x: torch.from_numpy(x).bfloat16()):
+        report = reference.check({name: convert(x) for name, x in taps.items()})
+        assert report.passed and any("hide small deviations" in note for note in report.notes)
+    # Half precision that is stored as float32 is recognised by its values.
+    report = reference.check({n: x.astype(np.float16).astype("f4") for n, x in taps.items()})
+    assert report.passed and any("float16 values" in note for note in report.notes)
+    wrong = {**taps, "h.1.act": np.maximum(taps["h.1.fc"], 0)}
+    assert not reference.check({n: x.astype(np.float16) for n, x in wrong.items()}).passed
+
+
+def test_last_position_and_missing_logits(reference: Golden, taps: dict[str, Any]) -> None:
+    report = reference.check({"logits": taps["logits"][:, -1]})
+    assert report.passed and any("last position" in note for note in report.notes)
+    report = reference.check({"h.0.act": taps["h.0.act"]})
+    assert report.passed and not report.has_logits
+    assert "logits are among those that were not compared" in report.headline
+    assert not reference.check({"logits": taps["logits"][:, -1] * 1.001}).passed
+
+
+def test_one_wrong_value_fails(reference: Golden, taps: dict[str, Any]) -> None:
+    for name in ("embed", "h.1.probs", "h.2.out", "logits"):
+        wrong = taps[name].copy()
+        wrong.flat[7] += 1e-3 * np.abs(wrong).max()
+        assert not reference.check({name: wrong}).passed, name
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_fail(
+    reference: Golden, taps: dict[str, Any], value: float
+) -> None:
+    wrong = taps["h.0.act"].copy()
+    wrong[1, 2, 3] = value
+    report = reference.check({**taps, "h.0.act": wrong})
+    assert not report.passed and report.first_divergence == "h.0.act"
+    assert "NaN or infinite" in report.headline
+    assert "[1, 2, 3]" in report.findings[0].message
+    assert report.to_json()["passed"] is False
+
+
+# Candidates that cannot be compared
+
+
+def altered(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda taps: {**taps, **changes}
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "unknown name": (altered(**{"h.0.atn": np.zeros(3)}), "h.0.atn; did you mean h.0.attn?"),
+    "a layer too many": (altered(**{"h.3.act": np.zeros(3)}), "h.3.act"),
+    "other shape": (altered(logits=np.zeros((B, T, 9))), r"logits is float64 \[2, 5, 9\]"),
+    "scalar": (altered(logits=np.float32(1)), r"logits is float32 \[\]"),
+    "objects": (altered(logits=np.array([None, {}])), "Python objects"),
+    "text": (altered(logits=np.array(["a"])), "expected numbers"),
+    "complex": (altered(logits=np.zeros((B, T, 97), complex)), "expected numbers"),
+    "integers": (altered(logits=np.zeros((B, T, 97), int)), "floating-point"),
+    "other ids": (altered(input_ids=np.zeros((B, T), int)), "Run the candidate on"),
+    "ids of another shape": (altered(input_ids=np.zeros((1, 1), int)), r"shape \[1, 1\]"),
+    "twice": (lambda taps: {**taps, "h.0.qkv": np.zeros((B, T, 72))}, "twice|both"),
+    "nothing": (lambda taps: {}, "none of the golden arrays"),
+    "not arrays": (lambda taps: {"logits": "text"}, "expected an array"),
+    "no mapping": (lambda taps: 3, "expected a file"),
+    "raises": (lambda taps: lambda ids: 1 / 0, "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_one_error(
+    reference: Golden, taps: dict[str, Any], case: str
+) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(CompatError, match=words):
+        reference.check(make(taps))
+
+
+def write_npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def damaged(path: Path, keep: float) -> Path:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    return path
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy"])
+def test_truncated_files(
+    reference: Golden, taps: dict[str, Any], tmp_path: Path, kind: str, keep: float
+) -> None:
+    if kind == "npy":
+        path = tmp_path / "arrays"
+        path.mkdir()
+        np.save(path / "logits.npy", taps["logits"])
+        damaged(path / "logits.npy", keep)
+    elif kind == "npz":
+        path = damaged(write_npz(tmp_path / "a.npz", **taps), keep)
+    else:
+        path = tmp_path / "a.safetensors"
+        save_file({name: torch.from_numpy(x) for name, x in taps.items()}, path)
+        damaged(path, keep)
+    with pytest.raises(CompatError):
+        reference.check(path)
+
+
+def test_hostile_npy_files(reference: Golden, tmp_path: Path) -> None:
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    np.save(folder / "logits.npy", np.array([Path("/")], dtype=object), allow_pickle=True)
+    with pytest.raises(CompatError, match="Python objects"):
+        reference.check(folder)
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 5, 1000000000000), }"
+    text = header.encode().ljust(117) + b"\n"
+    (folder / "logits.npy").write_bytes(
+        b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    )
+    with pytest.raises(CompatError):
+        reference.check(folder)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("logits.npy", b"no array")
+    with pytest.raises(CompatError, match="cannot be read"):
+        reference.check(tmp_path / "a.npz")
+
+
+def test_golden_files_that_are_none(tmp_path: Path, file: Path, tiny: Path) -> None:
+    for path in (tiny / "model.safetensors", write_npz(tmp_path / "a.npz", x=np.zeros(2))):
+        with pytest.raises(ParityError, match="is not a golden file"):
+            Golden.open(path)
+    for path in (tmp_path / "none.safetensors", tmp_path / "none", tmp_path):
+        with pytest.raises(CompatError):
+            Golden.open(path)
+
+
+def test_a_failed_write_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compat.golden_files import write
+
+    path = tmp_path / "golden.safetensors"
+    path.write_text("what was there")
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, "chain", fail)
+    with pytest.raises(KeyboardInterrupt):
+        golden(tiny, path, input_ids=[[1, 2]])
+    assert path.read_text() == "what was there" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_wrong_checkpoint_is_refused(
+    reference: Golden, taps: dict[str, Any], tiny: Path
+) -> None:
+    report = reference.check(taps, model=tiny)
+    assert report.passed and all(tap.local is not None for tap in report.taps)
+    without = reference.check(taps)
+    assert {t.tap for t in without.taps if t.local is None} >= {"h.0.q", "h.0.mlp", "logits"}
+    assert all(t.local for t in without.taps if t.tap.endswith(("ln_1", "act", "probs", "out")))
+    with pytest.raises(ParityError, match="is not the checkpoint of the golden arrays"):
+        reference.check(taps, model="demo")
+
+
+def test_names_are_mapped(reference: Golden, taps: dict[str, Any]) -> None:
+    theirs = {f"blocks.{i}.mlp.hook_post": taps[f"h.{i}.act"] for i in range(3)}
+    theirs |= {"hook_embed": np.zeros(1)}
+    names = {"blocks.{i}.mlp.hook_post": "h.{i}.act", "hook_embed": None}
+    report = reference.check(theirs, rename=names)
+    assert report.passed and [t.tap for t in report.taps] == ["h.0.act", "h.1.act", "h.2.act"]
+
+
+# The command line
+
+
+def test_commands(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "golden.safetensors"
+    done = cli(
+        "golden", "--model", "demo", "--out", path, "--ids", "1,2,3;4,5,6", "--taps", "layers"
+    )
+    assert done.code == 0 and "7 arrays with bounds for 2 × 3 ids" in done.err
+    arrays = load_file(path)
+    right = write_npz(tmp_path / "right.npz", final=arrays["ln_f"], logits=arrays["logits"])
+    (tmp_path / "map.json").write_text(json.dumps({"final": "ln_f"}))
+    done = cli(
+        "compare", path, right, "--rename", tmp_path / "map.json", "--html", tmp_path / "p.html"
+    )
+    assert done.code == 0 and "✓ right.npz agrees with transformers on demo: 2 of 2" in done.out
+    assert "right.npz" in (tmp_path / "p.html").read_text()
+    wrong = write_npz(tmp_path / "wrong.npz", logits=arrays["logits"] / 2, ln_f=arrays["ln_f"])
+    done = cli("compare", path, wrong)
+    assert done.code == 1 and "scaled_logits · breaks parity at logits" in done.out
+    assert json.loads(cli("compare", path, wrong, "--json").out)["findings"][0]["values"]["found"]
+    assert cli("explain", "transposed_weight").out.startswith("transposed_weight: breaks parity")
+    for argv in (
+        ("golden", "--out", tmp_path / "g.bin"),
+        ("golden", "--out", path, "--ids", "1,x"),
+        ("golden", "--out", path, "--ids", "1,2;3"),
+        ("golden", "--out", path, "--ids", "1", "--text", "a"),
+        ("golden",),
+    ):
+        assert cli(*argv).code == 2
+    for argv in (
+        ("golden", "--out", path, "--ids", "5000"),
+        ("golden", "--out", path, "--taps", "h.9.*"),
+        ("golden", "--out", path, "--length", "250", "--decode", "9"),
+        ("compare", tmp_path / "none.safetensors", right),
+        ("compare", path, right),
+        ("compare", path, right, "--rename", path),
+    ):
+        assert cli(*argv).code == 3, argv

@@ -1,0 +1,153 @@
+"""Ports in NumPy and C: the right ones pass, and every planted fault is found and named."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from compat import check_parity, load_pretrained, open_checkpoint
+from compat.golden_files import Golden, golden
+from compat.golden_files.codes import ARRAYS_ONLY, CODES
+from tests.golden.numpy_port import FAULTS, Array, forward
+
+DEMO = open_checkpoint("demo")
+SIZES = DEMO.config.n_layer, DEMO.config.n_head
+IDS = torch.randint(1024, (2, 12), generator=torch.Generator().manual_seed(3))
+
+C_FAULTS = {
+    "erf": ("erf_gelu", "h.0.act"),
+    "relu": ("relu", "h.0.act"),
+    "eps": ("eps_value", "h.0.ln_1"),
+    "unbiased": ("unbiased_var", "h.0.ln_1"),
+    "rms": ("rmsnorm", "h.0.ln_1"),
+    "no shift": ("no_ln_bias", "h.0.ln_1"),
+    "no scale": ("no_attn_scale", "h.0.probs"),
+    "scale by width": ("scale_by_d_model", "h.0.probs"),
+    "no mask": ("no_mask", "h.0.probs"),
+    "mask sees one more": ("mask_off", "h.0.probs"),
+    "not merged": ("no_head_merge_transpose", "h.0.heads"),
+    "swapped": ("kv_swapped", "h.0.k"),
+    "transposed": ("transposed_weight", "h.0.attn"),
+    "no bias": ("no_proj_bias", "h.0.attn"),
+    "no residual": ("missing_residual", "h.0.resid_mid"),
+    "offset": ("pos_offset", "embed"),
+    "no ln_f": ("no_final_ln", "ln_f"),
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "golden.safetensors"
+    golden("demo", path, input_ids=IDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(file: Path) -> Golden:
+    return Golden.open(file)
+
+
+@cache
+def weights() -> dict[str, Array]:
+    return {name: DEMO.read(name).numpy() for name in DEMO.infos}
+
+
+def port(ids: NDArray[np.int64], fault: str = "") -> dict[str, Array]:
+    return forward(weights(), ids, *SIZES, fault)
+
+
+def arrays(fault: str = "") -> Mapping[str, Array]:
+    return port(IDS.numpy(), fault)
+
+
+def test_a_port_in_numpy_agrees(reference: Golden) -> None:
+    report = reference.check(arrays())
+    assert report.passed and not report.findings and report.has_logits
+    assert len(report.taps) == 55 and all(tap.local is not None for tap in report.taps)
+    assert all(tap.local and tap.local.bound for tap in report.taps)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_in_numpy_is_named(reference: Golden, fault: str) -> None:
+    code, tap = FAULTS[fault]
+    report = reference.check(arrays(fault))
+    assert not report.passed and report.first_divergence == tap
+    assert [(finding.code, finding.tap) for finding in report.findings] == [(code, tap)]
+    [finding] = report.findings
+    assert "{" not in finding.message.replace("{0…3}", "") and finding.fix and finding.evidence
+
+
+def test_the_faults_have_more_than_twenty_codes() -> None:
+    codes = {code for code, _ in FAULTS.values()}
+    assert len(codes) >= 40 and codes <= CODES.keys()
+    assert ARRAYS_ONLY.keys() - {"qkv_order"} <= codes
+
+
+@pytest.mark.parametrize("fault", ["erf", "eps"])
+def test_logits_alone_name_a_fault_of_all_layers(reference: Golden, fault: str) -> None:
+    report = reference.check({"logits": arrays(fault)["logits"]})
+    assert [finding.code for finding in report.findings] == [FAULTS[fault][0]]
+    assert len(report.taps) == 1 and report.taps[0].local is None
+
+
+def test_two_faults_are_both_named(reference: Golden) -> None:
+    mixed = dict(arrays("erf"))
+    act, fc = mixed["h.1.act"], mixed["h.1.fc"]
+    assert not np.array_equal(act, np.maximum(fc, 0))
+    mixed["h.1.act"] = np.maximum(fc, 0)  # what follows in layer 1 does not fit any more
+    report = reference.check(mixed)
+    found = {finding.code: finding for finding in report.findings}
+    assert {"erf_gelu", "relu"} <= found.keys()
+    assert (
+        "only in h.1" in found["relu"].message
+        and "only in h.0, h.2, h.3" in found["erf_gelu"].message
+    )
+
+
+def test_a_piece_without_its_neighbours_is_blamed_on_the_first_that_can_be_run(
+    reference: Golden,
+) -> None:
+    some = {name: x for name, x in arrays("smaller scale").items() if not name.endswith("probs")}
+    report = reference.check(some)
+    [finding] = report.findings
+    assert finding.tap == "h.0.heads"
+
+
+def test_a_port_in_c(file: Path, reference: Golden, tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    assert compiler is not None, "a C compiler is missing"
+    program = tmp_path / "port"
+    source = Path(__file__).with_name("port.c")
+    subprocess.run([compiler, "-O2", "-o", program, source, "-lm"], check=True)
+
+    def run(fault: str) -> Path:
+        folder = tmp_path / fault.replace(" ", "-")
+        folder.mkdir()
+        layers, heads = map(str, SIZES)
+        command = [program, DEMO.weights, file, folder, layers, heads, fault]
+        subprocess.run(command, check=True)
+        return folder
+
+    report = reference.check(run("none"))
+    assert report.passed and len(report.taps) == 55
+    for fault, (code, tap) in C_FAULTS.items():
+        report = reference.check(run(fault))
+        found = [(finding.code, finding.tap) for finding in report.findings]
+        assert not report.passed and found == [(code, tap)], fault
+
+
+def test_check_parity_takes_functions() -> None:
+    right = check_parity(port, "demo", input_ids=IDS)
+    assert right.passed and len(right.taps) == 55 and len(right.logits.inputs) > 20
+    assert all(tap.local is None for tap in right.taps) and "locally" not in right.headline
+    assert golden("demo", input_ids=IDS).check(load_pretrained("demo")).passed  # a module
+    wrong = check_parity(lambda ids: torch.from_numpy(port(ids, "erf")["logits"]), "demo")
+    assert not wrong.passed and wrong.first_divergence == "logits"
