@@ -120,6 +120,7 @@ def arguments(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> di
         "parity": ["--json"],
         "adapt": ["--emit-map"],
         "export": ["--json"],
+        "golden": ["--out", "golden.npz"],
     }
 
 
@@ -129,7 +130,7 @@ def argv(command: str, *source: object) -> list[object]:
     return [command, *before, *source, *(["exported"] if command == "export" else [])]
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"generate", "explain"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"generate", "explain", "compare"}))
 def test_a_source_is_an_argument_or_an_option(
     cli: Cli, tiny: Path, arguments: dict[str, list[str]], command: str
 ) -> None:

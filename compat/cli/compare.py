@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import compat
 from compat.cli import options
 from compat.cli.adapt import show_finding
 from compat.cli.errors import handle_errors
@@ -52,6 +53,9 @@ def compare_command(
             help="The checkpoint of the golden file, so that matrices are checked piece by piece.",
         ),
     ] = None,
+    revision: options.Revision = None,
+    verify: options.Verify = False,
+    n_head: options.NHead = None,
     html: options.Html = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
@@ -66,7 +70,10 @@ def compare_command(
 
     opened = Golden.open(golden)
     names = None if rename is None else _read_names(rename)
-    report = opened.check(candidate, model=model, rename=names)
+    checkpoint = None
+    if model is not None:
+        checkpoint = compat.open_checkpoint(model, revision=revision, verify=verify, n_head=n_head)
+    report = opened.check(candidate, model=checkpoint, rename=names)
     if as_json:
         print_json(report.to_json())
     else:

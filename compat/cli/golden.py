@@ -64,6 +64,7 @@ def golden_command(
     ] = None,
     model: options.Model = None,
     revision: options.Revision = None,
+    verify: options.Verify = False,
     n_head: options.NHead = None,
 ) -> None:
     """Write what transformers computes to a file that other implementations are compared with.
@@ -83,7 +84,7 @@ def golden_command(
     from compat.golden_files import golden
     from compat.parity import random_ids
 
-    checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
+    checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     rows: object = None if ids is None else _parsed(ids)
     if text is None and rows is None:
         length = min(64, checkpoint.config.n_positions) if length is None else length

@@ -211,14 +211,14 @@ def _report_on_function(
     """Compare the logits of a function, and the taps that it returns for the ids."""
     model = FunctionModule(function)
     vocab_size = reference.checkpoint.config.vocab_size
+    expected, _ = reference.trace(ids)
+    found = model.trace(ids, expected)
     proof = prove_logits(
         model,
         reference,
         find=lambda output, ids: _logits_in(output, ids, vocab_size),
         short_only=reference.dtype in HALF,
     )
-    expected, _ = reference.trace(ids)
-    found = model.trace(ids, expected)
     name = getattr(function, "__name__", type(function).__name__)
     return reference.report(name, ids, list(found), lambda forced: found, proof, forced=False)
 

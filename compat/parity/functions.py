@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from compat.errors import ParityError, described, listed
+from compat.errors import CompatError, ParityError, described, listed
 from compat.parity.trace import Trace
 from compat.tap import BLOCK_TAPS
 
@@ -37,8 +37,22 @@ class FunctionModule(nn.Module):
         return as_tensor("logits", found["logits"])
 
     def arrays(self, ids: Tensor) -> dict[str, object]:
-        """What the function returns for the ids, by name."""
-        found = self.function(ids.numpy().astype(np.int64))
+        """What the function returns for the ids, by name.
+
+        Raises:
+            ParityError: it raised an exception.
+        """
+        try:
+            found = self.function(ids.numpy().astype(np.int64))
+        except CompatError:
+            raise
+        except Exception as error:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            text = str(error).partition("\n")[0].rstrip(".")
+            raise ParityError(
+                f"the function {name} raised {type(error).__name__}: {text}. It is called with "
+                "ids, a NumPy array (B, T) of int64; expected logits, or arrays by tap."
+            ) from error
         if isinstance(found, Mapping):
             return dict(found)
         return {"logits": getattr(found, "logits", found)}

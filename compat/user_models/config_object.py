@@ -34,6 +34,8 @@ SECTIONS = set(
 )
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
+# What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
+REFUSED = (AttributeError, TypeError, ValueError)
 # A default of None for these may mean a module as well as a number.
 AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens".split())
 
@@ -120,11 +122,11 @@ def _instance(
     # A class without parameters has its values in its body: these are replaced as well.
     for name, value in (known if parameters else {**known, **entries}).items():
         if not parameters or (name in usage.names and not hasattr(made, name)):
-            with contextlib.suppress(AttributeError):  # a property, or frozen
+            with contextlib.suppress(*REFUSED):  # a property, or frozen
                 setattr(made, name, value)
     for name in SECTIONS & {*usage.names}:
         if not hasattr(made, name):
-            with contextlib.suppress(AttributeError):
+            with contextlib.suppress(*REFUSED):
                 setattr(made, name, made)
     return made, []
 

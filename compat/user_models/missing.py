@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from torch import nn
+
 Loaded = TypeVar("Loaded")
 
 
@@ -72,6 +74,8 @@ class _MissingModule(ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "LightningModule":  # what it adds to nn.Module is for training
+            return nn.Module
         return _Missing(name, (), {"library": self.__name__.partition(".")[0]})
 
 

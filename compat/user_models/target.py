@@ -138,7 +138,14 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
 
     if path.suffix == ".ipynb" or _trains(tree):
         return execute(lazily=True)
-    return despite_missing_libraries(lambda: execute(lazily=False))
+    try:
+        return despite_missing_libraries(lambda: execute(lazily=False))
+    except (AdaptError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # of a statement that the target may not need
+        with contextlib.suppress(Exception):
+            return execute(lazily=True)
+        raise error
 
 
 def _package_module(place: str) -> ModuleType:

@@ -153,12 +153,11 @@ def test_an_unknown_fault_is_a_limit(tmp_path: Path, small: Checkpoint) -> None:
     assert "for a reason that compat does not know" in found.message
 
 
-def test_a_cache_that_cannot_be_used_is_told(tmp_path: Path, small: Checkpoint) -> None:
-    [found] = about_the_cache(
-        target(tmp_path, RETURNED.replace(", new_cache\n", "\n")).adapt(small, {})
-    )
+def test_a_cache_that_raises_is_told(tmp_path: Path, small: Checkpoint) -> None:
+    text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([cache[0], k], dim=1)")
+    [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
     assert (found.code, found.severity) == ("not_compared", "limit")
-    assert "the model returns no cache" in found.message
+    assert "was not compared: RuntimeError" in found.message
 
 
 @pytest.mark.parametrize("kind", ["positions restart", "one too far", "one too few"])

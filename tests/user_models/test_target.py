@@ -440,3 +440,24 @@ class GPT(nn.Module):
         path = write(tmp_path / f"gpt_{len(ending)}.py", text + ending)
         assert vars(load_target(f"{path}:GPT"))["width"] == 12
         assert sys.argv == ["gpt2-compat", "adapt", "--json"]
+
+
+def test_a_statement_that_fails_and_that_the_class_does_not_need(tmp_path: Path) -> None:
+    """Such as one that reads the author's data."""
+    text = (
+        "import torch\nfrom torch import nn\n\ntext = open('input.txt').read()\n\n\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a = nn.Linear(2, 2)\n"
+    )
+    (tmp_path / "data.py").write_text(text)
+    assert load_target(f"{tmp_path}/data.py").__name__ == "Net"
+    (tmp_path / "needed.py").write_text(text.replace("Linear(2, 2)", "Linear(2, len(text))"))
+    with pytest.raises(AdaptError, match=r"input\.txt"):
+        load_target(f"{tmp_path}/needed.py")
+
+
+def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "lit.py").write_text(
+        "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
+    )
+    assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
