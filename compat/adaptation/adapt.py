@@ -93,6 +93,10 @@ BY_HAND = (
 Progress = Callable[[str], object]
 
 
+# The number of parameters up to which gradients are compared; beyond, that takes seconds.
+MOST_TRAINED = 50_000_000
+
+
 @dataclass(frozen=True)
 class _Options:
     """Arguments of `adapt`."""
@@ -341,7 +345,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     with _timed(run.seconds, "diagnose"):
         findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
     if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
-        if not reference.is_large:  # it would need 16 bytes for each parameter
+        if sum(p.numel() for p in model.parameters()) <= MOST_TRAINED:
             with _timed(run.seconds, "gradients"):
                 findings += trained_wrongly(model, run.call, run.ids, reference, name_map)
         with _timed(run.seconds, "decode"):

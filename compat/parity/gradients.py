@@ -103,9 +103,10 @@ def _compare(
         proof.error = exception_summary(error).rstrip(".")
         return proof
 
-    def theirs(exact: bool) -> dict[int, Tensor | None]:
+    def theirs(exact: bool, work: torch.dtype = torch.float64) -> dict[int, Tensor | None]:
         last = reference.gradients(lambda x: next_token_loss(x[:, -positions:], ids), ids, exact)
-        return _pulled_back(last, rows, parameters, torch.float64 if exact else reference.dtype)
+        dtype = torch.float64 if exact else reference.dtype
+        return _pulled_back(last, rows, parameters, dtype, work)
 
     tensors = _by_first_row(rows, parameters, config.n_layer)
 
@@ -118,14 +119,15 @@ def _compare(
         flat = [torch.zeros_like(p) if (g := take(id(p))) is None else g for p in owned]
         return torch.cat([g.to(dtype).flatten() for g in flat])
 
-    found = theirs(exact=False)
     if same_suffices:
+        near = theirs(exact=False, work=reference.dtype)
         pairs = (
-            [joined(gradients, hf, reference.dtype, last=False) for gradients in (ours, found)]
+            [joined(gradients, hf, reference.dtype, last=False) for gradients in (ours, near)]
             for hf in tensors
         )
         if all((mine - other).norm() <= SAME * other.norm() for mine, other in pairs):
             return proof
+    found = theirs(exact=False)
     exact = theirs(exact=True)
     unused = {key for key, gradient in ours.items() if gradient is None}
     compared = compare_accumulated(
@@ -182,10 +184,11 @@ def _pulled_back(
     rows: Sequence[Row],
     parameters: Mapping[str, nn.Parameter],
     dtype: torch.dtype,
+    work: torch.dtype,
 ) -> dict[int, Tensor | None]:
     """The gradients of the model's parameters, from those by the checkpoint's tensors.
 
-    They are computed in float64, returned in `dtype`, and removed from `gradients`. A tensor is
+    They are computed in `work`, returned in `dtype`, and removed from `gradients`. A tensor is
     `row.op.save` of its parameters, so the gradient of a parameter is the sum over its rows of the
     vector-Jacobian products of these functions.
     """
@@ -194,11 +197,11 @@ def _pulled_back(
     for row in rows:
         unique = {id(parameters[name]): parameters[name] for name in row.ours}
         leaves = {
-            key: parameter.detach().double().requires_grad_() for key, parameter in unique.items()
+            key: parameter.detach().to(work).requires_grad_() for key, parameter in unique.items()
         }
-        gradient = gradients.pop(row.hf).double()
+        gradient = gradients.pop(row.hf).to(work)
         if row.hf == EMBEDDING and not has_head:  # the model multiplies by the embedding itself
-            gradient = gradient + gradients.pop(HEAD).double()
+            gradient = gradient + gradients.pop(HEAD).to(work)
         with torch.enable_grad():
             tensor = row.op.save([leaves[id(parameters[name])] for name in row.ours])
         gradient = gradient[tuple(slice(n) for n in tensor.shape)]  # a model of fewer positions
