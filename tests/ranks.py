@@ -8,7 +8,6 @@ which takes seconds to start, serves many tests.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from time import monotonic
 
 import torch
 from torch import distributed
+
+from tests.forked import CONTEXT
 
 Outcomes = dict[str, str | None]  # the traceback of each check; None if it passed
 
@@ -47,7 +48,7 @@ def run_ranks(module: str, size: int, folder: Path, timeout: float = 240) -> Out
             there, so that no port is fixed.
         timeout: seconds after which the processes are killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = CONTEXT
     processes = [
         context.Process(target=_run, args=(module, rank, size, folder)) for rank in range(size)
     ]

@@ -127,6 +127,8 @@ def folder(
     folder = tmp_path_factory.mktemp("pair")
     (folder / "tiny").symlink_to(tiny)
     (folder / "other").symlink_to(make_checkpoint(seed=1))
+    wide = {"vocab_size": 16384, "n_positions": 64, "n_embd": 512, "n_head": 8, "n_layer": 6}
+    (folder / "large").symlink_to(make_checkpoint(**wide))
     (folder / "three heads").symlink_to(make_checkpoint(n_head=3))
     (folder / "nan").mkdir()
     state = load_file(tiny / "model.safetensors")
@@ -196,9 +198,11 @@ def test_a_wrong_division_breaks_parity(
 
 
 @pytest.fixture(scope="module")
-def outcomes_of_four(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes_of_four(
+    make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
     folder = tmp_path_factory.mktemp("four")
-    (folder / "tiny").symlink_to(tiny)
+    (folder / "tiny").symlink_to(make_checkpoint(n_layer=1))
     return run_ranks("tests.sharding_four", 4, folder)
 
 
