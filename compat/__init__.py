@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from compat.parity import ParityReport, check_parity
     from compat.parity.trace import taps, trace, tracing
     from compat.saving import save_pretrained
+    from compat.sharding import distribute
     from compat.tap import Tap
     from compat.tokenizer import Tokenizer, load_tokenizer
 
@@ -69,6 +70,7 @@ _NAMES = {
     "parity": "ParityReport check_parity",
     "parity.trace": "taps trace tracing",
     "saving": "save_pretrained",
+    "sharding": "distribute",
     "tap": "Tap",
     "tokenizer": "Tokenizer load_tokenizer",
 }
@@ -114,6 +116,7 @@ __all__ = [
     "__version__",
     "adapt",
     "check_parity",
+    "distribute",
     "generate",
     "generate_text",
     "golden",

@@ -15,12 +15,16 @@ from compat.config import GPT2Config, as_config
 from compat.dialects import dialect_of
 from compat.errors import ConfigError, NameMapError, listed
 from compat.name_map import NameMap, as_name_map
-from compat.validation import check_module, check_names, is_dropped
+from compat.sharding import whole
+from compat.validation import as_module, check_names, is_dropped
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A Hugging Face tensor that is computed from parameters on demand."""
+    """A Hugging Face tensor that is computed from parameters on demand.
+
+    If the model is divided among several ranks, every rank must compute it, and gets all of it.
+    """
 
     sources: list[Tensor]
     op: Callable[[list[Tensor]], Tensor]
@@ -31,12 +35,13 @@ class HFTensor:
 
     def view(self) -> Tensor:
         """Compute the tensor, sharing the model's memory if a strided view can."""
-        return self.op(self.sources)
+        return self.op([whole(source) for source in self.sources])
 
     @cached_property
     def like(self) -> Tensor:
         """A tensor of the same shape and data type on the meta device."""
-        return self.op([source.to("meta") for source in self.sources])
+        sources = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.sources]
+        return self.op(sources)
 
 
 def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, HFTensor]:
@@ -53,13 +58,13 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
         ConfigError: The model is not a module.
         NameMapError: There is no map, it lacks parameters, or a parameter that must be zero is not.
     """
-    check_module(model)
+    model = as_module(model)
     name_map = _own_map(model) if name_map is None else as_name_map(name_map)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
     check_names(model, rows, parameters, zeros)
-    if filled := [name for name in zeros if parameters[name].count_nonzero()]:
+    if filled := [name for name in zeros if whole(parameters[name]).count_nonzero()]:
         raise NameMapError(
             f"{listed(filled)} must be zero, since GPT-2 does not have them. Set them to zero."
         )

@@ -150,7 +150,9 @@ class KVCache:
 
     def _buffer(self, like: Tensor) -> Tensor:
         B, H, _, D = like.shape
-        return like.new_empty(B, H, self.capacity, D)
+        # Not `new_empty`, by which every rank of a divided model would hold all heads.
+        room = like[:, :, :1].expand(B, H, self.capacity, D)
+        return torch.empty_like(room, memory_format=torch.contiguous_format)
 
 
 def as_ids(

@@ -5,20 +5,39 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
+from compat.checkpoint.files import ALL
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
 from compat.config import as_dtype
 from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
 from compat.name_map import NameMap, Row, as_name_map
-from compat.validation import check_fit, check_module, expand_rows, is_dropped, rows_of_part
+from compat.ops import Same, views
+from compat.sharding import (
+    as_divided,
+    check_heads,
+    check_mesh,
+    distribute,
+    is_divided,
+    local,
+    raising_together,
+    reading_range,
+    reshard,
+    shard_blocks,
+    share_of,
+    tensor_parallel_size,
+)
+from compat.validation import as_module, check_fit, expand_rows, is_dropped, rows_of_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load_pretrained(
@@ -31,6 +50,8 @@ def load_pretrained(
     mmap: bool = False,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
+    mesh: DeviceMesh | None = None,
+    parallel: Literal["tensor", "fsdp"] = "tensor",
 ) -> Model:
     """Return a GPT-2 in the blocks of a dialect, in eval mode, with the weights of a checkpoint.
 
@@ -40,20 +61,35 @@ def load_pretrained(
         revision, verify, n_head, mmap: see `open_checkpoint`. Tensors whose operation rearranges
             them are copied even with `mmap`.
         dtype: of the parameters, such as torch.float16 or "float16"; None keeps the checkpoint's.
-        device: where the parameters go.
+        device: where the parameters go; with `mesh`, they go to the device of the mesh.
+        mesh: divides the model among the ranks of a mesh, all of which must call this. Each rank
+            keeps in memory its share only.
+        parallel: how: by tensor parallelism, see `distribute`; or by FSDP2, `fully_shard` of every
+            block, which gathers the weights of one block at a time.
 
     Raises:
         CompatError: The checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
-        ConfigError: The dialect, data type or device is unknown or cannot be used.
+        ConfigError: The dialect, data type or device is unknown or cannot be used, or the model
+            cannot be divided among the ranks of the mesh.
     """
     dtype, kind = as_dtype(dtype), get_dialect(dialect)
+    if parallel not in ("tensor", "fsdp"):
+        raise ConfigError(f"parallel is {short_repr(parallel)}; expected 'tensor' or 'fsdp'.")
+    if mesh is not None:
+        check_mesh(mesh)
+        device = mesh.device_type
     _check_device(device)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head, mmap=mmap)
     with torch.device("meta"), _SkipInit():
         model = kind.model_class(checkpoint.config)
+    if mesh is not None and parallel == "fsdp":
+        blocks = model.get_submodule(kind.block_path.removesuffix(".{i}"))
+        shard_blocks(model, blocks.children(), mesh)
+    elif mesh is not None:
+        distribute(model, kind.name_map, mesh)
     rows = expand_rows(kind.name_map, checkpoint)
     _check_and_fill(model, rows, checkpoint, dtype or checkpoint.dtype, device)
-    return model.to(device).eval()
+    return (model if mesh else model.to(device)).eval()
 
 
 def load_block(
@@ -120,9 +156,10 @@ def load_into(
         NameMapError: Names or shapes do not fit, of which all are listed, or buffers lack values.
         CheckpointError: The model lacks biases that are not zero; see also `open_checkpoint`.
     """
-    check_module(model)
+    model = as_module(model)
     name_map = as_name_map(name_map)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    check_heads(checkpoint.config, tensor_parallel_size(model))
     if part is None:
         rows = expand_rows(name_map, checkpoint)
     else:
@@ -221,48 +258,57 @@ def fill(
         CheckpointError: A tensor is not finite, or the model ties parameters for which the
             checkpoint has different tensors.
     """
+    reshard(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    divided = any(map(is_divided, parameters.values()))
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
-        tensor, fault = checkpoint.take(row.hf)
+        """This rank's shares of the row's parameters, or a fault of the tensor."""
+        reading = reading_range(parameters[row.ours[0]]) if row.op == Same() else ALL
+        tensor, fault = checkpoint.take(row.hf, reading)
         if fault:
             return [], fault
-        pairs = zip(row.op.load(tensor), row.ours, strict=True)
-        return [_convert(row.hf, t, parameters[name], dtype, device) for t, name in pairs], None
+        shares = []
+        made = views(row.op, tensor) if divided else row.op.load(tensor)
+        for name, value in zip(row.ours, made, strict=True):
+            share = share_of(value, parameters[name], reading.start or 0)
+            shares.append(_convert(row.hf, share, parameters[name], dtype, device))
+        return shares, None
 
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:
         rows = _without_tied_head(rows, parameters)
-    # First-touch page faults dominate the copy; two threads halve the time.
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        results = list((map if checkpoint.mmap else pool.map)(make, rows))
-    if faults := [fault for _, fault in results if fault]:
-        raise checkpoint.not_finite(faults)
-    loaded: dict[int, tuple[str, nn.Parameter]] = {}  # by the parameter's id, so that ties remain
-    for row, (tensors, _) in zip(rows, results, strict=True):
-        for name, tensor in zip(row.ours, tensors, strict=True):
-            old = parameters[name]
-            new = nn.Parameter(tensor, old.requires_grad)
-            first, tied = loaded.setdefault(id(old), (name, new))
-            if tied is not new and not torch.equal(tied, new):
-                raise CheckpointError(
-                    f"the model ties {name} to {first}, but {checkpoint.weights} has different "
-                    "tensors for them. Untie them in the model."
-                )
+    loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties remain
+    with raising_together(parameters.values()):
+        # First-touch page faults dominate the copy; two threads halve the time.
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            results = list((map if checkpoint.mmap or divided else pool.map)(make, rows))
+        if faults := [fault for _, fault in results if fault]:
+            raise checkpoint.not_finite(faults)
+        for row, (shares, _) in zip(rows, results, strict=True):
+            for name, share in zip(row.ours, shares, strict=True):
+                first, tied = loaded.setdefault(id(parameters[name]), (name, share))
+                if tied is not share and not torch.equal(tied, share):
+                    raise CheckpointError(
+                        f"the model ties {name} to {first}, but {checkpoint.weights} has different "
+                        "tensors for them. Untie them in the model."
+                    )
     for name in zeros:
         old = parameters[name]
-        zero = _convert(name, torch.zeros(old.shape), old, dtype, device)
-        loaded[id(old)] = name, nn.Parameter(zero, old.requires_grad)
+        loaded[id(old)] = name, _convert(name, torch.zeros(local(old).shape), old, dtype, device)
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
             if id(old) not in loaded:
                 continue
-            _, new = loaded[id(old)]
+            _, share = loaded[id(old)]
             if old.is_meta:
-                setattr(module, name, new)
+                if id(old) not in made:
+                    made[id(old)] = nn.Parameter(as_divided(share, old), old.requires_grad)
+                setattr(module, name, made[id(old)])
             else:  # in place, since an optimizer may hold the parameter
                 with torch.no_grad():
-                    old.copy_(new)
+                    local(old).copy_(share)
 
 
 def _without_tied_head(rows: list[Row], parameters: Mapping[str, Tensor]) -> list[Row]:
@@ -284,7 +330,9 @@ def _convert(
     device: str | torch.device | None,
 ) -> Tensor:
     """The value in this data type and on this device, or in those of the parameter."""
-    new = value.to(device or ("cpu" if old.is_meta else old.device), dtype or old.dtype)
+    if device is None and old.is_meta:
+        device = old.device_mesh.device_type if is_divided(old) else "cpu"
+    new = value.to(device or old.device, dtype or old.dtype)
     if new.dtype != value.dtype and not torch.isfinite(new).all():
         raise CheckpointError(
             f"{name} has values up to {value.abs().max().item():.6g}, beyond {new.dtype}. Load it "

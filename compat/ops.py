@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -30,12 +30,21 @@ class Op(Protocol):
         ...
 
 
+def views(op: Op, tensor: Tensor) -> tuple[Tensor, ...]:
+    """What `op.load` returns, without copying the tensor if the operation has a `view`."""
+    view: Callable[[Tensor], tuple[Tensor, ...]] = getattr(op, "view", op.load)
+    return view(tensor)
+
+
 @dataclass(frozen=True)
 class Same:
     """The tensor as it is."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor.contiguous(),)
+
+    def view(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
@@ -51,6 +60,9 @@ class Transpose:
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         # Contiguous: as a view, the weight of nn.Linear is slow, and wrong on some backends.
         return (tensor.t().contiguous(),)
+
+    def view(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.t(),)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].t()
@@ -71,12 +83,15 @@ class Split:
     dim: int = -1
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in self.view(tensor))
+
+    def view(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.shape[self.dim] % self.parts:
             raise NameMapError(
                 f"shape {list(tensor.shape)} cannot be split into {self.parts} equal parts"
             )
         parts = tensor.chunk(self.parts, dim=self.dim)
-        return tuple((part.t() if self.transpose else part).contiguous() for part in parts)
+        return tuple(part.t() if self.transpose else part for part in parts)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.t() if self.transpose else t for t in tensors], dim=self.dim)

@@ -101,9 +101,11 @@ def hook_tap(module: nn.Module, tap: Tap, edit: Edit) -> ExitStack:
         replacement = edit(selected(value))
         if replacement is None:
             return None
-        value = value.clone()
-        selected(value).copy_(replacement)
-        return value
+        if tap.part is not None:  # the parts of a divided tensor are not views of it
+            parts = list(value.chunk(3, dim=-1))
+            parts[tap.part] = replacement
+            replacement = torch.cat(parts, dim=-1)
+        return value.clone().copy_(replacement)
 
     def in_tuple(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
         value = edited(values[tap.item])

@@ -27,10 +27,15 @@ def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
     return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
 
 
-def check_module(model: object) -> None:
-    """Raise ConfigError unless `model` is a module."""
+def as_module(model: object) -> nn.Module:
+    """Return the module or, if it is wrapped by `torch.compile`, the one that is wrapped.
+
+    Raises:
+        ConfigError: It is not a module.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {described(model)}; expected a torch.nn.Module.")
+    return model._modules.get("_orig_mod") or model
 
 
 def expand_rows(name_map: NameMap, checkpoint: Checkpoint) -> list[Row]:
@@ -244,7 +249,9 @@ def _is_constant(matrix: Tensor) -> bool:
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
-    return [p.detach() for p in module.parameters() if p.ndim > 1 and p.is_floating_point()]
+    matrices = [p.detach() for p in module.parameters() if p.ndim > 1 and p.is_floating_point()]
+    # Of a model that is divided among several processes, the part that this one holds.
+    return [m.to_local() if hasattr(m, "to_local") else m for m in matrices]
 
 
 def _is_written(tensor: Tensor) -> bool:

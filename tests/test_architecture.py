@@ -20,6 +20,7 @@ LAYERS = [
     {"config", "display", "layers", "name_map", "ops", "tap", "user_code", "vocabulary"},
     {"checkpoint", "dialects"},
     {"validation", "tokenizer"},
+    {"sharding"},
     {"export_view", "inspection"},
     {"loading"},
     {"decoding", "saving"},

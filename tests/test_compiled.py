@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compat import ConfigError, Engine, load_pretrained
+from compat import ConfigError, Engine, check_parity, load_pretrained, save_pretrained
 from compat.decoding import NotFiniteError
+from compat.decoding.compiled import _import_compiler
 from tests.conftest import MakeCheckpoint
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -126,3 +127,17 @@ def test_compiling_leaves_the_settings_of_the_process(source: Path) -> None:
         thread.join()
     assert settings() == before
     assert set(seen) == {before[:3] + before[4:7]}
+
+
+def test_a_model_in_the_wrapper_of_torch_compile_is_taken(tiny: Path, tmp_path: Path) -> None:
+    """It is unwrapped, so that nothing is compiled here."""
+    _import_compiler()
+    compiled: Any = torch.compile(load_pretrained(tiny))
+    save_pretrained(compiled, tmp_path / "saved")
+    expected = load_pretrained(tiny)
+    ids = torch.tensor([[5, 17, 60]])
+    for model in (load_pretrained(tmp_path / "saved"), expected):
+        assert torch.equal(model(ids), expected(ids))
+    assert torch.equal(Engine(compiled).score(ids), Engine(expected).score(ids))
+    report = check_parity(compiled, tiny, input_ids=ids)
+    assert report.passed and report.model_name == "linear"

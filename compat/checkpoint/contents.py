@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compat.checkpoint.files import TensorFile, TensorInfo, read_json
+from compat.checkpoint.files import ALL, TensorFile, TensorInfo, read_json
 from compat.checkpoint.formats import PICKLES, recognized
 from compat.checkpoint.layout import plain_name
 from compat.checkpoint.pickle_file import PickleFile
@@ -31,10 +31,11 @@ class Stored:
         info = self.file.infos[self.name]
         return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
 
-    def read(self, mapped: bool = False) -> Tensor:
-        """The tensor in Hugging Face's layout, contiguous."""
-        tensor = self.file.map(self.name) if mapped else self.file.read(self.name)
-        return tensor.t().contiguous() if self.transposed else tensor
+    def read(self, mapped: bool = False, rows: slice = ALL) -> Tensor:
+        """The tensor in Hugging Face's layout, or some of its rows, contiguous."""
+        if self.transposed:
+            return (self.file.map if mapped else self.file.read)(self.name).t()[rows].contiguous()
+        return self.file.map(self.name)[rows] if mapped else self.file.read(self.name, rows)
 
 
 @dataclass

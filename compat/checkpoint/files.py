@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 from collections import Counter
@@ -31,18 +32,28 @@ class TensorInfo:
     dtype: torch.dtype | str
 
 
+ALL = slice(None)  # rows: indices of axis 0
+
+
 class TensorFile(Protocol):
     """One file of named tensors."""
 
     infos: dict[str, TensorInfo]
 
-    def read(self, name: str) -> Tensor:
-        """A contiguous copy of a tensor, independent of the file."""
+    def read(self, name: str, rows: slice = ALL) -> Tensor:
+        """A contiguous copy of a tensor, or of some of its rows, independent of the file."""
         ...
 
     def map(self, name: str) -> Tensor:
         """A tensor that shares the file's pages; writing to it copies them."""
         ...
+
+
+def allocate(size: int) -> Any:
+    """A writable buffer. A large one is mapped, so that freeing it returns its memory at once."""
+    if size < 1 << 17 or not hasattr(mmap, "MAP_PRIVATE"):
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compat.checkpoint.checks import config_of
 from compat.checkpoint.contents import Contents, Stored
-from compat.checkpoint.files import TensorInfo
+from compat.checkpoint.files import ALL, TensorInfo
 from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, expected_shapes
 from compat.config import ALIASES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
@@ -249,10 +249,10 @@ class _ZeroTensors:
 
     infos: dict[str, TensorInfo]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: slice = ALL) -> Tensor:
         info = self.infos[name]
         assert isinstance(info.dtype, torch.dtype)  # others are refused before anything is read
-        return torch.zeros(info.shape, dtype=info.dtype)
+        return torch.zeros(info.shape, dtype=info.dtype)[rows]
 
     map = read
 

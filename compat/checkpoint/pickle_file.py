@@ -18,7 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from compat.checkpoint.files import TensorInfo
+from compat.checkpoint.files import ALL, TensorInfo
 from compat.checkpoint.formats import why_unreadable
 from compat.errors import CheckpointError, listed
 
@@ -93,8 +93,8 @@ class PickleFile:
         self._tensors: dict[str, Tensor] = content
         self.infos = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in content.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach().clone(memory_format=torch.contiguous_format)
+    def read(self, name: str, rows: slice = ALL) -> Tensor:
+        return self._tensors[name].detach()[rows].clone(memory_format=torch.contiguous_format)
 
     def map(self, name: str) -> Tensor:
         raise CheckpointError(

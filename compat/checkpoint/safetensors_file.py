@@ -11,7 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compat.checkpoint.files import MAX_JSON_BYTES, TensorInfo, parse_json
+from compat.checkpoint.files import (
+    ALL,
+    MAX_JSON_BYTES,
+    TensorInfo,
+    allocate,
+    parse_json,
+)
 from compat.checkpoint.formats import why_unreadable
 from compat.errors import CheckpointError
 
@@ -52,17 +58,26 @@ class SafetensorsFile:
             self.infos[name] = TensorInfo(tuple(header[name]["shape"]), _DTYPES.get(code, code))
             self._offsets[name] = header[name]["data_offsets"]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: slice = ALL) -> Tensor:
         # Not through a map: truncating a mapped file would kill the process.
         begin, end = self._offsets[name]
-        memory = _allocate(end - begin)
+        shape = self.infos[name].shape
+        if rows != ALL:
+            start, stop, _ = rows.indices(shape[0])
+            size = (end - begin) // shape[0]  # bytes of a row
+            begin, end, shape = (
+                begin + start * size,
+                begin + stop * size,
+                (stop - start, *shape[1:]),
+            )
+        memory = allocate(end - begin)
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._start + begin)
             rest = memoryview(memory)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
             self._check_unchanged(file, name, complete=not rest)
-        return self._tensor(name, memory)
+        return self._tensor(name, memory).view(shape)
 
     def map(self, name: str) -> Tensor:
         # One map for each tensor, so that its pages are freed with the tensor.
@@ -74,12 +89,11 @@ class SafetensorsFile:
             self._check_unchanged(file, name)
             size = before + end - begin
             pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before)
-        return self._tensor(name, pages, before)
+        return self._tensor(name, pages, before).view(self.infos[name].shape)
 
     def _tensor(self, name: str, memory: Any, offset: int = 0) -> Tensor:
-        info = self.infos[name]
-        dtype = cast(torch.dtype, info.dtype)
-        return torch.frombuffer(memory, dtype=dtype, offset=offset).view(info.shape)
+        dtype = cast(torch.dtype, self.infos[name].dtype)
+        return torch.frombuffer(memory, dtype=dtype, offset=offset)
 
     def _check_unchanged(self, file: IO[bytes], name: str, complete: bool = True) -> None:
         if not complete or _identity(os.fstat(file.fileno())) != self._opened:
@@ -116,13 +130,6 @@ def _end(entry: Any) -> int:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     proper = isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int
     return offsets[1] if proper and offsets else 0
-
-
-def _allocate(size: int) -> Any:
-    """A writable buffer. A large one is mapped, so that freeing it returns its memory at once."""
-    if size < 1 << 17 or not hasattr(mmap, "MAP_PRIVATE"):
-        return bytearray(size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ from compat.checkpoint.checks import (
     resolve_head,
 )
 from compat.checkpoint.contents import Contents, Stored, open_contents
-from compat.checkpoint.files import TensorInfo, read_json
+from compat.checkpoint.files import ALL, TensorInfo, read_json
 from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translate
 from compat.checkpoint.layout import CONFIG, most_bytes
@@ -81,9 +81,12 @@ class Checkpoint:
             raise self.not_finite([fault])
         return tensor
 
-    def take(self, name: str) -> tuple[Tensor, str | None]:
-        """Return one tensor and a description of its NaN and infinite values, if it has any."""
-        tensor = self._stored[name].read(self.mmap)
+    def take(self, name: str, rows: slice = ALL) -> tuple[Tensor, str | None]:
+        """Return one tensor and a description of its NaN and infinite values, if it has any.
+
+        With `rows`, both are of these rows alone, and files of safetensors read no others.
+        """
+        tensor = self._stored[name].read(self.mmap, rows)
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -41,6 +43,13 @@ def parity_command(
         typer.Option(
             metavar="DTYPE",
             help="Check an Engine in float32, bfloat16 or int8 instead: prefill and decode steps.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        Literal["tensor", "fsdp"] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Divide the model among the processes of torchrun: tensor or fsdp.",
         ),
     ] = None,
     dtype: options.Dtype = None,
@@ -88,6 +97,7 @@ def parity_command(
     }.items():
         options.exclude({"--engine": engine is not None, name: bool(given)})
     options.exclude({"--all": every, "--dialect": dialect is not None})
+    options.exclude({"--engine": engine is not None, "--parallel": parallel is not None})
     options.exclude({"--json": as_json, "--quiet": quiet})
     checkpoint = compat.open_checkpoint(
         source, revision=revision, verify=verify, mmap=mmap, n_head=n_head
@@ -98,14 +108,25 @@ def parity_command(
             f"Pass at most {context}.",
             param_hint="--length",
         )
+    if parallel is not None:
+        from compat.sharding import mesh_of_torchrun
+
+        mesh = mesh_of_torchrun()
+        if mesh.get_rank() > 0:  # all ranks have the same report
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
     from compat.parity import random_ids
 
     input_ids = random_ids(checkpoint, seed or 0, batch or 2, length) if text is None else None
-    models: Sequence[options.DialectName | compat.Engine] = (
+    dialects: Sequence[options.DialectName] = (
         get_args(options.DialectName) if every else [dialect or "linear"]
     )
+    number = options.torch_dtype(dtype)
+    models: Iterable[Any] = dialects
     if engine is not None:
         models = [compat.Engine.from_pretrained(checkpoint, dtype=engine)]
+    elif parallel is not None:
+        load = partial(compat.load_pretrained, mesh=mesh, parallel=parallel, dtype=number)
+        models = (load(checkpoint, name) for name in dialects)
     reports = []
     for checked in models:
         report = compat.check_parity(
@@ -113,7 +134,7 @@ def parity_command(
             checkpoint,
             input_ids=input_ids,
             text=text,
-            dtype=options.torch_dtype(dtype),
+            dtype=number,
             gradients=gradients,
         )
         reports.append(report)
@@ -122,7 +143,7 @@ def parity_command(
     if as_json:
         found = [report.to_json(full=True) for report in reports]
         print_json(found if every else found[0])
-    if html is not None:
+    if html is not None and (parallel is None or mesh.get_rank() == 0):
         from compat.html_report import parity_page
 
         write_page(html, parity_page(*reports))

@@ -13,6 +13,7 @@ from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.dialects import Model, dialect_of
 from compat.errors import GenerationError
 from compat.layers import KVCache
+from compat.sharding import ReplicatePlainTensors, same_on_every_rank
 from compat.tap import expand_taps
 
 
@@ -57,6 +58,11 @@ class PlainDecoder:
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
+        if not same_on_every_rank(ids, self.model.parameters()):
+            raise GenerationError(
+                "the ranks of the divided model chose different tokens. Pass a generator with the "
+                "same seed on every rank, or temperature=0."
+            )
         ids = ids[:, None]
         if self._mask is not None:
             self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=1)
@@ -73,8 +79,9 @@ class PlainDecoder:
             padding = int(mask.any(dim=0).int().argmax())
             self._mask = None if mask[:, padding:].all() else mask[:, padding:]
         self._ids = self._ids[rows, padding:]
-        for layer in self._cache:
-            layer.keep(rows, padding)
+        with ReplicatePlainTensors():
+            for layer in self._cache:
+                layer.keep(rows, padding)
 
     def why_not_finite(self, context: Sequence[int]) -> str:
         parameter, dialect = next(self.model.parameters()), dialect_of(self.model)

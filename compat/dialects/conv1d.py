@@ -89,10 +89,8 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=-1)  # (B, T, C) each
-        q = q.view(B, T, self.n_head, self.d_head).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(B, T, self.n_head, self.d_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, self.d_head).transpose(1, 2)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.d_head)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
 

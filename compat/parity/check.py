@@ -31,8 +31,10 @@ from compat.parity.reference import LARGE, Reference
 from compat.parity.report import InputResult, ParityReport
 from compat.parity.trace import record
 from compat.parity.weights import weight_differences
+from compat.sharding import reshard
 from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
+from compat.validation import as_module
 
 HALF = (torch.bfloat16, torch.float16)
 LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids, so that traces are small beside the weights
@@ -65,12 +67,12 @@ def check_parity(
 
     Args:
         model_or_dialect: the name of a dialect, which is loaded from the checkpoint; or a model
-            with the checkpoint's weights, which runs in the mode that it is in; or an `Engine` or
-            `PlainBlocks`, of which the logits of prefill and of every decode step are compared. The
-            bound of an int8 engine is based on the error that rounding the weights to 8 bits causes
-            in the reference. Or any function that gets ids, a NumPy array (B, T), and returns
-            logits, or arrays by tap with "logits" among them: of NumPy, torch, JAX, or anything
-            with `__array__` or `__dlpack__`.
+            with the checkpoint's weights, which runs in the mode that it is in, and without the
+            wrapper of `torch.compile`; or an `Engine` or `PlainBlocks`, of which the logits of
+            prefill and of every decode step are compared. The bound of an int8 engine is based on
+            the error that rounding the weights to 8 bits causes in the reference. Or any function
+            that gets ids, a NumPy array (B, T), and returns logits, or arrays by tap with "logits"
+            among them: of NumPy, torch, JAX, or anything with `__array__` or `__dlpack__`.
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         input_ids: (B, T), a tensor, array or list, on which the taps are compared; by default
             `random_ids` of the checkpoint's vocabulary.
@@ -104,6 +106,7 @@ def check_parity(
     run: Callable[[Reference], ParityReport]
     module: object
     if isinstance(model, nn.Module):
+        model = as_module(model)
         module, dtype = model, _dtype_of(model, dtype)
         ids = checked_ids(checkpoint, input_ids, text)
         trained = _name_map_of(model, name_map) if gradients else None
@@ -132,6 +135,8 @@ def check_parity(
         reference.to_float32()
         with converted(module):
             report = replace(report, float32=run(reference))
+    if isinstance(module, nn.Module):
+        reshard(module)
     if isinstance(model, nn.Module) and not report.passed:
         dialect = dialect_of(model)
         own = name_map or (dialect.name_map if dialect else None)

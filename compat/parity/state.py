@@ -197,8 +197,12 @@ def _tensor_contents(tensor: Tensor) -> Iterator[str]:
         if not tensor.is_inference():
             yield str(tensor._version) if isinstance(tensor, nn.Parameter) else ""
         readable = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        # FSDP2 frees the memory of tensors that it keeps.
+        readable = readable and tensor.untyped_storage().nbytes() >= tensor.nbytes
         if readable and tensor.numel() <= MAX_NUMBERS and type(tensor) in (Tensor, nn.Parameter):
-            numbers = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+            # A copy, since `numpy` forbids to resize the memory, which FSDP2 does.
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            numbers = copy.flatten().view(torch.uint8).numpy()
             yield hashlib.sha1(numbers.tobytes()).hexdigest()
         elif not tensor.is_inference():
             yield str(tensor._version)

@@ -16,9 +16,10 @@ from compat.dialects import dialect_of
 from compat.errors import CompatError, ParityError, described, listed, short_repr
 from compat.layers import fault_in_ids, id_tensor
 from compat.parity.run_modes import random_states
+from compat.sharding import reshard, whole
 from compat.tap import BLOCK_TAPS, Tap, expand_taps, hook_tap
 from compat.user_code import exception_summary
-from compat.validation import check_module
+from compat.validation import as_module
 
 Trace = dict[str, Tensor]
 Patch = Mapping[str, Tensor | Callable[[Tensor], Tensor]]
@@ -37,7 +38,7 @@ def taps(model: nn.Module) -> list[str]:
         ConfigError: the model is not a module.
         ParityError: the model is neither of them.
     """
-    check_module(model)
+    model = as_module(model)
     own = _own_taps(model)
     if own is None:
         raise _unknown_model(model)
@@ -101,7 +102,7 @@ def tracing(
     In the block every call of the model is patched, such as those of `generate`. Arguments and
     errors are those of `trace`.
     """
-    check_module(model)
+    model = as_module(model)
     patch = {} if patch is None else patch
     _check_patch(patch)
     wanted, patched = _chosen(model, taps, patch)
@@ -169,8 +170,8 @@ class _Traced:
             return self._again(tap, state)
         patched = self._patched(tap, state)
         if patched is not None:
-            self.unpatched[tap.name] = state.detach().clone()
-        kept = (state if patched is None else patched).clone()
+            self.unpatched[tap.name] = whole(state.detach()).clone()
+        kept: Tensor = whole(state if patched is None else patched).clone()
         self.states[tap.name] = kept
         if not self.grad:
             return patched
@@ -198,7 +199,7 @@ class _Traced:
         patch = self.patches.get(tap.name)
         if patch is None:
             return None
-        value = patch if isinstance(patch, Tensor) else self._call(patch, state.clone())
+        value = patch if isinstance(patch, Tensor) else self._call(patch, whole(state).clone())
         kind = "patch" if isinstance(patch, Tensor) else "value that the patch returned"
         if not isinstance(value, Tensor):
             raise ParityError(
@@ -360,14 +361,14 @@ def record(
         ParityError: a tap names a module that does not exist or was not executed, or the model
             raised an exception.
     """
-    check_module(model)
+    model = as_module(model)
     modules, name = dict(model.named_modules(remove_duplicate=False)), type(model).__name__
     taps = _with_every_layer(taps, modules)
     _check_modules(name, taps, modules)
     recorded: Trace = {}
 
     def edit(tap: str, value: Tensor) -> Tensor | None:
-        recorded[tap] = value.detach().clone()
+        recorded[tap] = whole(value.detach()).clone()
         if stop_early and len(recorded) == len(taps):
             raise _AllRecorded
         return None if forced is None else forced.get(tap)
@@ -376,6 +377,7 @@ def record(
         for tap in taps:
             hooks.enter_context(hook_tap(modules[tap.module], tap, partial(edit, tap.name)))
         _run(model, input_ids)
+    reshard(model)
     _check_executed(name, [tap.name for tap in taps], recorded)
     return {tap.name: recorded[tap.name] for tap in taps}
 

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from functools import reduce
+from contextlib import ExitStack
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ from compat.export_view import HFTensor, config_of, hf_tensors, with_head_of
 from compat.name_map import NameMap
 from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
+from compat.sharding import is_writer, local, raising_together, reshard
 from compat.tokenizer import Tokenizer
-from compat.validation import check_module
+from compat.validation import as_module
 from compat.vocabulary import vocabulary_tables
 
 # Names of weights that `transformers` (of any version) and compat write, as one file or in shards
@@ -64,6 +66,9 @@ def save_pretrained(
     config: GPT2Config | Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Save a model as `transformers` saves a GPT-2, and return the paths of the files.
+
+    All ranks of a model that is divided among several processes must call this, with the same
+    arguments. The tensors are gathered one by one, and the first rank writes them.
 
     Everything is checked before anything is written, and the folder is replaced as a whole; see
     `compat.saving.atomic.replacing_folder`, also for what Windows does not support. Existing files
@@ -93,10 +98,13 @@ def save_pretrained(
         TokenizerError: There are no tokenizer files, or the vocabulary does not fit.
     """
     limit = parse_size(max_shard_size)
-    check_module(model)
+    model = as_module(model)
     if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
         raise CheckpointError(f"folder is {described(folder)}; expected a path.")
-    _check_parameters(model)
+    reshard(model)
+    together = partial(raising_together, list(model.parameters()))
+    with together():
+        _check_parameters(model)
     given = dialect_or_name_map
     name_map = get_dialect(given).name_map if isinstance(given, str) else given
     tensors = hf_tensors(model, name_map)
@@ -107,15 +115,26 @@ def save_pretrained(
     def superseded(name: str) -> bool:
         return bool(WEIGHTS.fullmatch(name)) or (tokenizer is not None and name in TOKENIZER_FILES)
 
-    with replacing_folder(folder, superseded) as temporary:
+    temporary: Path | None = None
+    with ExitStack() as stack:
+        with together():
+            if is_writer(model.parameters()):
+                temporary = stack.enter_context(replacing_folder(folder, superseded))
         saved = {saved_name(name): tensor for name, tensor in tensors.items()}
         names = write_shards(temporary, saved, limit)
-        for name, content in small.items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, temporary / name)
-            else:
-                (temporary / name).write_text(content, encoding="utf-8")
+        with together():
+            if temporary is not None:
+                _write_small(temporary, small)
+                stack.close()  # replaces the folder
     return [Path(folder) / name for name in (*names, *small)]
+
+
+def _write_small(folder: Path, files: Mapping[str, str | Path]) -> None:
+    for name, content in files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_text(content, encoding="utf-8")
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -127,7 +146,7 @@ def _check_parameters(model: nn.Module) -> None:
         elif parameter.dtype not in DTYPES.values() or parameter.layout != torch.strided:
             kind = str(parameter.dtype).removeprefix("torch.")
             faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
-        elif fault := not_finite(parameter.detach()):
+        elif fault := not_finite(local(parameter.detach())):
             faults.append((name, fault))
     if faults:
         headline = f"{type(model).__name__} cannot be saved:"

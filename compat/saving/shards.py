@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compat.errors import ConfigError
 from compat.export_view import HFTensor
+from compat.sharding import raising_together
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -55,20 +56,26 @@ def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return [*shards, current] if current else shards
 
 
-def write_shards(folder: Path, tensors: Mapping[str, HFTensor], limit: int) -> list[str]:
+def write_shards(folder: Path | None, tensors: Mapping[str, HFTensor], limit: int) -> list[str]:
     """Write model.safetensors, or shards and their index, and return the files' names.
 
     Only one shard at a time is in memory beside the model.
+
+    Args:
+        folder: where to write. None writes nothing: a rank of a divided model that is not the one
+            that writes has to compute the tensors with it, and keeps none of them.
+        tensors: by the name that they get in the files.
+        limit: of the bytes in a file with several tensors.
     """
     sizes = {name: tensor.like.nbytes for name, tensor in tensors.items()}
     shards = split(sizes, limit)
     if len(shards) == 1:
-        _write(folder / "model.safetensors", tensors, shards[0])
+        _write(folder, "model.safetensors", tensors, shards[0])
         return ["model.safetensors"]
     weight_map, files = {}, []
     for number, names in enumerate(shards, start=1):
         files.append(f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        _write(folder / files[-1], tensors, names)
+        _write(folder, files[-1], tensors, names)
         weight_map.update(dict.fromkeys(names, files[-1]))
     values = sum(tensor.like.numel() for tensor in tensors.values())
     index = {
@@ -76,20 +83,28 @@ def write_shards(folder: Path, tensors: Mapping[str, HFTensor], limit: int) -> l
         "weight_map": weight_map,
     }
     files.append("model.safetensors.index.json")
-    (folder / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if folder is not None:
+        (folder / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return files
 
 
-def _write(path: Path, tensors: Mapping[str, HFTensor], names: Sequence[str]) -> None:
+def _write(
+    folder: Path | None, file: str, tensors: Mapping[str, HFTensor], names: Sequence[str]
+) -> None:
     made: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name in names:
         tensor = tensors[name].make().cpu().contiguous()
+        if folder is None:
+            continue
         storage = tensor.untyped_storage().data_ptr()
         # safetensors refuses tensors that share memory, such as views of one flat buffer.
         made[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    try:
-        save_file(made, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps errors of the system
-        raise OSError(f"{path.name}: {error}") from error
+    with raising_together(source for name in names for source in tensors[name].sources):
+        if folder is None:
+            return
+        try:
+            save_file(made, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # it wraps errors of the system
+            raise OSError(f"{file}: {error}") from error
