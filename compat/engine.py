@@ -122,7 +122,6 @@ class Engine:
         """
         if not isinstance(source, Checkpoint):
             source = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-            source.mmap = source.can_be_mapped  # packing its pages makes no other copy of them
         engine = cls.__new__(cls)
         engine.config = source.config
         engine._pack(source.read, **options)

@@ -47,7 +47,7 @@ def load_pretrained(
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
-    mmap: bool = False,
+    mmap: bool = True,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     mesh: DeviceMesh | None = None,
@@ -58,8 +58,8 @@ def load_pretrained(
     Args:
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         dialect: "linear" or "conv1d".
-        revision, verify, n_head, mmap: see `open_checkpoint`. Tensors whose operation rearranges
-            them are copied even with `mmap`.
+        revision, verify, n_head, mmap: see `open_checkpoint`. Of a mapped file, the matrices of
+            "linear" are transposed views, which are not contiguous.
         dtype: of the parameters, such as torch.float16 or "float16"; None keeps the checkpoint's.
         device: where the parameters go; with `mesh`, they go to the device of the mesh.
         mesh: divides the model among the ranks of a mesh, all of which must call this. Each rank
@@ -269,20 +269,28 @@ def fill(
         if fault:
             return [], fault
         shares = []
-        made = views(row.op, tensor) if divided else row.op.load(tensor)
+        made = views(row.op, tensor) if divided or in_place(row) else row.op.load(tensor)
         for name, value in zip(row.ours, made, strict=True):
             share = share_of(value, parameters[name], reading.start or 0)
             shares.append(_convert(row.hf, share, parameters[name], dtype, device))
         return shares, None
+
+    def in_place(row: Row) -> bool:
+        """Whether the parameters become views of the file's pages, which nn.Linear reads as fast.
+
+        Other devices get contiguous tensors: there a view may be slow, or even wrong.
+        """
+        on_cpu = torch.device(device or "cpu").type == "cpu"
+        return checkpoint.mmap and on_cpu and all(parameters[name].is_meta for name in row.ours)
 
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:
         rows = _without_tied_head(rows, parameters)
     loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties remain
     with raising_together(parameters.values()):
-        # First-touch page faults dominate the copy; two threads halve the time.
+        # First-touch page faults take most of the time; two threads halve it.
         with ThreadPoolExecutor(max_workers=2) as pool:
-            results = list((map if checkpoint.mmap or divided else pool.map)(make, rows))
+            results = list((map if divided else pool.map)(make, rows))
         if faults := [fault for _, fault in results if fault]:
             raise checkpoint.not_finite(faults)
         for row, (shares, _) in zip(rows, results, strict=True):

@@ -96,11 +96,7 @@ class PickleFile:
     def read(self, name: str, rows: slice = ALL) -> Tensor:
         return self._tensors[name].detach()[rows].clone(memory_format=torch.contiguous_format)
 
-    def map(self, name: str) -> Tensor:
-        raise CheckpointError(
-            f"{self._path} cannot be memory-mapped, since it is not a safetensors file. Export it "
-            "as safetensors, or load it without mmap."
-        )
+    map = read  # two models of one checkpoint must not share what was unpickled once
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

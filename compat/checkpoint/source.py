@@ -65,11 +65,6 @@ class Checkpoint:
         dtypes = {info.dtype for info in self.infos.values() if isinstance(info.dtype, torch.dtype)}
         return reduce(torch.promote_types, dtypes)
 
-    @property
-    def can_be_mapped(self) -> bool:
-        """Whether the format can be memory-mapped."""
-        return ".safetensors" in self.weights.name
-
     def read(self, name: str) -> Tensor:
         """Return one tensor, in its own memory or, with `mmap`, in the file's pages.
 
@@ -108,8 +103,8 @@ def open_checkpoint(
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
-    mmap: bool = False,
-    check_finite: bool | None = None,
+    mmap: bool = True,
+    check_finite: bool = True,
 ) -> Checkpoint:
     """Find a checkpoint and check it against its config; of safetensors only headers are read.
 
@@ -121,11 +116,11 @@ def open_checkpoint(
         revision: branch, tag or commit on the hub.
         verify: compare every file with the hash that the hub states for it.
         n_head: the number of heads, for a minGPT or makemore file without a config.
-        mmap: let tensors share the pages of a safetensors file instead of copying them. This is
-            fast, and models of one file share its memory, but a file that is truncated while it is
-            in use ends the process.
-        check_finite: search tensors for NaN and infinity when they are read. None means True,
-            except with `mmap`, where loading reads no values.
+        mmap: let tensors share the pages of a safetensors file. This is fast, and models of one
+            file share its memory. Replacing the file leaves them intact, as `save_pretrained` does,
+            but a file that another program truncates while it is in use ends the process. False
+            copies the tensors instead, as is always done for other formats.
+        check_finite: search tensors for NaN and infinity when they are read.
 
     Raises:
         CheckpointError: The source does not exist or cannot be read, or tensors are missing,
@@ -135,7 +130,7 @@ def open_checkpoint(
         ConfigError: The config is malformed or incomplete, or contradicts the tensors or `n_head`.
     """
     if isinstance(source, Checkpoint):
-        options = {"revision": revision, "verify": verify, "n_head": n_head, "mmap": mmap}
+        options = {"revision": revision, "verify": verify, "n_head": n_head, "mmap": not mmap}
         if late := [name for name, value in options.items() if value]:
             raise CheckpointError(
                 f"{source.source} is already open. Pass {listed(late)} to open_checkpoint."
@@ -147,7 +142,7 @@ def open_checkpoint(
     contents = open_contents(weights, max_unpacked(raw_config))
     checkpoint = check(str(source), contents, raw_config, notes, n_head)
     checkpoint.mmap = mmap
-    checkpoint.check_finite = not mmap if check_finite is None else check_finite
+    checkpoint.check_finite = check_finite
     return checkpoint
 
 

@@ -173,7 +173,6 @@ def generate_command(
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
     else:
-        checkpoint.mmap = checkpoint.can_be_mapped  # the engine reads it once, to pack it
         runs = compat.Engine.from_pretrained(
             checkpoint,
             dtype=dtype or "float32",

@@ -22,14 +22,11 @@ def load_command(
     revision: options.Revision = None,
     verify: options.Verify = False,
     n_head: options.NHead = None,
-    mmap: options.Mmap = False,
     as_json: options.Json = False,
 ) -> None:
     """Load a checkpoint by name and show which tensor became which parameter."""
     source = options.choose_source(source, model)
-    checkpoint = compat.open_checkpoint(
-        source, revision=revision, verify=verify, mmap=mmap, n_head=n_head
-    )
+    checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     loaded = compat.load_pretrained(checkpoint, dialect)
     parameters = list(loaded.parameters())
     count = sum(parameter.numel() for parameter in parameters)

@@ -39,9 +39,6 @@ NHead = Annotated[
         help="Heads, for a minGPT or makemore file without a config.",
     ),
 ]
-Mmap = Annotated[
-    bool, checkpoint("--mmap", help="Memory-map the weights file instead of copying it.")
-]
 Dialect = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
 DefaultDialect = Annotated[
     DialectName | None,

@@ -77,7 +77,6 @@ def parity_command(
     revision: options.Revision = None,
     verify: options.Verify = False,
     n_head: options.NHead = None,
-    mmap: options.Mmap = False,
     html: options.Html = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
@@ -99,9 +98,7 @@ def parity_command(
     options.exclude({"--all": every, "--dialect": dialect is not None})
     options.exclude({"--engine": engine is not None, "--parallel": parallel is not None})
     options.exclude({"--json": as_json, "--quiet": quiet})
-    checkpoint = compat.open_checkpoint(
-        source, revision=revision, verify=verify, mmap=mmap, n_head=n_head
-    )
+    checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
             f"{length} ids are longer than the context of {context} positions that {source} has. "

@@ -137,7 +137,7 @@ class _Recording:
         decode: int,
     ) -> None:
         # The weights are read several times. The hash in the metadata searches them for NaN once.
-        self.mapped = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
+        self.mapped = replace(checkpoint, check_finite=False, mmap=True)
         self.checkpoint, self.config, self.dtype = checkpoint, checkpoint.config, dtype
         self.ids, self.selected = ids, selected
         self.with_gradients, self.decode = with_gradients, decode

@@ -74,7 +74,7 @@ def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
     """
     config = checkpoint.config
     # The values were searched for NaN when the models were loaded, and mapped pages need no copy.
-    checkpoint = replace(checkpoint, check_finite=False, mmap=checkpoint.can_be_mapped)
+    checkpoint = replace(checkpoint, check_finite=False, mmap=True)
 
     def read(name: str) -> Array:
         return _rounded(_values(checkpoint.read(name)), dtype)

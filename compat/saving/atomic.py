@@ -52,8 +52,8 @@ def replacing_folder(
     - Without a swap of folders, readers find neither folder for the moment between two renames.
     - Without syncs of folders (Windows), a power failure right after the block may leave the old
       folder, or none.
-    - Windows cannot rename a folder while a file in it is open or mapped, as with `mmap=True`. This
-      is an error, and the old folder stays.
+    - Windows cannot rename a folder while a file in it is open or mapped, as by a model that was
+      loaded from it without `mmap=False`. This is an error, and the old folder stays.
 
     Args:
         target: the folder, which need not exist.

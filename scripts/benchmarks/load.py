@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.common import JsonOption, RunsOption, checkpoint_folder, in_fresh_process
 
 ONE_LOAD = str(Path(__file__).parent / "one_load.py")
-LOADERS = ("transformers", "linear", "conv1d", "linear mmap", "conv1d mmap")
+LOADERS = ("transformers", "linear", "conv1d", "linear copied", "conv1d copied")
 ModelsOption = Annotated[
     str, typer.Option("--models", help="Shapes such as gpt2, or folders; separated by commas.")
 ]

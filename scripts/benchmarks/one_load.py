@@ -21,8 +21,8 @@ else:
 
     from compat import load_pretrained
 
-    dialect, _, mapped = loader.partition(" ")
-    load = partial(load_pretrained, dialect=dialect, mmap=mapped == "mmap")
+    dialect, _, copied = loader.partition(" ")
+    load = partial(load_pretrained, dialect=dialect, mmap=not copied)
 
 import torch  # noqa: E402 (after what the loader needs)
 
