@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compat.adaptation.result import Finding
 from compat.errors import collapse_layers, listed
+from compat.golden_files import measured  # noqa: F401  (registers its hypotheses)
 from compat.golden_files.bounds import Bound, error
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
@@ -38,6 +39,7 @@ LONG, PREFIX = 16, (2, 32)
 ACROSS_TOKENS = {"embed", "probs", "heads"}
 # The pieces in which ports deviate most often, which are tried first where that takes long.
 MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
+JOINED = ("tensors", "part", "pairs")  # values that differ between the layers of one finding
 PROBED = 16  # values with which a tap is searched among the others
 
 
@@ -95,6 +97,7 @@ class _Search:
         self.comparison = comparison
         self.n_layer = comparison.weights.config.n_layer
         self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
+        self.moved: dict[int, int] = {}  # layers that use the weights of another one
 
     def explain(self, result: TapResult, within: set[str]) -> list[Named]:
         """What happens between a tap and the candidate's taps before it."""
@@ -108,16 +111,18 @@ class _Search:
         plain = result.local.error if result.local is not None else result.accumulated.error
         best = self._best(tap, names, value, max(limit, plain / EXPLAINED), limit / SLACK)
         if best is None:
-            return [self._elsewhere(tap, value) or self._scaled(tap, names, value, limit)
+            return [self._elsewhere(tap, value) or self._altered(tap, names, value, limit, within)
                     or self._unexplained(result, names)]  # fmt: skip
         hypothesis, reached = best
+        for _, values in hypothesis.codes:
+            if "other" in values:
+                self.moved[split_name(tap)[0]] = values["other"]
         precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
             f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}; "
             f"without it, the difference is {plain:.2g}"
         )
-        readers = [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
-        if readers:
+        if readers := self._readers(tap, within):
             evidence += (
                 f"; {readers[0]} agrees nevertheless, so that the array may have been recorded at "
                 "another place than it was computed"
@@ -159,7 +164,10 @@ class _Search:
             return None
         smallest = min(accepted, key=lambda entry: entry[0])[0]
         near = [entry for entry in accepted if entry[0] <= 1.2 * smallest]
-        reached, _, hypothesis = min(near, key=lambda e: (len(e[2].codes), e[1]))
+        usual = [h.codes for h in self.first.values()]  # of norms that cannot tell them apart
+        reached, _, hypothesis = min(
+            near, key=lambda e: (e[2].codes not in usual, len(e[2].codes), e[1])
+        )
         self.first[kind] = hypothesis
         return hypothesis, reached
 
@@ -175,7 +183,8 @@ class _Search:
             own = inputs_of(tap, GPT2, self.n_layer)
             labels = GPT2[kinds[0]].inputs
             inputs = {k: self.comparison.value(n) for k, n in zip(labels, own, strict=True)}
-        situation = Situation(self.comparison.weights, tap, layer, value, inputs)
+        moved = self.moved.get(layer)
+        situation = Situation(self.comparison.weights, tap, layer, value, inputs, moved)
         for kind in kinds:
             yield from hypotheses(kind, situation)
 
@@ -223,8 +232,10 @@ class _Search:
                 return Named(tap, "wrong_tap", values, evidence)
         return None
 
-    def _scaled(self, tap: str, names: Sequence[str], value: Tensor, limit: float) -> Named | None:
-        """A factor between the array and what it should hold."""
+    def _altered(
+        self, tap: str, names: Sequence[str], value: Tensor, limit: float, within: set[str]
+    ) -> Named | None:
+        """A factor, a dropout or a shift between the array and what it should hold."""
         c = self.comparison
         try:
             expected = run_segment(list(names), GPT2, c.weights, c.value)
@@ -232,13 +243,34 @@ class _Search:
             expected = c.golden.read(tap).double()
         if expected.shape != value.shape:
             return None
-        size = (expected * expected).sum().item()
-        factor = (value * expected).sum().item() / size if size else 0.0
-        if not factor or error(value, factor * expected).rms > 2 * limit:
+        if (factor := _factor(value, expected)) and _is(value, factor * expected, 2 * limit):
+            evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
+            code = "scaled_logits"
+            if tap != "logits":  # a model that computes with the product has it in the stream
+                inside = split_name(tap)[1] in ("embed", "resid_mid", "out")
+                code = "extra_factor" if inside and not self._readers(tap, within) else "scaled_tap"
+            return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+        kept = (value != 0) | (expected == 0)
+        share = 1 - kept.double().mean().item()
+        if 0 < share < 0.9 and (factor := _factor(value[kept], expected[kept])):
+            if _is(value, factor * expected * kept, 2 * limit):
+                evidence = f"{share:.0%} of the values are 0, and the others {factor:.3g} times it"
+                return Named(tap, "dropout_always_on", {}, evidence)
+        if tap.endswith("probs") or value.shape[1] < 3:
             return None
-        evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
-        code = "scaled_logits" if tap == "logits" else "scaled_tap"
-        return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+        for where, mine, theirs in (
+            ("before", value[:, 1:], expected[:, :-1]),
+            ("after", value[:, :-1], expected[:, 1:]),
+        ):
+            if _is(mine, theirs, 2 * limit):
+                found = f"the {split_name(tap)[1]} of each token are those of the token {where} it"
+                evidence = f"the difference from those is {error(mine, theirs).rms:.1g}"
+                return Named(tap, "time_shift", {"found": found}, evidence)
+        return None
+
+    def _readers(self, tap: str, within: set[str]) -> list[str]:
+        """The candidate's taps that are computed from a tap and nevertheless agree."""
+        return [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
 
     def _not_finite(self, tap: str, value: Tensor) -> Named:
         wrong = (~value.isfinite()).nonzero()
@@ -268,24 +300,50 @@ class _Search:
         return Named(tap, "unexplained", {"found": found}, evidence, fix)
 
 
+def _factor(value: Tensor, expected: Tensor) -> float:
+    """The factor of `expected` that is nearest to `value`, by least squares."""
+    size = (expected * expected).sum().item()
+    return (value * expected).sum().item() / size if size else 0.0
+
+
+def _is(value: Tensor, expected: Tensor, limit: float) -> bool:
+    return error(value, expected).rms <= limit
+
+
 def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
     """The values, with the layer of the tap in the names of tensors."""
-    if "tensors" not in values:
-        return dict(values)
-    own = re.sub(r"^h\.\d+\.", f"h.{split_name(tap)[0]}.", str(values["tensors"]))
-    return {**values, "tensors": own}
+    layer, values = split_name(tap)[0], dict(values)
+    if "other" in values:
+        values["pairs"] = f"h.{layer} has those of h.{values.pop('other')}"
+    if "tensors" in values:
+        values["tensors"] = re.sub(r"\bh\.\d+\.", f"h.{layer}.", str(values["tensors"]))
+    if "part" in values and tap.endswith((".q", ".k", ".v")):
+        values["part"] = split_name(tap)[1]
+    return values
 
 
 def _groups(found: Sequence[Named]) -> list[list[Named]]:
     """The deviations of one kind in all layers."""
     groups: dict[str, list[Named]] = {}
     for each in found:
-        same = {k: v for k, v in each.values.items() if k != "tensors"}
-        place = split_name(each.tap)[1] if each.code in ("unexplained", "scaled_tap") else ""
-        if each.code == "unexplained":
-            same = {}
-        groups.setdefault(f"{each.code} {place} {same if place == '' else ''}", []).append(each)
+        groups.setdefault(f"{each.code} {_kind(each)}", []).append(each)
     return list(groups.values())
+
+
+def _kind(each: Named) -> object:
+    """What deviations have in common that become one finding."""
+    if each.code in ("unexplained", "scaled_tap"):
+        return split_name(each.tap)[1]
+    if each.code == "extra_factor":
+        return f"{each.values['found']:.4g}"
+    if each.code == "wrong_tap":  # of the same place in another layer, or of the layer before
+        (i, found), (j, expected) = (split_name(each.values[k]) for k in ("found", "expected"))
+        return ("out", expected, 1) if found == "embed" and j == 0 else (found, expected, j - i)
+    return {k: v for k, v in each.values.items() if k not in JOINED}
+
+
+def _collapsed(names: Sequence[str]) -> str:
+    return ", ".join(collapse_layers(names))
 
 
 def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
@@ -296,14 +354,17 @@ def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Fin
         compared: layer and name of all taps that were compared.
     """
     first, code = group[0], CODES[group[0].code]
-    tensors = [str(each.values["tensors"]) for each in group if "tensors" in each.values]
-    values: Mapping[str, Any] = {**first.values}
-    if tensors:
-        values = {**values, "tensors": ", ".join(collapse_layers(list(dict.fromkeys(tensors))))}
+    joined = {"wrong_tap": ("found", "expected"), "extra_factor": ("expected",)}.get(
+        first.code, JOINED
+    )
+    values: dict[str, Any] = {**first.values}
+    for key in (key for key in joined if key in values):
+        names = list(dict.fromkeys(str(each.values[key]) for each in group))
+        values[key] = listed(names, 12) if key in ("part", "pairs") else _collapsed(names)
     message = MESSAGES.get(first.code, code.message).format(**values)
     layers = sorted({split_name(each.tap)[0] for each in group if each.tap.startswith("h.")})
-    names = {split_name(each.tap)[1] for each in group}
-    if layers and any(name in names and i not in layers for i, name in compared):
+    places = {split_name(each.tap)[1] for each in group}
+    if layers and any(name in places and i not in layers for i, name in compared):
         message += f" (only in {listed([f'h.{i}' for i in layers])})"
     fix = first.fix or code.fix
     return Finding(

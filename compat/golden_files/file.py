@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import DTYPES, GPT2Config
+from compat.display import framed, write_page
 from compat.errors import ConfigError, ParityError, short_repr
 from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
 from compat.golden_files.bounds import Bound
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from compat.golden_files.report import GoldenReport
 
 
-@dataclass
+@dataclass(repr=False)
 class Golden:
     """What `transformers` computes for some ids: taps, gradients and decode steps, with bounds.
 
@@ -172,6 +174,38 @@ class Golden:
             return kept[name]
 
         return Weights(self.config, self.ids, read)
+
+    def __repr__(self) -> str:
+        B, T = self.ids.shape
+        extra = "".join(
+            f", {words}"
+            for name, words in ((LOSS, "gradients"), (DECODE_LOGITS, "decode steps"))
+            if name in self.arrays
+        )
+        place = "in memory" if self.path is None else str(self.path)
+        return (
+            f"<Golden {place}: {self.source}, {self.metadata['dtype']}, {B} × {T} ids, "
+            f"{len(self.taps)} taps{extra}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return framed(self, height=480)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that lists what is recorded.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        write_page(self, path)
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The metadata as plain values.
+
+        Args:
+            full: also shape, axes and meaning of every tap, instead of their names.
+        """
+        return {**self.metadata, "taps": self.metadata["taps"] if full else self.taps}
 
     def save(self, path: str | Path) -> None:
         """Write the arrays to a file, .safetensors or .npz.

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from compat.adaptation import Adaptation, Finding
-from compat.golden_files import GoldenReport
+from compat.golden_files import Golden, GoldenReport
 from compat.html_report import drawings
 from compat.inspection import Inspection
 from compat.parity import ParityReport
@@ -68,8 +68,12 @@ LOADS = ("Would load", "Would not load")
 COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
 
 
-def page_of(result: ParityReport | Adaptation | Inspection) -> str:
+def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
     """A result as a page."""
+    if isinstance(result, Golden):
+        return recorded_page(result)
+    if isinstance(result, GoldenReport):
+        return golden_page(result)
     if isinstance(result, ParityReport):
         return parity_page(result)
     return adapt_page(result) if isinstance(result, Adaptation) else inspection_page(result)
@@ -117,6 +121,24 @@ def golden_page(report: GoldenReport) -> str:
         findings=[_finding(finding) for finding in report.findings],
         reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
         versions=report.versions,
+    )
+
+
+def recorded_page(golden: Golden) -> str:
+    """What golden arrays contain as a page."""
+    B, T = golden.ids.shape
+    columns = ["Array", "Shape", "Largest difference", "Meaning"]
+    rows = []
+    for name in golden.judged:
+        tap = golden.metadata["taps"].get(name, {})
+        array, bound = golden.arrays[name], golden.bound(name, golden.dtype)
+        shape = " × ".join(map(str, array.shape)) or "scalar"
+        rows.append([name, shape, f"{number(bound.rms)} of its RMS", tap.get("meaning", "")])
+    return _page(
+        title=f"{golden.source}, {golden.metadata['dtype']}, {B} × {T} ids",
+        kicker="Golden arrays of Hugging Face GPT-2",
+        summary={"columns": columns, "rows": rows},
+        versions=golden.metadata["versions"],
     )
 
 

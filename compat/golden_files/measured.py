@@ -1,0 +1,265 @@
+"""Deviations with a number, an index or a tensor that is read off the candidate's own array.
+
+Such as the positions that were added to the token embeddings, the constants of an activation, or
+the block whose weights a piece computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.formulas import canonical_activation
+from compat.errors import listed
+from compat.golden_files.deviations import TANH_GELU, Hypothesis, Situation, Values, about, one
+from compat.golden_files.pieces import (
+    GPT2,
+    MissingWeightError,
+    Piece,
+    Run,
+    Weights,
+    attention_formula,
+    split_heads,
+    split_name,
+)
+
+SHOWN = 8  # ids or positions in a message
+FEWEST = 16  # values from which a constant is fitted
+NEAR = 1e-3  # relative distance to a tensor of the checkpoint that identifies it
+BLOCKS = 12  # in checkpoints with more, only the neighbouring blocks' weights are tried
+
+
+# Embeddings
+
+
+@about("embed")
+def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
+    """The rows of wpe.weight or wte.weight whose sum with the right other one is the array."""
+    if s.tap != "embed":
+        return
+    tokens, wpe, T = s.weights["token_embedding"], s.weights["wpe.weight"], s.found.shape[1]
+    positions = _nearest(s.found - tokens, wpe)  # (B, T)
+    moved = wpe[positions]
+    rows = positions[:1] if bool((positions == positions[:1]).all()) else positions
+    yield one(
+        "position_ids",
+        {"embed": Piece((), lambda w, i: tokens + moved)},
+        found=_shown(rows),
+        expected=_shown(torch.arange(T)),
+    )
+    try:
+        table, of_row = s.weights.read("wte.weight"), None
+    except MissingWeightError:  # then only the ids of the file are known
+        table, of_row = tokens.flatten(0, 1), s.weights.ids.flatten()
+    nearest = _nearest(s.found - wpe[:T], table)
+    others = table[nearest].to(tokens.dtype)
+    ids = nearest if of_row is None else of_row[nearest]
+    yield one(
+        "other_ids",
+        {"embed": Piece((), lambda w, i: others + wpe[:T])},
+        found=_described(ids, s.weights.ids),
+    )
+
+
+def _nearest(rows: Tensor, table: Tensor) -> Tensor:
+    """The index of the row of a table (N, C) that is nearest to each of (B, T, C): (B, T)."""
+    return torch.cdist(rows.float(), table.float()).argmin(-1)
+
+
+def _shown(numbers: Tensor) -> str:
+    """The first numbers of each row: "0, 2, 3, … | 4, 5, 6, …"."""
+    rows = numbers.reshape(-1, numbers.shape[-1])[:2].tolist()
+    return " | ".join(
+        ", ".join(map(str, row[:SHOWN])) + (", …" if len(row) > SHOWN else "") for row in rows
+    )
+
+
+def _described(found: Tensor, ids: Tensor) -> str:
+    """Which ids (B, T) were used in the place of the right ones."""
+    rows = [row.tolist() for row in ids]
+    order = [rows.index(row) if (row := mine.tolist()) in rows else -1 for mine in found]
+    if -1 not in order:
+        names = listed([str(b) for b in order]), listed([str(b) for b in range(len(ids))])
+        return f"the sequences {names[0]} in the place of {names[1]}"
+    offset = int(found[0, 0] - ids[0, 0])
+    if torch.equal(found, ids + offset):
+        return f"each id {'plus' if offset > 0 else 'minus'} {abs(offset)}"
+    return f"the ids {_shown(found)} in the place of {_shown(ids)}"
+
+
+# Activations
+
+
+@about("act")
+def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
+    """GELU by tanh or by a sigmoid, with constants that are not GPT-2's."""
+    if not s.tap.endswith(".act") or "fc" not in s.inputs:
+        return
+    x, y = s.inputs["fc"].flatten(), s.found.flatten()
+    share = y / x  # of x that passes
+    used = (x.abs() > 0.05) & (x.abs() < 4) & (share > 0.02) & (share < 0.98)
+    if used.sum() < FEWEST:
+        return
+    x, share = x[used], share[used]
+    powers = torch.stack([x, x**2, x**3], dim=-1)
+    fitted = torch.linalg.lstsq(powers, torch.atanh(2 * share - 1)[:, None]).solution[:, 0]
+    terms = [float(f"{c:.6g}") if abs(c) > 1e-5 else 0.0 for c in fitted.tolist()]
+
+    def tanh_gelu(w: Weights, i: int, x: Tensor) -> Tensor:
+        inner = terms[0] * x + terms[1] * x**2 + terms[2] * x**3
+        return 0.5 * x * (1 + torch.tanh(inner))
+
+    root = math.sqrt(2 / math.pi)
+    gelu_new = canonical_activation(s.weights.config) == "gelu_new"
+    values: Values = {
+        "found": _polynomial(terms),
+        "expected": f"0.5·x·(1 + tanh({root:.6g}·x + {0.044715 * root:.6g}·x³))"
+        if gelu_new
+        else canonical_activation(s.weights.config),
+    }
+    fix = TANH_GELU if gelu_new else f"Use {values['expected']} as the activation."
+    yield one("gelu_constants", {"act": Piece(("fc",), tanh_gelu)}, fix, **values)
+    slope = float(f"{(torch.logit(share) * x).sum() / x.square().sum():.6g}")
+    sigmoid = Piece(("fc",), lambda w, i, x: x * torch.sigmoid(slope * x))
+    values = {**values, "found": f"x·sigmoid({slope:g}·x)"}
+    yield one("gelu_constants", {"act": sigmoid}, fix, **values)
+
+
+def _polynomial(terms: list[float]) -> str:
+    names = zip(terms, ("x", "x²", "x³"), strict=True)
+    return f"0.5·x·(1 + tanh({' + '.join(f'{c:g}·{name}' for c, name in names if c)}))"
+
+
+# The weights of other blocks
+
+
+@about("ln_1", "ln_2", "q", "k", "v", "attn", "fc", "mlp")
+def other_blocks(s: Situation) -> Iterator[Hypothesis]:
+    kind = split_name(s.tap)[1]
+    if not s.tap.startswith("h.") or not s.inputs:
+        return
+    if s.moved is not None:
+        tried = [s.moved]
+    elif (n_layer := s.weights.config.n_layer) <= BLOCKS:
+        tried = [j for j in range(n_layer) if j != s.layer]
+    else:
+        tried = [j for j in (s.layer - 1, s.layer + 1, 0) if 0 <= j < n_layer and j != s.layer]
+    for j in tried:
+        yield one("other_block", {kind: Piece(GPT2[kind].inputs, _in_block(kind, j))}, other=j)
+
+
+def _in_block(kind: str, j: int) -> Run:
+    return lambda w, i, *inputs: GPT2[kind].run(w, j, *inputs)
+
+
+# Norms
+
+
+@about("ln_1", "ln_2", "ln_f")
+def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
+    """A right norm whose weight and bias, by least squares, are other tensors than its own."""
+    own = s.tap.rpartition(".")[2]
+    label = next(iter(GPT2[own].inputs), "") if own in ("ln_1", "ln_2", "ln_f") else ""
+    if label not in s.inputs:
+        return
+    name = s.tap
+    normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(s.inputs[label]).flatten(0, -2)
+    y = s.found.flatten(0, -2)
+    if len(y) < FEWEST:
+        return
+    centred = normed - normed.mean(0)
+    slope = (centred * y).sum(0) / centred.square().sum(0)
+    shift = y.mean(0) - slope * normed.mean(0)
+    n_layer = s.weights.config.n_layer
+    norms = ["ln_f", *(f"h.{i}.{kind}" for i in range(n_layer) for kind in ("ln_1", "ln_2"))]
+    norms = [name, *(other for other in norms if other != name)]
+    weights = {f"{n}.weight": s.weights[f"{n}.weight"] for n in norms}
+    weights |= {"1 + weight": 1 + weights[f"{name}.weight"], "1": torch.ones_like(slope)}
+    biases = {f"{n}.bias": s.weights[f"{n}.bias"] for n in norms} | {"0": torch.zeros_like(shift)}
+    scale, offset = _same(slope, weights), _same(shift, biases)
+    if scale is None or offset is None:
+        return
+    wrong = {part: found for part, found in (("weight", scale), ("bias", offset))
+             if found != f"{name}.{part}"}  # fmt: skip
+    if not wrong:
+        return
+    weight, bias = weights[scale], biases[offset]
+    formula = NormFormula(eps=s.weights.config.layer_norm_epsilon)
+    piece = Piece(GPT2[own].inputs, lambda w, i, x: formula(x) * weight + bias)
+    found = listed([_relative(found, name) for found in wrong.values()])
+    tensors = listed([f"{name}.{part}" for part in wrong])
+    yield one("norm_parameters", {own: piece}, found=found, tensors=tensors)
+
+
+def _same(found: Tensor, known: Mapping[str, Tensor]) -> str | None:
+    """The name of the tensor that equals a fitted one."""
+    size = found.square().mean().sqrt()
+    for name, tensor in known.items():
+        distance = (found - tensor).square().mean().sqrt()
+        if distance <= NEAR * max(size, tensor.square().mean().sqrt()):
+            return name
+    return None
+
+
+def _relative(found: str, own: str) -> str:
+    """ "ln_1.bias of the same block" for "h.3.ln_1.bias" in h.3."""
+    layer, kind = split_name(own)
+    inside = found.removeprefix(f"h.{layer}.")
+    return f"{inside} of the same block" if inside != found and kind != "ln_f" else found
+
+
+# Attention
+
+
+@about("probs")
+def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
+    """A mask for each sequence, and a bias that grows with the distance (ALiBi)."""
+    if not s.tap.endswith("probs") or not {"q", "k"} <= s.inputs.keys():
+        return
+    usual = attention_formula(s.weights, s.layer)
+    scores = _scores(usual.scale)(s.weights, s.inputs["q"], s.inputs["k"])
+    seen = (s.found > 0).any(1, keepdim=True)  # (B, 1, T, T)
+    if bool((seen != seen[:1]).any()):
+        b, _, t, _ = (seen != usual.allowed).nonzero()[0].tolist()
+        hidden = (usual.allowed & ~seen[b, 0])[t].nonzero().flatten().tolist()
+        found = listed([str(j) for j in hidden]) or "later tokens too"
+
+        def by_row(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+            x = _scores(usual.scale)(w, q, k).masked_fill(~seen, torch.finfo(q.dtype).min)
+            return x.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+
+        values: Values = {"row": b, "token": t, "found": found}
+        yield one("padding_mask", {"probs": Piece(("q", "k"), by_row)}, None, **values)
+    slopes = _slopes(s.found, scores, usual.allowed)
+    if slopes is not None and slopes.abs().max() > 1e-6:
+        T = s.found.shape[-1]
+        distance = torch.arange(T)[:, None] - torch.arange(T)  # (T, T)
+
+        def biased(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+            x = _scores(usual.scale)(w, q, k) - slopes[:, None, None] * distance
+            return x.masked_fill(~usual.allowed, torch.finfo(q.dtype).min).softmax(-1)
+
+        text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
+        yield one("position_bias", {"probs": Piece(("q", "k"), biased)}, None, found=text)
+
+
+def _scores(scale: float) -> Callable[[Weights, Tensor, Tensor], Tensor]:
+    return lambda w, q, k: split_heads(w, q) @ split_heads(w, k).mT * scale
+
+
+def _slopes(probs: Tensor, scores: Tensor, allowed: Tensor) -> Tensor | None:
+    """What each position of distance takes off the scores, for every head, by least squares."""
+    T = probs.shape[-1]
+    used = (probs > 1e-6) & allowed
+    count = used.sum(-1, keepdim=True).clamp(min=1)
+    if T < 3 or not bool((count > 1).any()):
+        return None
+    log = torch.where(used, probs, 1.0).log() - scores
+    key = torch.arange(T, dtype=probs.dtype).expand_as(probs)
+    x, y = (torch.where(used, t, 0.0) for t in (key, log))
+    x, y = (torch.where(used, t - t.sum(-1, keepdim=True) / count, 0.0) for t in (x, y))
+    return (x * y).sum((0, 2, 3)) / x.square().sum((0, 2, 3)).clamp(min=1e-300)
