@@ -170,7 +170,72 @@ ARRAYS_ONLY = {
         "Some models scale the residual stream, such as by 1/√2 after every sum.",
     ),
 }
-CODES: dict[str, Code] = {**ADAPT_CODES, **{name: code for name, (code, _) in ARRAYS_ONLY.items()}}
+# Codes of gradients, which only golden files with gradients can show.
+GRADIENTS = {
+    "other_loss": (
+        Code(
+            "breaks",
+            "the loss is {found}, but the golden one is the mean cross-entropy of each next id",
+            "loss = cross_entropy(logits[:, :-1], ids[:, 1:])  # the mean over B · (T − 1)",
+        ),
+        "Every gradient is proportional to the loss that it starts from, so that a sum in place of "
+        "a mean acts like another learning rate.",
+    ),
+    "no_gradient": (
+        Code(
+            "breaks",
+            "the gradient is zero at {tensors}, where GPT-2's is not",
+            "Look for a detached tensor, or for a gradient that is computed and never stored.",
+        ),
+        "Parameters without a gradient keep their values in training.",
+    ),
+    "missing_gradient": (
+        Code(
+            "breaks",
+            "the gradient of {tensors} lacks the share that comes from {found}",
+            "Add the gradients of all places that read the tensor: grad += share.",
+        ),
+        "A tensor that is read in several places gets the sum of their gradients: the residual "
+        "stream from the branch and from the connection past it, the tied embedding from the head "
+        "and from the ids.",
+    ),
+    "scaled_gradient": (
+        Code(
+            "breaks",
+            "the gradient of {tensors} is {found:.6g} times GPT-2's{cause}",
+            "Divide the gradient by {found:.6g}, or remove the factor.",
+        ),
+        "The direction is right. With SGD the factor acts like another learning rate; where only "
+        "some gradients have it, training goes elsewhere.",
+    ),
+    "wrong_backward": (
+        Code(
+            "breaks",
+            "the backward pass at {tensors} is that of another function: {found}",
+            "Derive the backward pass from the forward pass that the port computes.",
+        ),
+        "The forward pass is right, but the derivative written for it belongs to another formula. "
+        "The model predicts like GPT-2 and does not train like it.",
+    ),
+    "partial_gradient": (
+        Code(
+            "breaks",
+            "the gradient of {tensors} is that of {found} only",
+            "Add the gradients of all tokens: grad += share, not grad = share.",
+        ),
+        "A parameter is used by every token of every sequence, and its gradient is the sum.",
+    ),
+    "weight_decay": (
+        Code(
+            "breaks",
+            "{found} times the parameter is added to the gradient of {tensors}",
+            "Dump the gradients before weight decay is added.",
+        ),
+        "L2 regularization belongs to the optimizer. The golden gradients are those of the loss.",
+    ),
+}
+ARRAY_CODES = {**ARRAYS_ONLY, **GRADIENTS}
+CODES: dict[str, Code] = {**ADAPT_CODES, **{name: code for name, (code, _) in ARRAY_CODES.items()}}
 
 
 def explain(code: str) -> str:
@@ -179,9 +244,9 @@ def explain(code: str) -> str:
     Raises:
         KeyError: there is no such code.
     """
-    if code not in ARRAYS_ONLY:
+    if code not in ARRAY_CODES:
         return explanations.explain(code)
-    entry, why = ARRAYS_ONLY[code]
+    entry, why = ARRAY_CODES[code]
     return explanations.compose(entry, why)
 
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from compat.adaptation.result import Finding
 from compat.errors import collapse_layers, listed
 from compat.golden_files import measured  # noqa: F401  (registers its hypotheses)
+from compat.golden_files.backward import Backward, readers_of
 from compat.golden_files.bounds import Bound, error
 from compat.golden_files.codes import CODES, MESSAGES
+from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
 from compat.golden_files.file import Golden
+from compat.golden_files.gradient_deviations import Case, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -49,6 +52,9 @@ class Arrays(Protocol):
     golden: Golden
     weights: Weights
     bounds: dict[str, Bound]
+
+    @property
+    def backward(self) -> Backward: ...
 
     def known(self, name: str) -> bool: ...
 
@@ -86,8 +92,64 @@ def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
         if inherited or (result.local is not None and result.local.within):
             continue  # the arrays before it are wrong already
         found += search.explain(result, within)
+    if not failing:  # otherwise wrong gradients are a consequence
+        found += wrong_gradients(comparison, results)
     compared = [split_name(r.tap) for r in results if r.tap in taps]
     return [_finding(group, compared) for group in _groups(found)]
+
+
+def wrong_gradients(comparison: Arrays, results: Sequence[TapResult]) -> list[Named]:
+    """The deviations of a backward pass whose forward pass is right."""
+    found: list[Named] = []
+    for result in results:
+        if result.accumulated.within or (result.local is not None and result.local.within):
+            continue
+        if result.tap == LOSS:
+            found += _wrong_loss(comparison, result)
+        elif result.tap.startswith(GRADIENT):
+            # Without the later gradients, only the first wrong one is certainly no consequence.
+            only = found[0].code if found and result.local is None else None
+            found += _wrong_gradient(comparison, result, only)
+    return found
+
+
+def _wrong_loss(comparison: Arrays, result: TapResult) -> list[Named]:
+    c, logits = comparison, "logits"
+    value = c.value(LOSS)
+    values = c.value(logits) if c.known(logits) else c.golden.read(logits).double()
+    for proposal in loss_values(values, c.weights.ids):
+        reached = error(value, proposal.value).rms
+        if reached <= SLACK * c.bounds[LOSS].rms:
+            evidence = f"the difference from that is {reached:.1g} of it"
+            return [Named(LOSS, proposal.code, proposal.values, evidence)]
+    found = "the loss does not follow from the logits"
+    fix = "loss = cross_entropy(logits[:, :-1], ids[:, 1:])"
+    return [Named(LOSS, "unexplained", {"found": found}, "", fix)]
+
+
+def _wrong_gradient(comparison: Arrays, result: TapResult, only: str | None) -> list[Named]:
+    """What a gradient holds instead; deviations of one code if `only` is one."""
+    c, name = comparison, result.tap.removeprefix(GRADIENT)
+    value, bound = c.value(result.tap), c.bounds[result.tap]
+    plain = result.local.error if result.local is not None else result.accumulated.error
+    limit = max(SLACK * bound.rms, plain / EXPLAINED)
+    try:
+        expected = c.backward.gradient(name)
+    except LookupError:  # a weight or a tap is not recorded
+        expected = c.golden.read(result.tap).double()
+    for proposal in proposals(Case(c.backward, name, value, expected)):
+        if only in (None, proposal.code):
+            reached = error(value, proposal.value).rms
+            if reached <= limit:
+                evidence = f"the difference from that is {reached:.1g} of its RMS"
+                return [Named(result.tap, proposal.code, proposal.values, evidence)]
+    if only is not None:
+        return []
+    found = f"the gradient of {name} does not follow from those of "
+    found += listed(readers_of(name, c.weights.config))
+    evidence = f"the difference is {plain:.2g} of its RMS"
+    fix = f"Compare the backward pass at {name} with GPT-2's."
+    return [Named(result.tap, "unexplained", {"found": found}, evidence, fix)]
 
 
 class _Search:
@@ -332,6 +394,8 @@ def _groups(found: Sequence[Named]) -> list[list[Named]]:
 
 def _kind(each: Named) -> object:
     """What deviations have in common that become one finding."""
+    if each.code == "scaled_gradient":
+        return f"{each.values['found']:.3g}{each.values['cause']}"
     if each.code in ("unexplained", "scaled_tap"):
         return split_name(each.tap)[1]
     if each.code == "extra_factor":

@@ -18,6 +18,7 @@ from compat.config import DTYPES, GPT2Config
 from compat.display import framed, write_page
 from compat.errors import ConfigError, ParityError, short_repr
 from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
+from compat.golden_files.backward import readers_of
 from compat.golden_files.bounds import Bound
 from compat.golden_files.contents import (
     BOUND,
@@ -31,6 +32,7 @@ from compat.golden_files.contents import (
     checkpoint_hash,
 )
 from compat.golden_files.pieces import MissingWeightError, Weights
+from compat.tap import tap_names
 
 if TYPE_CHECKING:
     from compat.golden_files.report import GoldenReport
@@ -125,8 +127,14 @@ class Golden:
         bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
         backward = [GRADIENT + tap for tap in reversed(self.taps)]
         known = [*self.taps, LOSS, *backward]
-        others = sorted(set(bounded) - {*known, DECODE_LOGITS})  # gradients of parameters
+        others = sorted(set(bounded) - {*known, DECODE_LOGITS}, key=self._backward_order)
         return [name for name in [*known, *others, DECODE_LOGITS] if name in bounded]
+
+    def _backward_order(self, name: str) -> tuple[int, str]:
+        """Where the gradient of a parameter is computed, from the logits to the embedding."""
+        order = tap_names(self.config.n_layer)
+        readers = readers_of(name.removeprefix(GRADIENT), self.config)
+        return -min(order.index(reader) for reader in readers), name
 
     def read(self, name: str) -> Tensor:
         """One array."""

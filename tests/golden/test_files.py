@@ -20,6 +20,7 @@ from compat.golden_files import Golden, golden
 from compat.parity import transformers_gpt2
 from tests.command_line import Cli
 from tests.conftest import noisy_reference
+from tests.golden.torch_port import FAULTS, gradients
 
 B, T, N = 2, 5, 3
 
@@ -92,6 +93,31 @@ def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None
     assert report.first_divergence == "grad.h.1.mlp.c_fc.weight"
     transposed = {"grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"].T}
     assert reference.check(transposed).passed  # as nn.Linear stores it
+
+
+def backward(reference: Golden, fault: str = "") -> dict[str, Tensor]:
+    """All gradients of a port."""
+    model: Any = noisy_reference()
+    parameters = {name: p.detach() for name, p in model.transformer.named_parameters()}
+    return gradients(parameters, reference.ids, 3, 4, fault)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_backward_pass_are_named(reference: Golden, tiny: Path, fault: str) -> None:
+    report = reference.check(backward(reference, fault), model=tiny)
+    found = [(finding.code, finding.tap) for finding in report.findings]
+    assert not report.passed and found == [FAULTS[fault]]
+    assert report.first_divergence == FAULTS[fault][1] and report.findings[0].evidence
+
+
+def test_a_right_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
+    right = backward(reference)
+    report = reference.check(right, model=tiny)
+    assert report.passed and report.first_divergence is None and not report.findings
+    # Without the gradients at taps, a factor of all parameters is still one finding.
+    scaled = {n: x * 0.3 for n, x in right.items() if n.endswith(("weight", "bias"))}
+    [finding] = reference.check(scaled).findings
+    assert finding.code == "scaled_gradient" and finding.values["found"] == 0.3
 
 
 def test_gradients_in_half_precision_are_not_judged(reference: Golden) -> None:
