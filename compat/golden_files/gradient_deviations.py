@@ -123,14 +123,8 @@ def proposals(case: Case) -> Iterator[Proposal]:
     if not case.found.any():
         yield Proposal("no_gradient", torch.zeros_like(case.expected), {"tensors": case.name})
         return
-    for kind in (
-        _other_losses,
-        _missing_shares,
-        _factor,
-        _decay,
-        _of_some_tokens,
-        _other_functions,
-    ):
+    cheap = (_other_losses, _missing_shares, _factor, _decay, _of_some_tokens)
+    for kind in (*cheap, _other_functions):
         with suppress(LookupError):
             yield from kind(case)
 
@@ -158,7 +152,8 @@ def _factor(case: Case) -> Iterator[Proposal]:
     size = case.expected.square().sum().item()
     if factor := (case.found * case.expected).sum().item() / size if size else 0.0:
         weights = case.backward.weights
-        cause = _cause(factor, case.name, *weights.ids.shape, weights.config.d_head)
+        B, T = weights.ids.shape
+        cause = _cause(factor, case.name, B, T, weights.config.d_head)
         values = {"found": float(f"{factor:.4g}"), "cause": cause, "tensors": case.name}
         yield Proposal("scaled_gradient", factor * case.expected, values)
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from compat import check_parity, load_pretrained, open_checkpoint
 from compat.golden_files import Golden, golden
-from compat.golden_files.codes import ARRAYS_ONLY, CODES
+from compat.golden_files.codes import ARRAYS_ONLY, CODES, GRADIENTS
 from tests.golden.numpy_port import FAULTS, Array, forward
+from tests.golden.torch_port import FAULTS as BACKWARD_FAULTS
 
 DEMO = open_checkpoint("demo")
 SIZES = DEMO.config.n_layer, DEMO.config.n_head
@@ -89,6 +90,7 @@ def test_the_faults_have_more_than_twenty_codes() -> None:
     codes = {code for code, _ in FAULTS.values()}
     assert len(codes) >= 40 and codes <= CODES.keys()
     assert ARRAYS_ONLY.keys() - {"qkv_order"} <= codes
+    assert GRADIENTS.keys() == {code for code, _ in BACKWARD_FAULTS.values()}
 
 
 @pytest.mark.parametrize("fault", ["erf", "eps"])
