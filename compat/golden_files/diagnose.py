@@ -43,6 +43,7 @@ ACROSS_TOKENS = {"embed", "probs", "heads"}
 # The pieces in which ports deviate most often, which are tried first where that takes long.
 MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
 JOINED = ("tensors", "part", "pairs")  # values that differ between the layers of one finding
+SHOWN = 6  # tensors in a message
 PROBED = 16  # values with which a tap is searched among the others
 
 
@@ -407,7 +408,7 @@ def _kind(each: Named) -> object:
 
 
 def _collapsed(names: Sequence[str]) -> str:
-    return ", ".join(collapse_layers(names))
+    return listed(collapse_layers(names), SHOWN)
 
 
 def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:

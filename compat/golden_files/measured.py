@@ -114,12 +114,11 @@ def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
         return 0.5 * x * (1 + torch.tanh(inner))
 
     root = math.sqrt(2 / math.pi)
-    gelu_new = canonical_activation(s.weights.config) == "gelu_new"
+    other = canonical_activation(s.weights.config)
+    gelu_new = other == "gelu_new"
     values: Values = {
-        "found": _polynomial(terms),
-        "expected": f"0.5·x·(1 + tanh({root:.6g}·x + {0.044715 * root:.6g}·x³))"
-        if gelu_new
-        else canonical_activation(s.weights.config),
+        "found": _formula(*terms),
+        "expected": _formula(root, 0, 0.044715 * root) if gelu_new else other,
     }
     fix = TANH_GELU if gelu_new else f"Use {values['expected']} as the activation."
     yield one("gelu_constants", {"act": Piece(("fc",), tanh_gelu)}, fix, **values)
@@ -129,9 +128,11 @@ def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
     yield one("gelu_constants", {"act": sigmoid}, fix, **values)
 
 
-def _polynomial(terms: list[float]) -> str:
-    names = zip(terms, ("x", "x²", "x³"), strict=True)
-    return f"0.5·x·(1 + tanh({' + '.join(f'{c:g}·{name}' for c, name in names if c)}))"
+def _formula(root: float, square: float, cube: float) -> str:
+    """tanh GELU with these coefficients of x, x² and x³, as it is usually written."""
+    powers = zip((square, cube), ("x²", "x³"), strict=True)
+    others = [f"{c / root:.5g}·{power}" for c, power in powers if c and root]
+    return f"0.5·x·(1 + tanh({root:.6g}·({' + '.join(['x', *others])})))"
 
 
 # The weights of other blocks
