@@ -87,7 +87,7 @@ def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
     taps = set(tap_names(comparison.weights.config.n_layer))
     found: list[Named] = []
     failing = [r for r in results if r.tap in taps and not r.accumulated.within]
-    within = {r.tap for r in results if r.accumulated.within}
+    within = {r.tap for r in results if r.tap in taps and r.accumulated.within}
     for result in failing:
         inherited = result.local is None and bool(found)
         if inherited or (result.local is not None and result.local.within):

@@ -125,16 +125,19 @@ class Golden:
     def judged(self) -> list[str]:
         """All arrays with bounds: taps, the loss, gradients in backward order, decode steps."""
         bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
-        backward = [GRADIENT + tap for tap in reversed(self.taps)]
-        known = [*self.taps, LOSS, *backward]
-        others = sorted(set(bounded) - {*known, DECODE_LOGITS}, key=self._backward_order)
-        return [name for name in [*known, *others, DECODE_LOGITS] if name in bounded]
+        backward = [name for name in bounded if name.startswith(GRADIENT)]
+        names = [*self.taps, LOSS, *sorted(backward, key=self._backward_order), DECODE_LOGITS]
+        return [name for name in names if name in bounded]
 
     def _backward_order(self, name: str) -> tuple[int, str]:
-        """Where the gradient of a parameter is computed, from the logits to the embedding."""
-        order = tap_names(self.config.n_layer)
-        readers = readers_of(name.removeprefix(GRADIENT), self.config)
-        return -min(order.index(reader) for reader in readers), name
+        """Where a gradient is computed, from the logits to the embedding; after it the parameters'.
+
+        The gradient of the tied embedding is complete at the end.
+        """
+        own, order = name.removeprefix(GRADIENT), tap_names(self.config.n_layer)
+        if own in order:
+            return -order.index(own), ""
+        return -min(order.index(reader) for reader in readers_of(own, self.config)), own
 
     def read(self, name: str) -> Tensor:
         """One array."""

@@ -118,7 +118,6 @@ def golden_page(report: GoldenReport) -> str:
     return _page(
         title=title,
         kicker="Golden arrays of Hugging Face GPT-2 and another implementation's",
-        findings=[_finding(finding) for finding in report.findings],
         reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
         versions=report.versions,
     )
@@ -166,7 +165,7 @@ def adapt_page(adaptation: Adaptation) -> str:
 
 # Sections of a page that has no other content for them.
 ABSENT: dict[str, Any] = {
-    "adaptation": None, "inspection": None, "summary": None, "findings": [], "reports": [],
+    "adaptation": None, "inspection": None, "summary": None, "reports": [],
     "seconds": {},
 }  # fmt: skip
 
@@ -230,8 +229,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
     """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
-    taps, found = report.taps, drawings.all_measured(report.taps)
     golden = isinstance(report, GoldenReport)
+    # Gradients are in the tables only: the drawings follow the forward pass.
+    taps = [tap for tap in report.taps if not tap.tap.startswith("grad.")]
+    found = drawings.all_measured(taps)
     titles = GOLDEN_TITLES if golden else KIND_TITLES
     judged = CALIBRATED if report.calibrated else UNCALIBRATED
     scale = drawings.error_scale(taps)
@@ -240,6 +241,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
     return {
         "heading": heading,
         "verdict": _verdict(report.passed, PARITY, headline) if headline else None,
+        "findings": [_finding(each) for each in getattr(report, "findings", [])],
         "facts": _parity_facts(report),
         "reach": [line for line in reach if line is not None],
         "drawn": GOLDEN if golden else judged,
@@ -249,7 +251,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
         "cell_legend": drawings.cell_legend(found),
         "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
         "layer_columns": LAYER_COLUMNS,
-        "layer_rows": [_layer_row(layer) for layer in layers(taps)],
+        "layer_rows": [_layer_row(layer) for layer in layers(report.taps)],
         "gradient_columns": [name.removeprefix(">") for name in GRADIENT_COLUMNS],
         "gradient_rows": gradient_rows(report),
         "input_columns": [name.removeprefix(">") for name in INPUT_COLUMNS],
@@ -260,16 +262,16 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
 
 def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
     B, T = report.input_shape
-    total = f"{len(report.taps):,}"
+    total, what = f"{len(report.taps):,}", "Arrays" if isinstance(report, GoldenReport) else "Taps"
     identical = [
         sum(drawings.measured(r, kind).bit_identical for r in report.taps if drawings.has(r, kind))
         for kind in KINDS
     ]
     facts = [
-        ("Taps in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),
+        (f"{what} in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),
         ("Identical, accumulated", f"{identical[0]:,} of {total}"),
         ("Identical, local", f"{identical[1]:,} of {total}"),
-        ("max|Δlogits|", number(report.max_abs_diff)),
+        *([("max|Δlogits|", number(report.max_abs_diff))] if report.logits.inputs else []),
         ("Data type", report.dtype),
         ("Input", f"{B} × {T} ids"),
     ]

@@ -64,7 +64,7 @@ FAULTS = {
     "temperature": ("scaled_logits", "logits"),
     "soft cap": ("changed_logits", "logits"),
     "tf32": ("low_precision", "h.0.q"),
-    "ln_f as out": ("wrong_tap", "h.3.out"),
+    "ln_f as out": ("wrong_tap", "h.2.out"),
     "scaled query": ("scaled_tap", "h.0.q"),
     "typing error": ("gelu_constants", "h.0.act"),
     "1 + weight": ("norm_parameters", "h.0.ln_1"),

@@ -138,6 +138,30 @@ def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> No
     assert Golden.open(tmp_path / "again.safetensors").check(tmp_path / "golden.npz").passed
 
 
+def test_reports_are_short_and_pages_name_the_deviation(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
+    report = reference.check({**taps, "h.1.act": np.maximum(taps["h.1.fc"], 0)})
+    assert "h.1.act relu" in repr(report) and len(repr(report)) < 1000
+    assert "relu" in report._repr_html_() and report._repr_html_().startswith("<iframe")
+    assert "2 × 5 ids, 42 taps, gradients" in repr(reference) and len(repr(reference)) < 300
+    assert "h.2.probs" in reference._repr_html_()
+    assert reference.to_json()["taps"][0] == "embed"
+    # A right candidate of which only gradients are known
+    known = {name: reference.read(name) for name in reference.judged if name.startswith("grad.")}
+    report = reference.check(known)
+    assert report.passed and report.first_divergence is None
+    assert "grad.h.2" in report._repr_html_() and "Δlogits" not in report._repr_html_()
+
+
+def test_a_wrong_tap_is_named_although_gradients_agree(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
+    every = {name: reference.read(name) for name in reference.judged}
+    report = reference.check({**every, "h.1.act": np.maximum(taps["h.1.fc"], 0)})
+    assert [finding.code for finding in report.findings] == ["relu"]
+
+
 def test_only_one_block_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tap of a block is written before the model computes the block after the next."""
     from compat.golden_files import write
