@@ -110,11 +110,10 @@ ARRAYS_ONLY = {
     "position_bias": (
         Code(
             "breaks",
-            "{found} times the distance of key and query is subtracted from the scores of the "
-            "heads (ALiBi), but GPT-2 has no such bias",
+            "{found}, but in GPT-2 the scores do not depend on the distance",
             "Remove the bias.",
         ),
-        "GPT-2 knows positions from wpe.weight only.",
+        "GPT-2 knows positions from wpe.weight only. ALiBi and T5 add to the scores instead.",
     ),
     "other_softmax": (
         Code(
@@ -145,11 +144,38 @@ ARRAYS_ONLY = {
     "quantized_weights": (
         Code(
             "breaks",
-            "the matrices are rounded to 8 bits with {found}, but the checkpoint's are not",
+            "the matrices are rounded to {bits} bits with {found}, but the checkpoint's are not",
             "Compute with the weights of the checkpoint.",
         ),
         "Rounding to 8 bits changes hidden states by about 1%. compat has bounds for the types "
         "float32, float16 and bfloat16 only.",
+    ),
+    "other_bias": (
+        Code(
+            "breaks",
+            "the same vector is added to {tensors} at every token, as by another bias than the "
+            "checkpoint's",
+            "y = x @ weight + bias  # the head of GPT-2 has no bias",
+        ),
+        "A bias that belongs to another layer, or one that the checkpoint does not have, shifts "
+        "all tokens alike.",
+    ),
+    "residual_weights": (
+        Code(
+            "breaks",
+            "the residual sum is {found} · x + {branch} · branch(x), but in GPT-2 x + branch(x)",
+            "x = x + branch(norm(x))",
+        ),
+        "Some models scale what a branch adds, such as LayerScale. GPT-2 does so only when its "
+        "weights are initialised.",
+    ),
+    "head_order": (
+        Code(
+            "breaks",
+            "the heads are merged in the order {found}",
+            "heads.transpose(1, 2).reshape(B, T, C)  # head 0 first",
+        ),
+        "The output projection expects the channels of head 0 first, then those of head 1.",
     ),
     "interleaved_heads": (
         Code(

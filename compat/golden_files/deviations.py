@@ -260,7 +260,7 @@ def _swapped(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _fitted_eps(s: Situation) -> list[float]:
-    """The eps with which the candidate's norm follows from its input, by least squares."""
+    """The eps with which the candidate's norm follows from its input, in four kinds of norms."""
     x = next((s.inputs[name] for name in GPT2.get(s.tap.rpartition(".")[2], GPT2["embed"]).inputs
               if name in s.inputs), None)  # fmt: skip
     if x is None:
@@ -270,8 +270,11 @@ def _fitted_eps(s: Situation) -> list[float]:
     normed = (s.found - bias)[..., used] / weight[used]
     centred = (x - x.mean(-1, keepdim=True))[..., used]
     root = (centred * normed).sum(-1) / normed.square().sum(-1)
-    eps = (root.square() - x.var(-1, unbiased=False)).median().item()
-    return [float(f"{eps:.3g}")] if math.isfinite(eps) and eps >= 0 else []
+    variances = [x.var(-1, unbiased=False), x.var(-1, unbiased=True)]
+    inside = [(root.square() - variance).median().item() for variance in variances]
+    outside = [(root - variance.sqrt()).median().item() for variance in variances]
+    fitted = [e for e in (*inside, *outside) if math.isfinite(e) and e >= 0]
+    return list(dict.fromkeys(float(f"{eps:.3g}") for eps in fitted))
 
 
 # Projections of attention
@@ -882,26 +885,41 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
             }
             yield one("low_precision", pieces, fix, found=found, expected="float32")
     scopes = {None: "one scale", 0: "a scale for each output", 1: "a scale for each input"}
-    for axis, scope in scopes.items():
+    roundings = [(8, axis, 0, scope) for axis, scope in scopes.items()]
+    roundings += [
+        (bits, 1, size, f"a scale for {size} inputs") for bits in (8, 4) for size in (32, 64, 128)
+    ]
+    for bits, axis, size, scope in roundings:
         pieces = {
-            name: Piece(GPT2[name].inputs, _of_8_bit_weights(name, axis))
+            name: Piece(GPT2[name].inputs, _of_few_bits(name, bits, axis, size))
             for name in ("q", "k", "v", "attn", "fc", "mlp", "logits")
         }
-        yield one("quantized_weights", pieces, found=scope)
+        yield one("quantized_weights", pieces, found=scope, bits=bits)
 
 
-def _of_8_bit_weights(name: str, axis: int | None) -> Run:
-    """A piece whose matrix is rounded to integers of up to 127, times a scale."""
+def _of_few_bits(name: str, bits: int, axis: int | None, size: int) -> Run:
+    """A piece whose matrix is rounded to integers times a scale.
+
+    Args:
+        name: of the piece.
+        bits: of an integer.
+        axis: of [in, out], along which the weights share a scale; None if all do.
+        size: the number of inputs that share a scale; 0 stands for a whole axis.
+    """
+    largest = 2 ** (bits - 1) - 1
 
     def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
         def read(label: str) -> Tensor:
             tensor = w.read(label)
             if tensor.ndim != 2 or label == "token_embedding":
                 return tensor
-            size = tensor.abs()
-            turned = axis if axis is None or name != "logits" else 1 - axis  # [out, in]
-            scale = (size.max() if turned is None else size.amax(turned, keepdim=True)) / 127
-            return (tensor / scale).round() * scale
+            matrix = tensor.T if name == "logits" else tensor  # [in, out]
+            parts = matrix.reshape(-1, size, matrix.shape[1]) if size else matrix
+            magnitude = parts.abs()
+            scale = magnitude.max() if axis is None else magnitude.amax(axis, keepdim=True)
+            rounded = ((parts / (scale / largest)).round() * (scale / largest)).view_as(matrix)
+            back: Tensor = rounded.T if name == "logits" else rounded
+            return back
 
         return GPT2[name].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
 

@@ -83,8 +83,8 @@ class Named:
 
 def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
     """The deviations that explain the differences, in execution order."""
-    search = _Search(comparison)
     taps = set(tap_names(comparison.weights.config.n_layer))
+    search = _Search(comparison, [r.tap for r in results if r.tap in taps])
     found: list[Named] = []
     failing = [r for r in results if r.tap in taps and not r.accumulated.within]
     within = {r.tap for r in results if r.tap in taps and r.accumulated.within}
@@ -156,10 +156,11 @@ def _wrong_gradient(comparison: Arrays, result: TapResult, only: str | None) -> 
 class _Search:
     """Runs hypotheses on the arrays of one candidate."""
 
-    def __init__(self, comparison: Arrays) -> None:
+    def __init__(self, comparison: Arrays, compared: Sequence[str]) -> None:
         self.comparison = comparison
         self.n_layer = comparison.weights.config.n_layer
         self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
+        self.compared = compared
         self.moved: dict[int, int] = {}  # layers that use the weights of another one
 
     def explain(self, result: TapResult, within: set[str]) -> list[Named]:
@@ -178,7 +179,7 @@ class _Search:
                     or self._unexplained(result, names)]  # fmt: skip
         hypothesis, reached = best
         for _, values in hypothesis.codes:
-            if "other" in values:
+            if "other" in values and not values["part_of"]:
                 self.moved[split_name(tap)[0]] = values["other"]
         precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
@@ -309,9 +310,10 @@ class _Search:
         if (factor := _factor(value, expected)) and _is(value, factor * expected, 2 * limit):
             evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
             code = "scaled_logits"
-            if tap != "logits":  # a model that computes with the product has it in the stream
-                inside = split_name(tap)[1] in ("embed", "resid_mid", "out")
-                code = "extra_factor" if inside and not self._readers(tap, within) else "scaled_tap"
+            if tap != "logits":  # what follows is right if only the recorded array has a factor
+                followed = any(tap in inputs_of(n, GPT2, self.n_layer) for n in self.compared)
+                wrong = followed and not self._readers(tap, within)
+                code = "extra_factor" if wrong else "scaled_tap"
             return Named(tap, code, {"found": factor, "expected": tap}, evidence)
         kept = (value != 0) | (expected == 0)
         share = 1 - kept.double().mean().item()
@@ -377,7 +379,9 @@ def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
     """The values, with the layer of the tap in the names of tensors."""
     layer, values = split_name(tap)[0], dict(values)
     if "other" in values:
-        values["pairs"] = f"h.{layer} has those of h.{values.pop('other')}"
+        part, other = values.pop("part_of"), values.pop("other")
+        subject = f"{tap} has the {part}" if part else f"h.{layer} has those"
+        values["pairs"] = f"{subject} of h.{other}"
     if "tensors" in values:
         values["tensors"] = re.sub(r"\bh\.\d+\.", f"h.{layer}.", str(values["tensors"]))
     if "part" in values and tap.endswith((".q", ".k", ".v")):

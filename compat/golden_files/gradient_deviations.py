@@ -236,7 +236,7 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
         situation = Situation(backward.weights, reader, layer, backward.forward(reader), inputs)
         for hypothesis in hypotheses(kind, situation):
             texts = [MESSAGES.get(c, CODES[c].message).format(**{"tensors": reader, **v})
-                     for c, v in hypothesis.codes if c != "other_block"]  # fmt: skip
+                     for c, v in hypothesis.codes if "other" not in v]  # fmt: skip
             if texts:
                 yield re.sub(r"\bh\.\d+\.", "", " and ".join(texts)), hypothesis.pieces
 

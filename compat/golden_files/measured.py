@@ -23,6 +23,7 @@ from compat.golden_files.pieces import (
     Run,
     Weights,
     attention_formula,
+    merge_heads,
     split_heads,
     split_name,
 )
@@ -131,8 +132,9 @@ def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
 def _formula(root: float, square: float, cube: float) -> str:
     """tanh GELU with these coefficients of x, x² and x³, as it is usually written."""
     powers = zip((square, cube), ("x²", "x³"), strict=True)
-    others = [f"{c / root:.5g}·{power}" for c, power in powers if c and root]
-    return f"0.5·x·(1 + tanh({root:.6g}·({' + '.join(['x', *others])})))"
+    terms = ["x", *(f"{c / root:.5g}·{power}" for c, power in powers if c and root)]
+    inner = f"({' + '.join(terms)})" if len(terms) > 1 else "x"
+    return f"0.5·x·(1 + tanh({root:.6g}·{inner}))"
 
 
 # The weights of other blocks
@@ -150,11 +152,72 @@ def other_blocks(s: Situation) -> Iterator[Hypothesis]:
     else:
         tried = [j for j in (s.layer - 1, s.layer + 1, 0) if 0 <= j < n_layer and j != s.layer]
     for j in tried:
-        yield one("other_block", {kind: Piece(GPT2[kind].inputs, _in_block(kind, j))}, other=j)
+        for endings in (("",), (".weight",), (".bias",)):
+            piece = Piece(GPT2[kind].inputs, _in_block(kind, j, endings))
+            yield one("other_block", {kind: piece}, other=j, part_of=endings[0][1:])
 
 
-def _in_block(kind: str, j: int) -> Run:
-    return lambda w, i, *inputs: GPT2[kind].run(w, j, *inputs)
+def _in_block(kind: str, j: int, endings: tuple[str, ...]) -> Run:
+    """A piece with the parameters of block j whose names have one of these endings."""
+
+    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+        def read(name: str) -> Tensor:
+            moved = name.startswith(f"h.{i}.") and name.endswith(endings)
+            return w.read(name.replace(f"h.{i}.", f"h.{j}.", 1) if moved else name)
+
+        return GPT2[kind].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
+
+    return run
+
+
+# Projections and residual sums
+
+
+@about("q", "k", "v", "attn", "fc", "mlp", "logits")
+def other_biases(s: Situation) -> Iterator[Hypothesis]:
+    """A vector that is added to the results of all tokens."""
+    kind = split_name(s.tap)[1]
+    if not s.inputs or set(s.inputs) != set(GPT2[kind].inputs):
+        return
+    try:
+        plain = GPT2[kind].run(s.weights, s.layer, *(s.inputs[n] for n in GPT2[kind].inputs))
+    except MissingWeightError:
+        return
+    rest = (s.found - plain).flatten(0, -2)
+    if len(rest) < FEWEST:
+        return
+    shift = rest.mean(0)
+    piece = Piece(GPT2[kind].inputs, lambda w, i, *x: GPT2[kind].run(w, i, *x) + shift)
+    yield one("other_bias", {kind: piece}, tensors=s.tap)
+
+
+@about("resid_mid", "out")
+def weights_of_sums(s: Situation) -> Iterator[Hypothesis]:
+    kind = split_name(s.tap)[1]
+    if set(s.inputs) != set(GPT2[kind].inputs) or kind not in ("resid_mid", "out"):
+        return
+    terms = torch.stack([s.inputs[name].flatten() for name in GPT2[kind].inputs], dim=-1)
+    fitted = torch.linalg.lstsq(terms, s.found.flatten()[:, None]).solution[:, 0].tolist()
+    a, b = (float(f"{c:.6g}") for c in fitted)
+    if not math.isclose(a, b, rel_tol=1e-5):  # a factor of both is another deviation
+        piece = Piece(GPT2[kind].inputs, lambda w, i, x, y: a * x + b * y)
+        yield one("residual_weights", {kind: piece}, found=f"{a:g}", branch=f"{b:g}")
+
+
+@about("heads")
+def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
+    if not s.tap.endswith("heads") or set(s.inputs) != {"probs", "v"}:
+        return
+    expected = s.inputs["probs"] @ split_heads(s.weights, s.inputs["v"])  # (B, H, T, D)
+    found = split_heads(s.weights, s.found)
+    mine, theirs = (t.transpose(0, 1).flatten(1) for t in (found, expected))
+    order = torch.cdist(mine, theirs).argmin(-1)
+
+    def reordered(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
+        return merge_heads((probs @ split_heads(w, v))[:, order])
+
+    text = ", ".join(map(str, order.tolist()))
+    yield one("head_order", {"heads": Piece(("probs", "v"), reordered)}, found=text)
 
 
 # Norms
@@ -235,32 +298,36 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
 
         values: Values = {"row": b, "token": t, "found": found}
         yield one("padding_mask", {"probs": Piece(("q", "k"), by_row)}, None, **values)
-    slopes = _slopes(s.found, scores, usual.allowed)
-    if slopes is not None and slopes.abs().max() > 1e-6:
-        T = s.found.shape[-1]
-        distance = torch.arange(T)[:, None] - torch.arange(T)  # (T, T)
+    bias = _bias_by_distance(s.found, scores)  # (H, T)
+    T = bias.shape[-1]
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
 
-        def biased(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-            x = _scores(usual.scale)(w, q, k) - slopes[:, None, None] * distance
-            return x.masked_fill(~usual.allowed, torch.finfo(q.dtype).min).softmax(-1)
+    def biased(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        x = _scores(usual.scale)(w, q, k) + bias[:, distance]
+        return x.masked_fill(~usual.allowed, torch.finfo(q.dtype).min).softmax(-1)
 
+    slopes = -bias[:, 1] if T > 1 else bias[:, 0]
+    if torch.allclose(bias, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
         text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
-        yield one("position_bias", {"probs": Piece(("q", "k"), biased)}, None, found=text)
+        found = f"the scores of the heads decrease by {text} for each token of distance (ALiBi)"
+    else:
+        found = "a bias for each distance of query and key is added to the scores"
+    yield one("position_bias", {"probs": Piece(("q", "k"), biased)}, None, found=found)
 
 
 def _scores(scale: float) -> Callable[[Weights, Tensor, Tensor], Tensor]:
     return lambda w, q, k: split_heads(w, q) @ split_heads(w, k).mT * scale
 
 
-def _slopes(probs: Tensor, scores: Tensor, allowed: Tensor) -> Tensor | None:
-    """What each position of distance takes off the scores, for every head, by least squares."""
+def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:
+    """What is added to the scores at each distance, (H, T), relative to the distance 0."""
     T = probs.shape[-1]
-    used = (probs > 1e-6) & allowed
-    count = used.sum(-1, keepdim=True).clamp(min=1)
-    if T < 3 or not bool((count > 1).any()):
-        return None
-    log = torch.where(used, probs, 1.0).log() - scores
-    key = torch.arange(T, dtype=probs.dtype).expand_as(probs)
-    x, y = (torch.where(used, t, 0.0) for t in (key, log))
-    x, y = (torch.where(used, t - t.sum(-1, keepdim=True) / count, 0.0) for t in (x, y))
-    return (x * y).sum((0, 2, 3)) / x.square().sum((0, 2, 3)).clamp(min=1e-300)
+    log = probs.clamp(min=1e-300).log() - scores  # up to a constant for each query
+    bias = torch.zeros(probs.shape[1], T, dtype=probs.dtype)
+    own = log.diagonal(dim1=-2, dim2=-1)  # (B, H, T)
+    for distance in range(1, T):
+        there = log.diagonal(-distance, -2, -1) - own[..., distance:]
+        used = probs.diagonal(-distance, -2, -1) > 1e-6
+        total = torch.where(used, there, 0.0).sum((0, 2))
+        bias[:, distance] = total / used.sum((0, 2)).clamp(min=1)
+    return bias

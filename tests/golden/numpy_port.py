@@ -76,6 +76,9 @@ FAULTS = {
     "scale by layer": ("inverse_layer_scale", "h.1.probs"),
     "interleaved": ("interleaved_heads", "h.0.heads"),
     "shared keys": ("grouped_query_attention", "h.0.probs"),
+    "heads reversed": ("head_order", "h.0.heads"),
+    "half a branch": ("residual_weights", "h.0.out"),
+    "biased head": ("other_bias", "logits"),
     "dropout": ("dropout_always_on", "h.0.mlp"),
     "scaled stream": ("extra_factor", "h.0.resid_mid"),
     "int8": ("quantized_weights", "h.0.fc"),
@@ -245,6 +248,8 @@ def forward(
             probs = np.exp(scores) / (1 + np.exp(scores).sum(-1, keepdims=True))
         tap["probs"] = probs
         tap["heads"] = merge(probs @ split(v))
+        if fault == "heads reversed":
+            tap["heads"] = merge((probs @ split(v))[:, ::-1])
         if fault == "interleaved":
             tap["heads"] = (probs @ split(v)).transpose(0, 2, 3, 1).reshape(B, T, C)
         tap["attn"] = linear(tap["heads"], f"{h}.attn.c_proj")
@@ -267,7 +272,10 @@ def forward(
         if fault == "dropout":
             kept = np.random.default_rng(i).random((B, T, C)) > 0.2
             tap["mlp"] = tap["mlp"] * kept / np.float32(0.8)
-        x = tap["out"] = tap["mlp"] if fault == "no mlp residual" else mid + tap["mlp"]
+        x = tap["mlp"] if fault == "no mlp residual" else mid + tap["mlp"]
+        if fault == "half a branch":
+            x = mid + np.float32(0.5) * tap["mlp"]
+        tap["out"] = x
         taps |= {f"h.{i}.{name}": value for name, value in tap.items()}
     taps["ln_f"] = x if fault == "no ln_f" else norm(x, "ln_f")
     if fault == "ln_f twice":
@@ -276,6 +284,8 @@ def forward(
         taps[f"h.{n_layer - 1}.out"] = taps["ln_f"]
     table = w["wte.weight"]
     logits = taps["ln_f"] @ (table.reshape(C, -1) if fault == "head reshaped" else table.T)
+    if fault == "biased head":
+        logits = logits + table[:, 0]
     if fault == "late logits":
         logits[:, 1:] = logits[:, :-1].copy()
     if fault == "softmax of logits":
