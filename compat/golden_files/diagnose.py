@@ -402,7 +402,7 @@ def _kind(each: Named) -> object:
     if each.code == "scaled_gradient":
         return f"{each.values['found']:.3g}{each.values['cause']}"
     if each.code in ("unexplained", "scaled_tap"):
-        return split_name(each.tap)[1]
+        return re.sub(r"\bh\.\d+\.", "", each.tap)
     if each.code == "extra_factor":
         return f"{each.values['found']:.4g}"
     if each.code == "wrong_tap":  # of the same place in another layer, or of the layer before
