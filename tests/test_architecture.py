@@ -31,7 +31,7 @@ LAYERS = [
     {"adaptation"},
     {"golden_files"},
     {"summary"},
-    {"html_report", "testing"},
+    {"evaluation", "html_report", "testing"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -40,6 +40,7 @@ OWNERS = {
     "transformers": "parity/transformers_gpt2.py",
     "tiktoken": "tokenizer.py",
     "huggingface_hub": "checkpoint/hub.py",
+    "lm_eval": "evaluation.py",
 }
 
 
