@@ -16,7 +16,7 @@ from compat.dialects import dialect_of
 from compat.errors import ConfigError, NameMapError, listed
 from compat.name_map import NameMap, as_name_map
 from compat.sharding import whole
-from compat.validation import as_module, check_names, is_dropped
+from compat.validation import as_module, check_names, check_own_weights, is_dropped
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,12 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
 
     Raises:
         ConfigError: The model is not a module.
-        NameMapError: There is no map, it lacks parameters, a parameter that must be zero is not,
-            or the model has LoRA layers that are not merged.
+        NameMapError: There is no map, it lacks parameters, a parameter that must be zero is not, or
+            PEFT or torchao replaced parameters.
     """
     model = as_module(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    if any(".lora_A." in name for name in parameters):
-        raise NameMapError(
-            f"{type(model).__name__} has LoRA layers of PEFT, whose weights are not merged. Pass "
-            "the model that its `merge_and_unload()` returns."
-        )
+    check_own_weights(model, parameters)
     name_map = map_of(model, name_map)
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)

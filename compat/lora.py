@@ -38,7 +38,7 @@ from compat.errors import (
 from compat.export_view import hf_tensors, map_of
 from compat.name_map import NameMap, Row
 from compat.saving.atomic import replacing_folder
-from compat.validation import check_module, check_names
+from compat.validation import as_module, check_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_MODEL = "base_model.model."  # PEFT's prefix of all names
@@ -197,9 +197,7 @@ def _joined(places: Sequence[Place], parts: Parts, shape: Shape) -> LowRank:
 
 def _base(model: Any) -> nn.Module:
     """The model that a PeftModel wraps, or the model itself."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    check_module(base)
-    return base  # type: ignore[no-any-return]
+    return as_module(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 def _base_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -146,8 +146,9 @@ def test_an_adapter_of_ours_does_the_same_in_gpt2(kind: str, tiny: Path, tmp_pat
     lora_to_hf(model, tmp_path / "ours", tmp_path / "hf", name_map=name_map)
     found = logits(adapted(noisy_reference(), tmp_path / "hf"))
     torch.testing.assert_close(found, logits(peft), rtol=1e-5, atol=1e-5)
-    with pytest.raises(NameMapError, match=r"LoRA layers of PEFT, .* `merge_and_unload\(\)`"):
-        save_pretrained(model, tmp_path / "model", dialect_or_name_map=name_map)
+    for unmerged in (model, peft):
+        with pytest.raises(NameMapError, match=r"LoRA layers of PEFT, .* `merge_and_unload\(\)`"):
+            save_pretrained(unmerged, tmp_path / "model", dialect_or_name_map=name_map)
     merged = peft.merge_and_unload()
     torch.testing.assert_close(found, logits(merged), rtol=1e-5, atol=1e-5)
     to_hf_state_dict(merged, name_map)
