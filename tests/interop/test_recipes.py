@@ -26,8 +26,9 @@ README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 RECIPES = dict(
     re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", README, re.DOTALL | re.MULTILINE)
 )
-# Their packages take minutes to install. They run where these are installed.
-OPTIONAL = {"lm_eval", "lightning", "nnsight", "transformer_lens"}
+# Not in the extra interop: they take long to install, and where torchao is installed, transformers
+# imports it in every process. Their recipes run where they are installed.
+OPTIONAL = {"lm_eval", "lightning", "nnsight", "torchao", "transformer_lens"}
 SMALL = {"vocab_size": 1024, "n_layer": 1}
 IDS = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(4))
 
