@@ -30,7 +30,7 @@ from compat.tokenizer import Tokenizer, load_tokenizer
 Ids = list[int]
 Score = tuple[float, bool]
 
-POSITIONS = 2048  # that are scored together, to bound the memory
+POSITIONS = 4096  # of contexts and continuations that are scored together, to bound the cache
 BATCH = 8  # texts that are generated together, unless batch_size is a number
 NEW_TOKENS = 256  # of a text whose task sets no limit, as in lm-eval's `hf`
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -202,7 +202,7 @@ class CompatLM(TemplateLM):
         for shared, numbers in by_context.items():
             waiting = sorted(numbers, key=lambda number: -len(pairs[number][1]))
             while waiting:
-                rows = max(1, POSITIONS // len(pairs[waiting[0]][1]))
+                rows = max(1, POSITIONS // (len(shared) + len(pairs[waiting[0]][1])))
                 batch, waiting = waiting[:rows], waiting[rows:]
                 scores = self.engine.score_continuations(shared, [pairs[i][1] for i in batch])
                 for number, (values, is_greedy) in zip(batch, scores, strict=True):
