@@ -121,13 +121,19 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "causal": True,
         "off": False,
         "device": "cpu",
-        "max_batch": 16,  # more rows than the proof passes
+        "max_batch": _most_rows(config),
     }
     if role == "pad_token_id" and config.pad_token_id is None:
         return -1
     if role in ("bos_token_id", "eos_token_id") and getattr(config, role) is None:
         return config.vocab_size - 1  # code that compares ids with it needs a number
     return ours[role] if role in ours else getattr(config, role)
+
+
+def _most_rows(config: GPT2Config) -> int:
+    """More rows than the proof passes, or fewer if a KV cache of so many would take over 2 GB."""
+    row = 2 * config.n_layer * config.n_positions * config.n_embd * 4  # bytes in float32
+    return 66 if 66 * row < 2e9 else 16
 
 
 def neutral(name: str) -> tuple[bool, Any]:

@@ -148,6 +148,15 @@ class Waves(nn.Module):
 """
 SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
 FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
+    "no final norm, and norms that take more than a width": (
+        [("    def __init__(self, dim):\n        super().__init__()\n        self.scale",
+          "    def __init__(self, dim, kind):\n        super().__init__()\n        self.scale"),
+         ("LayerNorm(dim)", "LayerNorm(dim, None)"),
+         ("        self.final_norm = LayerNorm(emb_dim)\n", ""),
+         ("        x = self.final_norm(x)\n", "")],
+        ["no_final_ln"],
+        "nn.LayerNorm(emb_dim)",
+    ),
     "heads that are merged and not projected": (
         [("        return self.out_proj(out)", "        return out"),
          ("        self.out_proj = nn.Linear(dim, dim)\n", "")],
