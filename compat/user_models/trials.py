@@ -1,9 +1,8 @@
 """Values for arguments and config entries whose names say too little, found by building the model.
 
-Each value that an entry could have is tried in a model of a few thousand parameters. Values with
-which it cannot be built or called are out; of the others, those win with which it has as many
-parameters as a GPT-2 of the same sizes. A wrong choice shows in the proof, and the caller is told
-what was built.
+Each value that an entry could have is tried in a small model. Values with which it cannot be built
+or called are out; of the others, those win with which it has as many parameters as a GPT-2 of the
+same sizes. A wrong choice shows in the proof, and the caller is told what was built.
 """
 
 from __future__ import annotations
