@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from compat.golden_files import Golden, GoldenReport, golden
     from compat.inspection import Inspection, inspect_checkpoint
     from compat.loading import load_block, load_into, load_pretrained, to_hf_state_dict
+    from compat.lora import lora_from_hf, lora_to_hf, merge_lora
     from compat.name_map import NameMap, Row
     from compat.ops import (
         Affine,
@@ -65,6 +66,7 @@ _NAMES = {
     "golden_files": "Golden GoldenReport golden",
     "inspection": "Inspection inspect_checkpoint",
     "loading": "load_block load_into load_pretrained to_hf_state_dict",
+    "lora": "lora_from_hf lora_to_hf merge_lora",
     "name_map": "NameMap Row",
     "ops": "Affine Fused Part Rearrange Reparametrized Rows Same Split Transpose WeightNorm",
     "parity": "ParityReport check_parity",
@@ -126,6 +128,9 @@ __all__ = [
     "load_into",
     "load_pretrained",
     "load_tokenizer",
+    "lora_from_hf",
+    "lora_to_hf",
+    "merge_lora",
     "open_checkpoint",
     "save_pretrained",
     "stream",

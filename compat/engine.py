@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
@@ -240,12 +241,65 @@ class Engine:
         for start in range(0, T - 1, SCORING_CHUNK):
             positions = slice(start, min(start + SCORING_CHUNK, T - 1))
             hidden = self.transformer(ids[:, positions], cache.kv, start)
-            logits = self.transformer.logits(hidden)
             following = ids[:, 1:][:, positions]  # (B, T of this chunk)
-            scores[:, positions] = logits.log_softmax(-1).gather(2, following[..., None])[..., 0]
-            is_greedy[:, positions] = logits.max(dim=-1).indices == following
+            scores[:, positions], is_greedy[:, positions] = self._scores(hidden, following)
         scores, is_greedy = scores.to(given.device), is_greedy.to(given.device)
         return (scores, is_greedy) if greedy else scores
+
+    @torch.no_grad()
+    def score_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Scores of several continuations of one context, which is read once.
+
+        Args:
+            context: token ids, at least one.
+            continuations: token ids of each, of any lengths from 1; with the context up to
+                `n_positions` + 1.
+
+        Returns:
+            for each continuation the log-probabilities (T,) of its tokens in nats, and bool (T,),
+            whether each token is the one that greedy decoding chooses there.
+
+        Raises:
+            GenerationError: an empty context or continuation, ids that the vocabulary lacks, or
+                more than `n_positions` + 1.
+        """
+        if not (len(context) and len(continuations) and all(map(len, continuations))):
+            raise GenerationError(
+                "the context or a continuation is empty, or there is no continuation; expected at "
+                "least one token in each. Start an empty context from the end-of-text token."
+            )
+        n, T = self.config.n_positions, len(context) + max(map(len, continuations))
+        if T > n + 1:
+            raise GenerationError(
+                f"the context and its longest continuation have {T} ids; the model has {n} "
+                f"positions, and scores up to {n + 1} ids. Leave out the beginning of the context."
+            )
+        vocab_size, S = self.config.vocab_size, len(context)
+        texts = [as_ids([[*context, *ids]], vocab_size)[0] for ids in continuations]  # (S + T,)
+        # A single continuation is read together with its context.
+        start = S - 1 if len(texts) > 1 else 0
+        cache = self.transformer.new_cache(len(texts))
+        if start:
+            first = self.transformer.new_cache(1)
+            self.transformer(texts[0][None, :start].to(self.device), first.kv, 0)
+            cache.kv[..., :start, :] = first.kv[..., :start, :]
+        rows = pad_sequence([text[start:-1] for text in texts], batch_first=True)
+        hidden = self.transformer(rows.to(self.device), cache.kv, start)
+        lengths = [len(text) - S for text in texts]
+        before = torch.cat([h[S - 1 - start :][:n] for h, n in zip(hidden, lengths, strict=True)])
+        following = torch.cat([text[S:] for text in texts]).to(self.device)
+        chunks = zip(*(torch.split(t, SCORING_CHUNK) for t in (before, following)), strict=True)
+        found = zip(*(self._scores(*chunk) for chunk in chunks), strict=True)
+        scores, is_greedy = (torch.split(torch.cat(part), lengths) for part in found)
+        return list(zip(scores, is_greedy, strict=True))
+
+    def _scores(self, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of tokens after hidden states (…, C), and whether each is greedy."""
+        logits = self.transformer.logits(hidden)
+        scores = logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
+        return scores, logits.max(dim=-1).indices == following
 
 
 def _usable(device: str | torch.device) -> torch.device:

@@ -16,7 +16,7 @@ from compat.dialects import dialect_of
 from compat.errors import ConfigError, NameMapError, listed
 from compat.name_map import NameMap, as_name_map
 from compat.sharding import whole
-from compat.validation import as_module, check_names, is_dropped
+from compat.validation import as_module, check_names, check_own_weights, is_dropped
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
 
     Raises:
         ConfigError: The model is not a module.
-        NameMapError: There is no map, it lacks parameters, or a parameter that must be zero is not.
+        NameMapError: There is no map, it lacks parameters, a parameter that must be zero is not, or
+            PEFT or torchao replaced parameters.
     """
     model = as_module(model)
-    name_map = _own_map(model) if name_map is None else as_name_map(name_map)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    check_own_weights(model, parameters)
+    name_map = map_of(model, name_map)
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
     check_names(model, rows, parameters, zeros)
@@ -82,6 +84,22 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     if head and embedding and not untied and torch.equal(head.make(), embedding.make()):
         del tensors[HEAD]
     return {row.hf: tensors[row.hf] for row in rows if row.hf in tensors}
+
+
+def map_of(model: nn.Module, given: NameMap | None) -> NameMap:
+    """Return the name map that is passed, or that of the model's dialect.
+
+    Raises:
+        NameMapError: There is none.
+    """
+    if given is not None:
+        return as_name_map(given)
+    dialect = dialect_of(model)
+    if dialect is None:
+        raise NameMapError(
+            f"{type(model).__name__} is not one of compat's models. Pass its name_map."
+        )
+    return dialect.name_map
 
 
 def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
@@ -108,15 +126,6 @@ def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) ->
 def with_head_of(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> GPT2Config:
     """The config, tied if and only if the tensors lack a head."""
     return replace(config, tie_word_embeddings=HEAD not in tensors)
-
-
-def _own_map(model: nn.Module) -> NameMap:
-    dialect = dialect_of(model)
-    if dialect is None:
-        raise NameMapError(
-            f"{type(model).__name__} is not one of compat's models. Pass its name_map."
-        )
-    return dialect.name_map
 
 
 def _zeros(op: Callable[[list[Tensor]], Tensor], sources: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from compat.checkpoint.foreign import IN_OUT, OUT_IN, kind_of, layouts
 from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import HEAD, VOCABULARY_FILES, plain_name
 from compat.checkpoint.source import check, max_unpacked, read_config
-from compat.config import ALIASES
+from compat.config import ALIASES, GPT2Config
 from compat.display import framed, write_page
 from compat.errors import CompatError, HubError, TokenizerError, short_repr
 from compat.tokenizer import load_tokenizer
@@ -188,6 +188,30 @@ def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
     _report_tensors(found, {k: info for k, info in checkpoint.infos.items() if k not in tied})
     found.config, found.names = _main_fields(checkpoint.config.to_hf_dict()), []
     found.tokenizer = _tokenizer(checkpoint)
+    found.notes += _serving_notes(checkpoint.config)
+
+
+def _serving_notes(config: GPT2Config) -> Iterator[str]:
+    """What serving tools make of a config that is not GPT-2's own.
+
+    Source: the assertions in vLLM's `models/gpt2.py`, and `GPT2Loader` in ctranslate2's
+    `converters/transformers.py`. Neither reads `scale_attn_weights`.
+    """
+    refused = [
+        name
+        for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
+        if getattr(config, name)
+    ]
+    ignored = {
+        "scale_attn_weights = false": not config.scale_attn_weights,
+        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+    }
+    if refused:
+        yield f"vLLM cannot serve it: its GPT-2 refuses {' and '.join(refused)}"
+    elif not config.scale_attn_weights:
+        yield "vLLM computes other logits: it ignores scale_attn_weights = false"
+    if names := [name for name, is_set in ignored.items() if is_set]:
+        yield f"ctranslate2 computes other logits: it ignores {' and '.join(names)}"
 
 
 def _main_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -94,8 +95,12 @@ def layers(results: Sequence[TapResult]) -> list[Layer]:
 
 
 def layer_of(tap: str) -> str:
-    """The block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks."""
-    return tap.rpartition(".")[0] or tap
+    """The block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks.
+
+    The gradients of a golden file are apart from its taps, as in "grad.h.3".
+    """
+    block = re.match(r"(grad\.)?h\.\d+(?=\.)", tap)
+    return block[0] if block else tap
 
 
 def input_rows(report: ParityReport) -> list[list[str]]:

@@ -27,6 +27,11 @@ def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
     return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
 
 
+def is_quantized(parameter: Tensor) -> bool:
+    """Whether torchao quantized a parameter, which then has few of the operations of a tensor."""
+    return type(parameter).__module__.startswith("torchao.")
+
+
 def as_module(model: object) -> nn.Module:
     """Return the module or, if it is wrapped by `torch.compile`, the one that is wrapped.
 
@@ -83,6 +88,20 @@ def rows_of_part(name_map: NameMap, part: str, checkpoint: Checkpoint) -> list[R
     return rows
 
 
+def check_own_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise NameMapError if PEFT or torchao replaced parameters of the model."""
+    if any(".lora_A." in name for name in parameters):
+        raise NameMapError(
+            f"{type(model).__name__} has LoRA layers of PEFT, whose weights are not merged. Pass "
+            "the model that its `merge_and_unload()` returns."
+        )
+    if quantized := [name for name, parameter in parameters.items() if is_quantized(parameter)]:
+        raise NameMapError(
+            f"torchao quantized {listed(collapse_layers(quantized))} of {type(model).__name__}; "
+            "expected floating-point weights. Use the model as it was before `quantize_`."
+        )
+
+
 def check_names(
     model: nn.Module,
     rows: Sequence[Row],
@@ -126,6 +145,7 @@ def check_fit(
         CheckpointError: The model lacks biases that are not zero.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    check_own_weights(model, parameters)
     check_names(model, rows, parameters, zeros)
     if faults := [fault for row in rows for fault in _shape_faults(row, parameters, checkpoint)]:
         raise NameMapError(

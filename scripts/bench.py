@@ -2,6 +2,7 @@
 
 import typer
 from benchmarks.adapt import adapt_command
+from benchmarks.evaluate import evaluate_command
 from benchmarks.generate import generate_command
 from benchmarks.load import load_command
 from benchmarks.quality import quality_command
@@ -11,6 +12,7 @@ app = typer.Typer(
 )
 app.command("load")(load_command)
 app.command("adapt")(adapt_command)
+app.command("evaluate")(evaluate_command)
 app.command("generate")(generate_command)
 app.command("quality")(quality_command)
 

@@ -14,7 +14,10 @@ from tests.saving_common import in_transformers, stored
 from tests.test_atomic import contents
 
 DEMO = Path(compat.__file__).parent / "demo"
-FILES = ["config.json", "generation_config.json", "merges.txt", "model.safetensors", "vocab.json"]
+FILES = [
+    *("config.json", "generation_config.json", "merges.txt", "model.safetensors"),
+    *("tokenizer_config.json", "vocab.json"),
+]
 
 
 @both_dialects

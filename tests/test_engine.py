@@ -343,3 +343,40 @@ def test_logits_that_are_not_finite_name_the_first_layer(
         GenerationError, match=f" {tap} is the first hidden state that contains NaN"
     ):
         engine.generate(torch.arange(5)[None], max_new_tokens=2, temperature=0)
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_continuations_are_scored_as_whole_texts(
+    source: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("compat.engine"), "SCORING_CHUNK", 10)
+    engine, generator = Engine.from_pretrained(source), torch.Generator().manual_seed(8)
+    context = torch.randint(97, (length,), generator=generator).tolist()
+    drawn = [torch.randint(97, (n,), generator=generator).tolist() for n in (1, 12, 25, 3)]
+    likely = engine.generate([context], max_new_tokens=9, temperature=0, stop_ids=())
+    continuations = [*drawn, likely[0, length:].tolist()]
+    found = engine.score_continuations(context, continuations)
+    for ids, pair in zip(continuations, found, strict=True):
+        whole = engine.score([[*context, *ids]], greedy=True)
+        (alone,) = engine.score_continuations(context, [ids])
+        for scores, is_greedy in (pair, alone):
+            torch.testing.assert_close(scores, whole[0][0, length - 1 :], rtol=1e-5, atol=1e-5)
+            assert torch.equal(is_greedy, whole[1][0, length - 1 :])
+    assert found[-1][1].all() and not found[1][1].all()
+
+
+@pytest.mark.parametrize(
+    ("context", "continuations", "message"),
+    [
+        ([], [[1]], "the context or a continuation is empty"),
+        ([1], [[2], []], "the context or a continuation is empty"),
+        ([1], [], "there is no continuation"),
+        ([1] * 60, [[2], [3] * 6], "have 66 ids; the model has 64 positions, and scores up to 65"),
+        ([1], [[2], [97]], "input_ids contains 97"),
+    ],
+)
+def test_continuations_that_cannot_be_scored_are_refused(
+    source: Path, context: list[int], continuations: list[list[int]], message: str
+) -> None:
+    with pytest.raises(GenerationError, match=message):
+        Engine.from_pretrained(source).score_continuations(context, continuations)

@@ -249,3 +249,31 @@ def test_the_tokenizer_of_gpt2_is_not_fetched(
 def test_checkpoints_made_by_others(shared: Path, name: str, format_: str, count: int) -> None:
     found = inspect_checkpoint(shared / "data/checkpoints" / name)
     assert (found.loads, found.format, found.parameters) == (True, format_, count)
+
+
+@pytest.mark.parametrize(
+    ("config", "notes"),
+    [
+        ({}, []),
+        (
+            {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+            [
+                "vLLM cannot serve it: its GPT-2 refuses scale_attn_by_inverse_layer_idx and "
+                "reorder_and_upcast_attn",
+                "ctranslate2 computes other logits: it ignores scale_attn_by_inverse_layer_idx",
+            ],
+        ),
+        (
+            {"scale_attn_weights": False},
+            [
+                "vLLM computes other logits: it ignores scale_attn_weights = false",
+                "ctranslate2 computes other logits: it ignores scale_attn_weights = false",
+            ],
+        ),
+    ],
+)
+def test_what_serving_tools_cannot_take_is_noted(
+    write: Write, state: State, config: dict[str, Any], notes: list[str]
+) -> None:
+    found = inspect_checkpoint(write(state, **config))
+    assert found.loads and found.notes == notes

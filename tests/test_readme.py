@@ -25,6 +25,7 @@ READMES = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROO
 CONFIG = open_checkpoint("demo").config
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
 READERS_MODELS = ("my_model", "another_model", "linear_model")  # before the first block
+RECIPES = "tests/interop/README.md"  # which needs other packages; test_recipes.py runs its blocks
 TIMED = "scripts/bench.py"  # benchmarks take minutes; tests of their own run them
 
 
@@ -34,7 +35,9 @@ def blocks(readme: str, language: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "python")])
+@pytest.mark.parametrize(
+    "readme", [name for name in READMES if blocks(name, "python") and name != RECIPES]
+)
 def test_python_blocks_run(
     readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,9 @@ def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> No
     save_pretrained(model, tmp_path)
     assert all((tmp_path / name).read_text() == "old" for name in FILES)
     save_pretrained(model, tmp_path, tokenizer="demo")
-    assert {path.name for path in tmp_path.iterdir()} & set(FILES) == {"vocab.json", "merges.txt"}
+    new = {"vocab.json", "merges.txt", "tokenizer_config.json"}
+    assert {path.name for path in tmp_path.iterdir()} & set(FILES) == new
+    assert all((tmp_path / name).read_text() != "old" for name in new)
 
 
 def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
@@ -89,6 +91,7 @@ def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     )
     with silence():
         theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (type(theirs).__name__, theirs.model_max_length) == ("GPT2Tokenizer", 256)
     again = load_tokenizer(tmp_path)
     for text in TEXTS:
         assert ours.encode(text) == again.encode(text) == theirs(text)["input_ids"]

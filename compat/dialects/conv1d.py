@@ -39,6 +39,7 @@ class Conv1D(nn.Module):
 
     def __init__(self, nf: int, nx: int, bias: bool = True) -> None:
         super().__init__()
+        self.in_features, self.out_features = nx, nf  # as of nn.Linear, for PEFT
         self.weight = nn.Parameter(torch.empty(nx, nf))
         self.bias = nn.Parameter(torch.zeros(nf)) if bias else None
         initialized(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source
 from compat.errors import ParityError, listed
+from compat.golden_files.backward import Backward, readers_of
 from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
+from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import Golden
-from compat.golden_files.layouts import Layout
+from compat.golden_files.layouts import LAYOUTS, Layout
 from compat.golden_files.pieces import GPT2, MissingWeightError, Weights, run_segment, segment
 from compat.golden_files.report import GoldenReport
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
@@ -126,6 +129,8 @@ class Comparison:
         expected = self.golden.read(name)
         expected = expected[:, -1:] if entry.last_only else expected
         options: list[Layout | None] = [*entry.layouts] or [None]
+        if len(options) > 1 and self._stored_as is not None:
+            options = [x for x in entry.layouts if x.text == self._stored_as] or options
         measured = []
         for layout in options:
             self.candidate.choose(name, layout)
@@ -166,6 +171,30 @@ class Comparison:
         """The candidate's tap in float64."""
         return self.candidate.read(name).double()
 
+    @cached_property
+    def _stored_as(self) -> str | None:
+        """The layout of the candidate's matrices, from those that are not square."""
+        texts = [[x.text for x in entry.layouts] for entry in self.candidate.entries.values()]
+        known = {text for [text] in (t for t in texts if len(t) == 1) if text in LAYOUTS["matrix"]}
+        return known.pop() if len(known) == 1 else None
+
+    @cached_property
+    def backward(self) -> Backward:
+        """The backward pass from the golden hidden states and the candidate's gradients."""
+        golden = self.golden
+
+        def known(tap: str) -> Tensor | None:
+            name = GRADIENT + tap
+            return self.value(name) if name in self.candidate.entries else None
+
+        return Backward(
+            self.weights,
+            forward=lambda tap: golden.read(tap).double(),
+            known=known,
+            golden=lambda tap: golden.read(GRADIENT + tap).double(),
+            shape_of=lambda name: golden.arrays[GRADIENT + name].shape,
+        )
+
     def segment(self, tap: str) -> list[str]:
         """The taps to compute from the candidate's own for a tap, itself included."""
         return segment(tap, GPT2, self.weights.config.n_layer, self.known)
@@ -173,6 +202,8 @@ class Comparison:
     def _local(self, name: str, within: bool) -> Difference | None:
         """The difference of a tap from GPT-2's formula on the candidate's own arrays."""
         n_layer = self.weights.config.n_layer
+        if name.startswith(GRADIENT) and not within:
+            return self._local_gradient(name)
         if name not in tap_names(n_layer) or self.candidate.entries[name].last_only:
             return None
         names = self.segment(name)
@@ -193,6 +224,19 @@ class Comparison:
                 None, True,
             )  # fmt: skip
         return judged
+
+    def _local_gradient(self, name: str) -> Difference | None:
+        """The difference of a wrong gradient from that which follows from the later ones."""
+        own = name.removeprefix(GRADIENT)
+        readers = readers_of(own, self.weights.config)
+        if not all(reader == LOSS or self.backward.known(reader) is not None for reader in readers):
+            return None
+        try:
+            expected = self.backward.gradient(own)
+        except LookupError:  # a weight or a tap is not recorded
+            return None
+        bound = self.bounds[name]
+        return _judged(error(self.value(name), expected), bound.own, bound.rms, math.inf)
 
 
 def _judged(found: Error, own: float, largest: float, worst: float) -> Difference:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from compat.adaptation.anatomy.norms import NormFormula
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.blocks import CODE_OF
 from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
+from compat.config import GPT2Config
 from compat.errors import listed
 from compat.golden_files.pieces import (
     GPT2,
@@ -71,6 +72,7 @@ class Situation:
         found: the candidate's array.
         inputs: the candidate's inputs of the piece by tap name without the layer, as far as it has
             them.
+        moved: the block whose weights other pieces of the layer use, if it is not their own.
     """
 
     weights: Weights
@@ -78,6 +80,7 @@ class Situation:
     layer: int
     found: Tensor
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    moved: int | None = None
 
 
 Generator = Callable[[Situation], Iterator[Hypothesis]]
@@ -201,6 +204,7 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
     yield Hypothesis([("no_ln_weight", tensors), ("no_ln_bias", tensors)], pieces)
     for axis, name in ((1, "1 of 3"), (0, "0 of 3")):
         yield one("norm_axis", _norm_pieces(kinds, _over_axis(axis)), found=f"axis {name}")
+    yield one("extra_ln", _norm_pieces(kinds, lambda w, n, x: norm(w, n, norm(w, n, x))))
     if own == "ln_f" or kinds != [own]:
         yield one("no_final_ln", {"ln_f": Piece(("last",), lambda w, i, x: x)})
     if own != "ln_f":
@@ -256,7 +260,7 @@ def _swapped(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _fitted_eps(s: Situation) -> list[float]:
-    """The eps with which the candidate's norm follows from its input, by least squares."""
+    """The eps with which the candidate's norm follows from its input, in four kinds of norms."""
     x = next((s.inputs[name] for name in GPT2.get(s.tap.rpartition(".")[2], GPT2["embed"]).inputs
               if name in s.inputs), None)  # fmt: skip
     if x is None:
@@ -266,8 +270,11 @@ def _fitted_eps(s: Situation) -> list[float]:
     normed = (s.found - bias)[..., used] / weight[used]
     centred = (x - x.mean(-1, keepdim=True))[..., used]
     root = (centred * normed).sum(-1) / normed.square().sum(-1)
-    eps = (root.square() - x.var(-1, unbiased=False)).median().item()
-    return [float(f"{eps:.3g}")] if math.isfinite(eps) and eps >= 0 else []
+    variances = [x.var(-1, unbiased=False), x.var(-1, unbiased=True)]
+    inside = [(root.square() - variance).median().item() for variance in variances]
+    outside = [(root - variance.sqrt()).median().item() for variance in variances]
+    fitted = [e for e in (*inside, *outside) if math.isfinite(e) and e >= 0]
+    return list(dict.fromkeys(float(f"{eps:.3g}") for eps in fitted))
 
 
 # Projections of attention
@@ -291,7 +298,10 @@ def qkv(s: Situation) -> Iterator[Hypothesis]:
     fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd); then split each into heads"
     yield one("head_interleaved_qkv", by_head, fix)
     yield one("transposed_weight", thirds(_reshaped_qkv), tensors=f"{name}.weight")
-    yield one("no_qkv_bias", thirds(_qkv_without_bias), tensors=f"{name}.bias")
+    own = s.tap.rpartition(".")[2]
+    part = own if own in ("q", "k", "v") else "q, k and v"
+    without = thirds(_qkv_without_bias)
+    yield one("no_qkv_bias", without, tensors=f"{name}.bias", part=part)
     skipped = thirds(lambda w, i, x, third: project(w, i, x, third), "x")
     yield one("missing_ln", skipped, tensors=f"h.{s.layer}.ln_1")
     for halves in (True, False):
@@ -374,6 +384,10 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
         seen = (s.found > 0).flatten(0, 1).any(0)
         masks = [m for m in [seen, *masks] if m.any()]
         scales += [fitted for fitted in (_fitted_scale(s.found, scores),) if fitted]
+    if not config.scale_attn_by_inverse_layer_idx:
+        other = replace(config, scale_attn_by_inverse_layer_idx=True)
+        by_layer = Piece(("q", "k"), lambda w, i, q, k: _scaled_for(w, i, q, k, other))
+        yield one("inverse_layer_scale", {"probs": by_layer})
     for allowed in _distinct(masks):
         for scale in dict.fromkeys(scales):
             for axis, after in ((-1, False), (-1, True), (-2, False), (-3, False)):
@@ -382,6 +396,15 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
                 # Without q and k, only one deviation at a time is tried.
                 if codes and (scores is not None or len(codes) == 1):
                     yield Hypothesis(codes, {"probs": _attention_piece(formula)})
+                    if not allowed.any(-1).all():  # a query without a key has no weights
+                        yield Hypothesis(codes, {"probs": _attention_piece(formula, blind=0.0)})
+    plus_one = Piece(("q", "k"), _with_one_more(usual))
+    yield one("other_softmax", {"probs": plus_one}, found="1 is added to the sum of exponentials")
+    yield from _shared_or_mixed_heads("probs", s)
+    for shift in (1, -1):
+        moved = Piece(("q", "k"), _of_moved_keys(usual, shift))
+        found = f"each token's key comes from the token {'before' if shift > 0 else 'after'} it"
+        yield one("time_shift", {"probs": moved}, found=found)
     for which in ("qk", "q", "k"):
         unsplit = Piece(("q", "k"), _of_unsplit(usual, which))
         yield one("no_head_split_transpose", {"probs": unsplit})
@@ -407,8 +430,16 @@ def _distinct(masks: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _attention_piece(formula: AttentionFormula) -> Piece:
-    return Piece(("q", "k"), lambda w, i, q, k: probabilities(w, q, k, _sized(formula, q)))
+def _attention_piece(formula: AttentionFormula, blind: float | None = None) -> Piece:
+    """Attention by a formula; `blind` is the weight of every key where a query has no key."""
+
+    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        sized = _sized(formula, q)
+        probs = probabilities(w, q, k, sized)
+        without = ~sized.allowed.any(-1, keepdim=True)
+        return probs if blind is None else probs.masked_fill(without, blind)
+
+    return Piece(("q", "k"), run)
 
 
 def _sized(formula: AttentionFormula, q: Tensor) -> AttentionFormula:
@@ -438,6 +469,79 @@ def _of_unsplit(formula: AttentionFormula, which: str) -> Run:
         return _sized(formula, q).probabilities(left @ right.mT)
 
     return run
+
+
+def _scaled_for(w: Weights, i: int, q: Tensor, k: Tensor, config: GPT2Config) -> Tensor:
+    formula = AttentionFormula(attention_formula(w, i).allowed, config.attention_scale(i))
+    return probabilities(w, q, k, formula)
+
+
+def _with_one_more(formula: AttentionFormula) -> Run:
+    """A softmax with one more key, whose score is 0."""
+
+    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
+        scores = scores.masked_fill(~_sized(formula, q).allowed, -math.inf)
+        return F.pad(scores, (1, 0)).softmax(-1)[..., 1:]
+
+    return run
+
+
+def _of_moved_keys(formula: AttentionFormula, shift: int) -> Run:
+    return lambda w, i, q, k: probabilities(w, q, _moved(k, shift), _sized(formula, q))
+
+
+def _moved(x: Tensor, shift: int) -> Tensor:
+    """Every token has the values of the one before it, or after it; zeros at the end."""
+    empty = torch.zeros_like(x[:, :1])
+    return torch.cat([empty, x[:, :-1]] if shift > 0 else [x[:, 1:], empty], dim=1)
+
+
+def _shared_or_mixed_heads(tap: str, s: Situation) -> Iterator[Hypothesis]:
+    """Heads that share keys and values, and heads whose channels are interleaved."""
+    H, D = s.weights.config.n_head, s.weights.config.d_head
+
+    def interleaved(w: Weights, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], D, H).permute(0, 3, 1, 2)  # (B, H, T, D)
+
+    def weights_of(w: Weights, i: int, q: Tensor, k: Tensor, index: Tensor | None) -> Tensor:
+        formula = _sized(attention_formula(w, i), q)
+        if index is not None:
+            return formula.probabilities(split_heads(w, q) @ split_heads(w, k)[:, index].mT)
+        return formula.probabilities(interleaved(w, q) @ interleaved(w, k).mT)
+
+    def merged(w: Weights, heads: Tensor, mixed: bool) -> Tensor:
+        return heads.permute(0, 2, 3, 1).flatten(2) if mixed else merge_heads(heads)
+
+    def mixed_heads(split: bool, merge: bool) -> Run:
+        def run(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
+            values = interleaved(w, v) if split else split_heads(w, v)
+            return merged(w, probs @ values, merge)
+
+        return run
+
+    def shared_values(index: Tensor) -> Run:
+        return lambda w, i, probs, v: merge_heads(probs @ split_heads(w, v)[:, index])
+
+    def shared_keys(index: Tensor | None) -> Run:
+        return lambda w, i, q, k: weights_of(w, i, q, k, index)
+
+    heads = torch.arange(H)
+    fix = "k and v have as many heads as q: do not repeat them."
+    for groups in (g for g in range(1, H) if H % g == 0):
+        size = H // groups
+        values: Values = {"n_head": H, "found": groups, "n_embd": s.weights.config.n_embd}
+        for index in (heads // size * size, heads // size, heads % groups):
+            pieces = {
+                "probs": Piece(("q", "k"), shared_keys(index)),
+                "heads": Piece(("probs", "v"), shared_values(index)),
+            }
+            yield one("grouped_query_attention", {tap: pieces[tap]}, fix, **values)
+    if tap == "probs":
+        yield one("interleaved_heads", {"probs": Piece(("q", "k"), shared_keys(None))})
+        return
+    for split, merge in ((True, True), (False, True), (True, False)):
+        yield one("interleaved_heads", {"heads": Piece(("probs", "v"), mixed_heads(split, merge))})
 
 
 def _soft_mask(formula: AttentionFormula, value: float, added: bool) -> Run:
@@ -559,6 +663,11 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     fix = "heads = probs @ v"
     yield one("shared_kv", {"heads": Piece(("probs", "k"), keys_as_values)}, fix)
     yield one("softmax_dim", {"heads": Piece(("probs", "v"), queries)}, fix, found="the queries")
+    yield from _shared_or_mixed_heads("heads", s)
+    for shift in (1, -1):
+        moved = Piece(("probs", "v"), _of_moved_values(shift))
+        found = f"each token's values come from the token {'before' if shift > 0 else 'after'} it"
+        yield one("time_shift", {"heads": moved}, found=found)
     for n_head in (1, 2, 4, 6, 8, 12, 16, 20, 25, 32):
         if n_head != config.n_head and config.n_embd % n_head == 0:
             piece = Piece(("q", "k", "v"), _with_heads(n_head))
@@ -569,6 +678,10 @@ def _unsplit(w: Weights, x: Tensor) -> Tensor:
     """(B, T, C) reshaped to (B, H, T, D) without a transpose."""
     B, T, C = x.shape
     return x.reshape(B, w.config.n_head, T, C // w.config.n_head)
+
+
+def _of_moved_values(shift: int) -> Run:
+    return lambda w, i, probs, v: merge_heads(probs @ split_heads(w, _moved(v, shift)))
 
 
 def _with_heads(n_head: int) -> Run:
@@ -700,6 +813,7 @@ def _doubled(shortcut: int, branch: int) -> Run:
 def norm_inputs(s: Situation) -> Iterator[Hypothesis]:
     second = GPT2["ln_2"].run
     yield one("parallel_block", {"ln_2": Piece(("x",), second)})
+    yield one("parallel_block", {"ln_2": Piece(("ln_1",), lambda w, i, y: y)})
     after = Piece(("x", "attn"), lambda w, i, x, y: norm(w, f"h.{i}.ln_1", x + y))
     yield one("post_ln", {"ln_1": after})
     after = Piece(("resid_mid", "mlp"), lambda w, i, x, y: norm(w, f"h.{i}.ln_2", x + y))
@@ -719,6 +833,12 @@ def head(s: Situation) -> Iterator[Hypothesis]:
     ):
         piece = Piece(("ln_f",), lambda w, i, x, f=function: f(logits(w, i, x)))
         yield one("softmax_output", {"logits": piece}, None, found=found)
+    for found, row in (("maximum", lambda x: x.amax(-1, keepdim=True)), ("mean", _mean)):
+        lowered = Piece(("ln_f",), lambda w, i, x, r=row: logits(w, i, x) - r(logits(w, i, x)))
+        what = f"a subtraction of each row's {found}"
+        yield one("changed_logits", {"logits": lowered}, found=what)
+    reshaped = Piece(("ln_f",), _reshaped_head)
+    yield one("transposed_head", {"logits": reshaped}, tensors=_head_name(s.weights))
     caps = [30.0, 50.0]
     if "ln_f" in s.inputs:
         caps.append(float(f"{s.found.abs().max().item():.3g}"))
@@ -731,6 +851,20 @@ def head(s: Situation) -> Iterator[Hypothesis]:
         piece = Piece(("ln_f",), lambda w, i, x, n=shift: logits(w, i, x).roll(n, 1))
         found = f"the logits of each token are those of the token {where} it"
         yield one("time_shift", {"logits": piece}, None, found=found)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+def _head_name(w: Weights) -> str:
+    return "wte.weight" if w.config.tie_word_embeddings else "lm_head.weight"
+
+
+def _reshaped_head(w: Weights, i: int, x: Tensor) -> Tensor:
+    """The memory of the head [vocabulary, width] read as [width, vocabulary]."""
+    weight = w[_head_name(w)]
+    return x @ weight.reshape(weight.shape[1], weight.shape[0])
 
 
 # Precision
@@ -750,6 +884,46 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
                 for name in ("q", "k", "v", "probs", "heads", "attn", "fc", "mlp", "logits")
             }
             yield one("low_precision", pieces, fix, found=found, expected="float32")
+    scopes = {None: "one scale", 0: "a scale for each output", 1: "a scale for each input"}
+    roundings = [(8, axis, 0, scope) for axis, scope in scopes.items()]
+    roundings += [
+        (bits, 1, size, f"a scale for {size} inputs") for bits in (8, 4) for size in (32, 64, 128)
+    ]
+    for bits, axis, size, scope in roundings:
+        pieces = {
+            name: Piece(GPT2[name].inputs, _of_few_bits(name, bits, axis, size))
+            for name in ("q", "k", "v", "attn", "fc", "mlp", "logits")
+        }
+        yield one("quantized_weights", pieces, found=scope, bits=bits)
+
+
+def _of_few_bits(name: str, bits: int, axis: int | None, size: int) -> Run:
+    """A piece whose matrix is rounded to integers times a scale.
+
+    Args:
+        name: of the piece.
+        bits: of an integer.
+        axis: of [in, out], along which the weights share a scale; None if all do.
+        size: the number of inputs that share a scale; 0 stands for a whole axis.
+    """
+    largest = 2 ** (bits - 1) - 1
+
+    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+        def read(label: str) -> Tensor:
+            tensor = w.read(label)
+            if tensor.ndim != 2 or label == "token_embedding":
+                return tensor
+            matrix = tensor.T if name == "logits" else tensor  # [in, out]
+            parts = matrix.reshape(-1, size, matrix.shape[1]) if size else matrix
+            magnitude = parts.abs()
+            scale = magnitude.max() if axis is None else magnitude.amax(axis, keepdim=True)
+            rounded = ((parts / (scale / largest)).round() * (scale / largest)).view_as(matrix)
+            back: Tensor = rounded.T if name == "logits" else rounded
+            return back
+
+        return GPT2[name].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
+
+    return run
 
 
 def _of_rounded_factors(name: str, bits: int, to_integer: Callable[[Tensor], Tensor]) -> Run:

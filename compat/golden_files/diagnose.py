@@ -13,10 +13,14 @@ from torch import Tensor
 
 from compat.adaptation.result import Finding
 from compat.errors import collapse_layers, listed
+from compat.golden_files import measured  # noqa: F401  (registers its hypotheses)
+from compat.golden_files.backward import Backward, readers_of
 from compat.golden_files.bounds import Bound, error
 from compat.golden_files.codes import CODES, MESSAGES
+from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
 from compat.golden_files.file import Golden
+from compat.golden_files.gradient_deviations import Case, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -38,6 +42,8 @@ LONG, PREFIX = 16, (2, 32)
 ACROSS_TOKENS = {"embed", "probs", "heads"}
 # The pieces in which ports deviate most often, which are tried first where that takes long.
 MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
+JOINED = ("tensors", "part", "pairs")  # values that differ between the layers of one finding
+SHOWN = 6  # tensors in a message
 PROBED = 16  # values with which a tap is searched among the others
 
 
@@ -47,6 +53,9 @@ class Arrays(Protocol):
     golden: Golden
     weights: Weights
     bounds: dict[str, Bound]
+
+    @property
+    def backward(self) -> Backward: ...
 
     def known(self, name: str) -> bool: ...
 
@@ -74,27 +83,85 @@ class Named:
 
 def diagnose(comparison: Arrays, results: Sequence[TapResult]) -> list[Finding]:
     """The deviations that explain the differences, in execution order."""
-    search = _Search(comparison)
     taps = set(tap_names(comparison.weights.config.n_layer))
+    search = _Search(comparison, [r.tap for r in results if r.tap in taps])
     found: list[Named] = []
     failing = [r for r in results if r.tap in taps and not r.accumulated.within]
-    within = {r.tap for r in results if r.accumulated.within}
+    within = {r.tap for r in results if r.tap in taps and r.accumulated.within}
     for result in failing:
         inherited = result.local is None and bool(found)
         if inherited or (result.local is not None and result.local.within):
             continue  # the arrays before it are wrong already
         found += search.explain(result, within)
+    if not failing:  # otherwise wrong gradients are a consequence
+        found += wrong_gradients(comparison, results)
     compared = [split_name(r.tap) for r in results if r.tap in taps]
     return [_finding(group, compared) for group in _groups(found)]
+
+
+def wrong_gradients(comparison: Arrays, results: Sequence[TapResult]) -> list[Named]:
+    """The deviations of a backward pass whose forward pass is right."""
+    found: list[Named] = []
+    for result in results:
+        if result.accumulated.within or (result.local is not None and result.local.within):
+            continue
+        if result.tap == LOSS:
+            found += _wrong_loss(comparison, result)
+        elif result.tap.startswith(GRADIENT):
+            # Without the later gradients, only the first wrong one is certainly no consequence.
+            only = found[0].code if found and result.local is None else None
+            found += _wrong_gradient(comparison, result, only)
+    return found
+
+
+def _wrong_loss(comparison: Arrays, result: TapResult) -> list[Named]:
+    c, logits = comparison, "logits"
+    value = c.value(LOSS)
+    values = c.value(logits) if c.known(logits) else c.golden.read(logits).double()
+    for proposal in loss_values(values, c.weights.ids):
+        reached = error(value, proposal.value).rms
+        if reached <= SLACK * c.bounds[LOSS].rms:
+            evidence = f"the difference from that is {reached:.1g} of it"
+            return [Named(LOSS, proposal.code, proposal.values, evidence)]
+    found = "the loss does not follow from the logits"
+    fix = "loss = cross_entropy(logits[:, :-1], ids[:, 1:])"
+    return [Named(LOSS, "unexplained", {"found": found}, "", fix)]
+
+
+def _wrong_gradient(comparison: Arrays, result: TapResult, only: str | None) -> list[Named]:
+    """What a gradient holds instead; deviations of one code if `only` is one."""
+    c, name = comparison, result.tap.removeprefix(GRADIENT)
+    value, bound = c.value(result.tap), c.bounds[result.tap]
+    plain = result.local.error if result.local is not None else result.accumulated.error
+    limit = max(SLACK * bound.rms, plain / EXPLAINED)
+    try:
+        expected = c.backward.gradient(name)
+    except LookupError:  # a weight or a tap is not recorded
+        expected = c.golden.read(result.tap).double()
+    for proposal in proposals(Case(c.backward, name, value, expected)):
+        if only in (None, proposal.code):
+            reached = error(value, proposal.value).rms
+            if reached <= limit:
+                evidence = f"the difference from that is {reached:.1g} of its RMS"
+                return [Named(result.tap, proposal.code, proposal.values, evidence)]
+    if only is not None:
+        return []
+    found = f"the gradient of {name} does not follow from those of "
+    found += listed(readers_of(name, c.weights.config))
+    evidence = f"the difference is {plain:.2g} of its RMS"
+    fix = f"Compare the backward pass at {name} with GPT-2's."
+    return [Named(result.tap, "unexplained", {"found": found}, evidence, fix)]
 
 
 class _Search:
     """Runs hypotheses on the arrays of one candidate."""
 
-    def __init__(self, comparison: Arrays) -> None:
+    def __init__(self, comparison: Arrays, compared: Sequence[str]) -> None:
         self.comparison = comparison
         self.n_layer = comparison.weights.config.n_layer
         self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
+        self.compared = compared
+        self.moved: dict[int, int] = {}  # layers that use the weights of another one
 
     def explain(self, result: TapResult, within: set[str]) -> list[Named]:
         """What happens between a tap and the candidate's taps before it."""
@@ -108,16 +175,18 @@ class _Search:
         plain = result.local.error if result.local is not None else result.accumulated.error
         best = self._best(tap, names, value, max(limit, plain / EXPLAINED), limit / SLACK)
         if best is None:
-            return [self._elsewhere(tap, value) or self._scaled(tap, names, value, limit)
+            return [self._elsewhere(tap, value) or self._altered(tap, names, value, limit, within)
                     or self._unexplained(result, names)]  # fmt: skip
         hypothesis, reached = best
+        for _, values in hypothesis.codes:
+            if "other" in values and not values["part_of"]:
+                self.moved[split_name(tap)[0]] = values["other"]
         precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
             f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}; "
             f"without it, the difference is {plain:.2g}"
         )
-        readers = [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
-        if readers:
+        if readers := self._readers(tap, within):
             evidence += (
                 f"; {readers[0]} agrees nevertheless, so that the array may have been recorded at "
                 "another place than it was computed"
@@ -159,7 +228,10 @@ class _Search:
             return None
         smallest = min(accepted, key=lambda entry: entry[0])[0]
         near = [entry for entry in accepted if entry[0] <= 1.2 * smallest]
-        reached, _, hypothesis = min(near, key=lambda e: (len(e[2].codes), e[1]))
+        usual = [h.codes for h in self.first.values()]  # of norms that cannot tell them apart
+        reached, _, hypothesis = min(
+            near, key=lambda e: (e[2].codes not in usual, len(e[2].codes), e[1])
+        )
         self.first[kind] = hypothesis
         return hypothesis, reached
 
@@ -175,7 +247,8 @@ class _Search:
             own = inputs_of(tap, GPT2, self.n_layer)
             labels = GPT2[kinds[0]].inputs
             inputs = {k: self.comparison.value(n) for k, n in zip(labels, own, strict=True)}
-        situation = Situation(self.comparison.weights, tap, layer, value, inputs)
+        moved = self.moved.get(layer)
+        situation = Situation(self.comparison.weights, tap, layer, value, inputs, moved)
         for kind in kinds:
             yield from hypotheses(kind, situation)
 
@@ -223,8 +296,10 @@ class _Search:
                 return Named(tap, "wrong_tap", values, evidence)
         return None
 
-    def _scaled(self, tap: str, names: Sequence[str], value: Tensor, limit: float) -> Named | None:
-        """A factor between the array and what it should hold."""
+    def _altered(
+        self, tap: str, names: Sequence[str], value: Tensor, limit: float, within: set[str]
+    ) -> Named | None:
+        """A factor, a dropout or a shift between the array and what it should hold."""
         c = self.comparison
         try:
             expected = run_segment(list(names), GPT2, c.weights, c.value)
@@ -232,13 +307,35 @@ class _Search:
             expected = c.golden.read(tap).double()
         if expected.shape != value.shape:
             return None
-        size = (expected * expected).sum().item()
-        factor = (value * expected).sum().item() / size if size else 0.0
-        if not factor or error(value, factor * expected).rms > 2 * limit:
+        if (factor := _factor(value, expected)) and _is(value, factor * expected, 2 * limit):
+            evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
+            code = "scaled_logits"
+            if tap != "logits":  # what follows is right if only the recorded array has a factor
+                followed = any(tap in inputs_of(n, GPT2, self.n_layer) for n in self.compared)
+                wrong = followed and not self._readers(tap, within)
+                code = "extra_factor" if wrong else "scaled_tap"
+            return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+        kept = (value != 0) | (expected == 0)
+        share = 1 - kept.double().mean().item()
+        if 0 < share < 0.9 and (factor := _factor(value[kept], expected[kept])):
+            if _is(value, factor * expected * kept, 2 * limit):
+                evidence = f"{share:.0%} of the values are 0, and the others {factor:.3g} times it"
+                return Named(tap, "dropout_always_on", {}, evidence)
+        if tap.endswith("probs") or value.shape[1] < 3:
             return None
-        evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
-        code = "scaled_logits" if tap == "logits" else "scaled_tap"
-        return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+        for where, mine, theirs in (
+            ("before", value[:, 1:], expected[:, :-1]),
+            ("after", value[:, :-1], expected[:, 1:]),
+        ):
+            if _is(mine, theirs, 2 * limit):
+                found = f"the {split_name(tap)[1]} of each token are those of the token {where} it"
+                evidence = f"the difference from those is {error(mine, theirs).rms:.1g}"
+                return Named(tap, "time_shift", {"found": found}, evidence)
+        return None
+
+    def _readers(self, tap: str, within: set[str]) -> list[str]:
+        """The candidate's taps that are computed from a tap and nevertheless agree."""
+        return [name for name in within if tap in inputs_of(name, GPT2, self.n_layer)]
 
     def _not_finite(self, tap: str, value: Tensor) -> Named:
         wrong = (~value.isfinite()).nonzero()
@@ -268,24 +365,54 @@ class _Search:
         return Named(tap, "unexplained", {"found": found}, evidence, fix)
 
 
+def _factor(value: Tensor, expected: Tensor) -> float:
+    """The factor of `expected` that is nearest to `value`, by least squares."""
+    size = (expected * expected).sum().item()
+    return (value * expected).sum().item() / size if size else 0.0
+
+
+def _is(value: Tensor, expected: Tensor, limit: float) -> bool:
+    return error(value, expected).rms <= limit
+
+
 def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
     """The values, with the layer of the tap in the names of tensors."""
-    if "tensors" not in values:
-        return dict(values)
-    own = re.sub(r"^h\.\d+\.", f"h.{split_name(tap)[0]}.", str(values["tensors"]))
-    return {**values, "tensors": own}
+    layer, values = split_name(tap)[0], dict(values)
+    if "other" in values:
+        part, other = values.pop("part_of"), values.pop("other")
+        subject = f"{tap} has the {part}" if part else f"h.{layer} has those"
+        values["pairs"] = f"{subject} of h.{other}"
+    if "tensors" in values:
+        values["tensors"] = re.sub(r"\bh\.\d+\.", f"h.{layer}.", str(values["tensors"]))
+    if "part" in values and tap.endswith((".q", ".k", ".v")):
+        values["part"] = split_name(tap)[1]
+    return values
 
 
 def _groups(found: Sequence[Named]) -> list[list[Named]]:
     """The deviations of one kind in all layers."""
     groups: dict[str, list[Named]] = {}
     for each in found:
-        same = {k: v for k, v in each.values.items() if k != "tensors"}
-        place = split_name(each.tap)[1] if each.code in ("unexplained", "scaled_tap") else ""
-        if each.code == "unexplained":
-            same = {}
-        groups.setdefault(f"{each.code} {place} {same if place == '' else ''}", []).append(each)
+        groups.setdefault(f"{each.code} {_kind(each)}", []).append(each)
     return list(groups.values())
+
+
+def _kind(each: Named) -> object:
+    """What deviations have in common that become one finding."""
+    if each.code == "scaled_gradient":
+        return f"{each.values['found']:.3g}{each.values['cause']}"
+    if each.code in ("unexplained", "scaled_tap"):
+        return re.sub(r"\bh\.\d+\.", "", each.tap)
+    if each.code == "extra_factor":
+        return f"{each.values['found']:.4g}"
+    if each.code == "wrong_tap":  # of the same place in another layer, or of the layer before
+        (i, found), (j, expected) = (split_name(each.values[k]) for k in ("found", "expected"))
+        return ("out", expected, 1) if found == "embed" and j == 0 else (found, expected, j - i)
+    return {k: v for k, v in each.values.items() if k not in JOINED}
+
+
+def _collapsed(names: Sequence[str]) -> str:
+    return listed(collapse_layers(names), SHOWN)
 
 
 def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
@@ -296,14 +423,17 @@ def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Fin
         compared: layer and name of all taps that were compared.
     """
     first, code = group[0], CODES[group[0].code]
-    tensors = [str(each.values["tensors"]) for each in group if "tensors" in each.values]
-    values: Mapping[str, Any] = {**first.values}
-    if tensors:
-        values = {**values, "tensors": ", ".join(collapse_layers(list(dict.fromkeys(tensors))))}
+    joined = {"wrong_tap": ("found", "expected"), "extra_factor": ("expected",)}.get(
+        first.code, JOINED
+    )
+    values: dict[str, Any] = {**first.values}
+    for key in (key for key in joined if key in values):
+        names = list(dict.fromkeys(str(each.values[key]) for each in group))
+        values[key] = listed(names, 12) if key in ("part", "pairs") else _collapsed(names)
     message = MESSAGES.get(first.code, code.message).format(**values)
     layers = sorted({split_name(each.tap)[0] for each in group if each.tap.startswith("h.")})
-    names = {split_name(each.tap)[1] for each in group}
-    if layers and any(name in names and i not in layers for i, name in compared):
+    places = {split_name(each.tap)[1] for each in group}
+    if layers and any(name in places and i not in layers for i, name in compared):
         message += f" (only in {listed([f'h.{i}' for i in layers])})"
     fix = first.fix or code.fix
     return Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import DTYPES, GPT2Config
+from compat.display import framed, write_page
 from compat.errors import ConfigError, ParityError, short_repr
 from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
+from compat.golden_files.backward import readers_of
 from compat.golden_files.bounds import Bound
 from compat.golden_files.contents import (
     BOUND,
@@ -29,12 +32,13 @@ from compat.golden_files.contents import (
     checkpoint_hash,
 )
 from compat.golden_files.pieces import MissingWeightError, Weights
+from compat.tap import tap_names
 
 if TYPE_CHECKING:
     from compat.golden_files.report import GoldenReport
 
 
-@dataclass
+@dataclass(repr=False)
 class Golden:
     """What `transformers` computes for some ids: taps, gradients and decode steps, with bounds.
 
@@ -121,10 +125,19 @@ class Golden:
     def judged(self) -> list[str]:
         """All arrays with bounds: taps, the loss, gradients in backward order, decode steps."""
         bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
-        backward = [GRADIENT + tap for tap in reversed(self.taps)]
-        known = [*self.taps, LOSS, *backward]
-        others = sorted(set(bounded) - {*known, DECODE_LOGITS})  # gradients of parameters
-        return [name for name in [*known, *others, DECODE_LOGITS] if name in bounded]
+        backward = [name for name in bounded if name.startswith(GRADIENT)]
+        names = [*self.taps, LOSS, *sorted(backward, key=self._backward_order), DECODE_LOGITS]
+        return [name for name in names if name in bounded]
+
+    def _backward_order(self, name: str) -> tuple[int, str]:
+        """Where a gradient is computed, from the logits to the embedding; after it the parameters'.
+
+        The gradient of the tied embedding is complete at the end.
+        """
+        own, order = name.removeprefix(GRADIENT), tap_names(self.config.n_layer)
+        if own in order:
+            return -order.index(own), ""
+        return -min(order.index(reader) for reader in readers_of(own, self.config)), own
 
     def read(self, name: str) -> Tensor:
         """One array."""
@@ -172,6 +185,38 @@ class Golden:
             return kept[name]
 
         return Weights(self.config, self.ids, read)
+
+    def __repr__(self) -> str:
+        B, T = self.ids.shape
+        extra = "".join(
+            f", {words}"
+            for name, words in ((LOSS, "gradients"), (DECODE_LOGITS, "decode steps"))
+            if name in self.arrays
+        )
+        place = "in memory" if self.path is None else str(self.path)
+        return (
+            f"<Golden {place}: {self.source}, {self.metadata['dtype']}, {B} × {T} ids, "
+            f"{len(self.taps)} taps{extra}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return framed(self, height=480)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that lists what is recorded.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        write_page(self, path)
+
+    def to_json(self, *, full: bool = False) -> dict[str, Any]:
+        """The metadata as plain values.
+
+        Args:
+            full: also shape, axes and meaning of every tap, instead of their names.
+        """
+        return {**self.metadata, "taps": self.metadata["taps"] if full else self.taps}
 
     def save(self, path: str | Path) -> None:
         """Write the arrays to a file, .safetensors or .npz.

@@ -10,7 +10,7 @@ from compat.adaptation.result import Finding
 from compat.parity import ParityReport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GoldenReport(ParityReport):
     """The result of `Golden.check`; `to_json` has the same fields.
 
@@ -34,6 +34,11 @@ class GoldenReport(ParityReport):
         return bool(self.taps) and all(tap.accumulated.within for tap in self.taps)
 
     @property
+    def first_divergence(self) -> str | None:
+        """The first array, in the order in which arrays are computed, that is out of bounds."""
+        return next((tap.tap for tap in self.taps if not tap.accumulated.within), None)
+
+    @property
     def headline(self) -> str:
         """The verdict in one sentence."""
         first = next((tap for tap in self.taps if not tap.accumulated.within), None)
@@ -55,6 +60,12 @@ class GoldenReport(ParityReport):
         else:
             text += "it has NaN or infinite values"
         return f"{text}; {count}."
+
+    def __repr__(self) -> str:
+        """The verdict, the sentence that gives the reason, and the deviations."""
+        lines = [f"<GoldenReport {'✓' if self.passed else '✗'} {self.headline}"]
+        lines += [f"  {each.tap} {each.code}: {each.message}" for each in self.findings]
+        return "\n".join(lines) + ">"
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
         """The report as plain values; a number that is not finite becomes None.

@@ -40,7 +40,7 @@ from compat.golden_files.contents import (
     shape_of,
 )
 from compat.golden_files.file import Golden
-from compat.golden_files.gradients import gradients
+from compat.golden_files.gradients import exact_gradients, gradients
 from compat.golden_files.pieces import (
     GPT2,
     Piece,
@@ -88,7 +88,7 @@ def golden(
             separated by commas, such as "h.0.*,logits".
         dtype: of the reference; by default the checkpoint's.
         gradients: also record the loss of the next ids, and its gradients at all selected taps and
-            of all parameters. Needs memory for six times the parameters.
+            of all parameters. Needs memory for twice the parameters.
         decode: the number of greedy steps through the KV cache whose logits are recorded.
         revision, n_head: see `open_checkpoint`.
 
@@ -246,13 +246,11 @@ class _Recording:
     def _write_gradients(self, write: Write) -> None:
         taps = transformers_gpt2.taps(self.config.n_layer, "eager")
         ours = gradients(self.model, taps, self.ids)
-        exact = gradients(transformers_gpt2.in_float64(self.model), taps, self.ids)
         calibration = Calibration(self.dtype, half=self.dtype in HALF)
         calibration.sums = self.calibration.sums
         unjudged = [[float("nan")] * len(COLUMNS)] * len(HALF)
-        names = [*reversed(tap_names(self.config.n_layer)), *self.parameters]
-        for name in [LOSS, *names]:  # in the order of the backward pass
-            bound = calibration.bound(ours[name], exact[name])
+        for name, exact in exact_gradients(self.weights):
+            bound = calibration.bound(ours[name], exact)
             label = name if name == LOSS else GRADIENT + name
             if name == LOSS or name in self.selected or name in self.parameters:
                 self.bounds[label] = [bound.to_list(), *unjudged]

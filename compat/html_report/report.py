@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from compat.adaptation import Adaptation, Finding
-from compat.golden_files import GoldenReport
+from compat.golden_files import Golden, GoldenReport
 from compat.html_report import drawings
 from compat.inspection import Inspection
 from compat.parity import ParityReport
@@ -68,8 +68,12 @@ LOADS = ("Would load", "Would not load")
 COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
 
 
-def page_of(result: ParityReport | Adaptation | Inspection) -> str:
+def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
     """A result as a page."""
+    if isinstance(result, Golden):
+        return recorded_page(result)
+    if isinstance(result, GoldenReport):
+        return golden_page(result)
     if isinstance(result, ParityReport):
         return parity_page(result)
     return adapt_page(result) if isinstance(result, Adaptation) else inspection_page(result)
@@ -114,9 +118,26 @@ def golden_page(report: GoldenReport) -> str:
     return _page(
         title=title,
         kicker="Golden arrays of Hugging Face GPT-2 and another implementation's",
-        findings=[_finding(finding) for finding in report.findings],
         reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
         versions=report.versions,
+    )
+
+
+def recorded_page(golden: Golden) -> str:
+    """What golden arrays contain as a page."""
+    B, T = golden.ids.shape
+    columns = ["Array", "Shape", "Largest difference", "Meaning"]
+    rows = []
+    for name in golden.judged:
+        tap = golden.metadata["taps"].get(name, {})
+        array, bound = golden.arrays[name], golden.bound(name, golden.dtype)
+        shape = " × ".join(map(str, array.shape)) or "scalar"
+        rows.append([name, shape, f"{number(bound.rms)} of its RMS", tap.get("meaning", "")])
+    return _page(
+        title=f"{golden.source}, {golden.metadata['dtype']}, {B} × {T} ids",
+        kicker="Golden arrays of Hugging Face GPT-2",
+        summary={"columns": columns, "rows": rows},
+        versions=golden.metadata["versions"],
     )
 
 
@@ -144,7 +165,7 @@ def adapt_page(adaptation: Adaptation) -> str:
 
 # Sections of a page that has no other content for them.
 ABSENT: dict[str, Any] = {
-    "adaptation": None, "inspection": None, "summary": None, "findings": [], "reports": [],
+    "adaptation": None, "inspection": None, "summary": None, "reports": [],
     "seconds": {},
 }  # fmt: skip
 
@@ -208,8 +229,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
     """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
-    taps, found = report.taps, drawings.all_measured(report.taps)
     golden = isinstance(report, GoldenReport)
+    # Gradients are in the tables only: the drawings follow the forward pass.
+    taps = [tap for tap in report.taps if not tap.tap.startswith("grad.")]
+    found = drawings.all_measured(taps)
     titles = GOLDEN_TITLES if golden else KIND_TITLES
     judged = CALIBRATED if report.calibrated else UNCALIBRATED
     scale = drawings.error_scale(taps)
@@ -218,6 +241,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
     return {
         "heading": heading,
         "verdict": _verdict(report.passed, PARITY, headline) if headline else None,
+        "findings": [_finding(each) for each in getattr(report, "findings", [])],
         "facts": _parity_facts(report),
         "reach": [line for line in reach if line is not None],
         "drawn": GOLDEN if golden else judged,
@@ -227,7 +251,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
         "cell_legend": drawings.cell_legend(found),
         "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
         "layer_columns": LAYER_COLUMNS,
-        "layer_rows": [_layer_row(layer) for layer in layers(taps)],
+        "layer_rows": [_layer_row(layer) for layer in layers(report.taps)],
         "gradient_columns": [name.removeprefix(">") for name in GRADIENT_COLUMNS],
         "gradient_rows": gradient_rows(report),
         "input_columns": [name.removeprefix(">") for name in INPUT_COLUMNS],
@@ -238,16 +262,16 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
 
 def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
     B, T = report.input_shape
-    total = f"{len(report.taps):,}"
+    total, what = f"{len(report.taps):,}", "Arrays" if isinstance(report, GoldenReport) else "Taps"
     identical = [
         sum(drawings.measured(r, kind).bit_identical for r in report.taps if drawings.has(r, kind))
         for kind in KINDS
     ]
     facts = [
-        ("Taps in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),
+        (f"{what} in bounds", f"{sum(result.passed for result in report.taps):,} of {total}"),
         ("Identical, accumulated", f"{identical[0]:,} of {total}"),
         ("Identical, local", f"{identical[1]:,} of {total}"),
-        ("max|Δlogits|", number(report.max_abs_diff)),
+        *([("max|Δlogits|", number(report.max_abs_diff))] if report.logits.inputs else []),
         ("Data type", report.dtype),
         ("Input", f"{B} × {T} ids"),
     ]

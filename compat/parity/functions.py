@@ -63,7 +63,15 @@ class FunctionModule(nn.Module):
         Raises:
             ParityError: an array has an unknown name or another shape than its tap.
         """
-        found = {name: as_tensor(name, value) for name, value in self.arrays(ids).items()}
+        found: Trace = {}
+        for name, value in self.arrays(ids).items():
+            tensor = as_tensor(name, value)
+            block, _, last = name.rpartition(".")
+            if last == "qkv" and f"{block}.q" in expected:  # side by side, as in golden files
+                parts = tensor.chunk(3, dim=-1)
+                found |= {f"{block}.{q}": part for q, part in zip("qkv", parts, strict=True)}
+            else:
+                found[name] = tensor
         if unknown := [name for name in found if name not in expected]:
             raise ParityError(
                 f"the function returned {listed(unknown)}, which is not a tap. A block has "

@@ -41,7 +41,7 @@ from compat.saving.atomic import replacing_folder
 from compat.saving.shards import parse_size, write_shards
 from compat.sharding import is_writer, local, raising_together, reshard
 from compat.tokenizer import Tokenizer
-from compat.validation import as_module
+from compat.validation import as_module, is_quantized
 from compat.vocabulary import vocabulary_tables
 
 # Names of weights that `transformers` (of any version) and compat write, as one file or in shards
@@ -84,7 +84,8 @@ def save_pretrained(
         dialect_or_name_map: None for a dialect's model; for any other module its name map, such as
             `Adaptation.name_map`, or the name of the dialect whose parameter names it has.
         tokenizer: a source whose tokenizer files are copied, or a Tokenizer, which is saved as
-            vocab.json and merges.txt. None saves no tokenizer.
+            vocab.json and merges.txt. A tokenizer_config.json is written if the source has none.
+            None saves no tokenizer.
         max_shard_size: maximal size of a weights file that holds several tensors, in bytes or as
             a text such as "5GB" or "200MB" (units of 1000).
         config: for a model without a GPT2Config as its `config`; states `n_head` and other facts
@@ -143,6 +144,8 @@ def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             faults.append((name, "on the meta device, without values; load its weights first"))
+        elif is_quantized(parameter):
+            faults.append((name, "quantized by torchao; save the model before quantizing it"))
         elif parameter.dtype not in DTYPES.values() or parameter.layout != torch.strided:
             kind = str(parameter.dtype).removeprefix("torch.")
             faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
@@ -182,11 +185,17 @@ def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[s
 def _tokenizer_files(
     tokenizer: str | Path | Checkpoint | Tokenizer | None, config: GPT2Config
 ) -> dict[str, str | Path]:
-    """Name → content, or the path of a file to copy."""
+    """Name → content, or the path of a file to copy.
+
+    A tokenizer_config.json is added where there is none: without its `model_max_length`, programs
+    take texts of any length for admissible.
+    """
     if tokenizer is None:
         return {}
+    fields = {"model_max_length": config.n_positions, "tokenizer_class": "GPT2Tokenizer"}
+    added: dict[str, str | Path] = {"tokenizer_config.json": _as_json(fields)}
     if isinstance(tokenizer, Tokenizer):
-        return _vocabulary_files(tokenizer, config)
+        return {**_vocabulary_files(tokenizer, config), **added}
     if not isinstance(tokenizer, str | os.PathLike | Checkpoint):
         raise TokenizerError(
             f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one (a "
@@ -202,7 +211,7 @@ def _tokenizer_files(
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt. Leave out `tokenizer` "
             "to save none."
         )
-    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return added | {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
 def _vocabulary_files(tokenizer: Tokenizer, config: GPT2Config) -> dict[str, str | Path]:

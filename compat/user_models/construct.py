@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, is_users, translated
 from compat.user_models.config_object import (
+    ReadableDict,
     accepts,
     known_values,
     make_config,
@@ -23,11 +28,28 @@ from compat.user_models.config_object import (
     takes_config,
 )
 from compat.user_models.module_sizes import resized
-from compat.user_models.synonyms import CONFIG_NAMES, SIZES, neutral, plain, role_of
-from compat.user_models.usage import reads
+from compat.user_models.synonyms import (
+    CONFIG_NAMES,
+    SIZES,
+    has_two_meanings,
+    neutral,
+    plain,
+    role_of,
+)
+from compat.user_models.trials import (
+    IDS,
+    UnknownArguments,
+    Value,
+    arguments_with,
+    better,
+    small_config,
+    tried,
+)
+from compat.user_models.usage import modules_text, reads
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
+OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
 
@@ -72,21 +94,90 @@ def construct_with_call(
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout.
     """
+    inferred: dict[str, Any] = {}
+    if isinstance(target, type) and config_name is None:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inferred = _inferred(target, config, kwargs)
+        kwargs = merged(inferred, kwargs or {})
     arguments = _found_arguments(target, config, kwargs, config_name)
     described = _described_call(target, arguments)
+    if inferred:
+        described += f"; found by trying: {_listed_entries(inferred)}"
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
-        try:
-            with resized(target, config):
-                model = target(**arguments)
-        except (KeyError, AttributeError) as error:
-            missing = _missing_entries(target, arguments, error)
-            if not missing:
-                raise
-            raise AdaptError(_unknown(target, missing, config)) from error
+        with _entries_known(target, arguments, config), resized(target, config):
+            model = target(**arguments)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
     return model, described
+
+
+def _inferred(
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Arguments whose names say too little, found by building small models; see trials.py."""
+
+    def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+        arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
+        with _entries_known(target, arguments, sizes), resized(target, sizes):
+            model = target(**arguments)
+            needed = list(inspect.signature(model.forward).parameters.values())[1:]
+            if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
+                return model, True  # as far as is known: its other arguments are not
+            try:
+                with torch.no_grad():
+                    model.eval()(IDS)
+            except Exception as error:
+                if _missing_entries(target, arguments, error):
+                    raise
+                return model, False
+            return model, True
+
+    small, chosen = small_config(config), dict[str, Value]()
+    try:
+        arguments = _found_arguments(target, small, kwargs, None)
+        chosen = better(run, _alternatives(target, arguments, kwargs or {}), config)
+        if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
+            run(small, arguments_with(chosen, small))
+    except UnknownArguments as error:
+        chosen = tried(run, error.names, chosen, modules_text(target), config)
+    except (Exception, SystemExit):
+        return {}  # the model in the checkpoint's sizes will raise it again
+    return arguments_with(chosen, config)
+
+
+def _alternatives(
+    target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """The arguments and the entries of configs whose names have two meanings, and the meanings."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, value in arguments.items():
+        entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
+        names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
+        found |= {
+            each: ("n_embd", "d_inner", "d_head") for each, size in names.items()
+            if type(size) is int and has_two_meanings(each.rpartition(".")[2])
+        }  # fmt: skip
+    return {name: roles for name, roles in found.items() if name.partition(".")[0] not in given}
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+@contextlib.contextmanager
+def _entries_known(
+    target: Callable[..., nn.Module], arguments: Mapping[str, Any], config: GPT2Config
+) -> Iterator[None]:
+    """Say which entry a config lacks where the body fails to read it."""
+    try:
+        yield
+    except (KeyError, AttributeError) as error:
+        missing = _missing_entries(target, arguments, error)
+        if not missing:
+            raise
+        raise UnknownArguments(_unknown(target, missing, config), missing) from error
 
 
 def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
@@ -115,9 +206,26 @@ def _entries(value: Any) -> dict[str, Any]:
     return dict(vars(value)) if plain and hasattr(value, "__dict__") else {}
 
 
+def _listed_entries(entries: Mapping[str, Any]) -> str:
+    """`{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{key}".rstrip("."): each for key, each in inner.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in flat.items())
+
+
 def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{name}={value!r:.200}" for name, value in arguments.items())
+    shown = ", ".join(f"{name}={_shown(value):.200}" for name, value in arguments.items())
     return f"{target.__name__}({shown})"
+
+
+def _shown(value: object) -> str:
+    """A value on one line; an object whose class shows no values, with its attributes."""
+    if type(value).__repr__ is object.__repr__:
+        attributes = ", ".join(f"{name}={each!r}" for name, each in _attributes(value).items())
+        return f"{type(value).__name__}({attributes})"
+    return " ".join(repr(value).split())
 
 
 def _found_arguments(
@@ -151,7 +259,7 @@ def _found_arguments(
         else:
             arguments, missing = _function_arguments(parameters, config, given | named)
     if missing:
-        raise AdaptError(_unknown(target, missing, config))
+        raise UnknownArguments(_unknown(target, missing, config), missing)
     return arguments
 
 
@@ -248,9 +356,11 @@ def _config_named(target: Callable[..., Any], config_name: str) -> Any:
 
 
 def _missing_entries(
-    target: Callable[..., Any], arguments: Mapping[str, Any], error: KeyError | AttributeError
+    target: Callable[..., Any], arguments: Mapping[str, Any], error: Exception
 ) -> list[str]:
     """`["config.foo"]` if the error is that the config has no entry `foo`."""
+    if not isinstance(error, (KeyError, AttributeError)):
+        return []
     key = error.args[0] if isinstance(error, KeyError) else error.name
     return [
         f"{name}.{key}"

@@ -1,7 +1,8 @@
 """Libraries that a user's files import and that are not installed, such as those for logging.
 
-The model may not need them. Their names can be imported and stand in annotations; any other use
-raises the error of the import.
+The model may not need them. Their names can be imported, stand in annotations, and be called at
+module level while files are loaded, as in `config = load("config.yaml")`; what such a call returns
+has any attribute. Any other use raises the error of the import.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
     try:
         while True:
             try:
-                return load()
+                _loading.append(True)
+                try:
+                    return load()
+                finally:
+                    _loading.pop()
             except Exception as error:
                 name = ""
                 if isinstance(error, ModuleNotFoundError) and not isinstance(error, _UsedError):
@@ -48,6 +53,9 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
 def is_missing(value: object) -> bool:
     """Whether a value is a name of a missing library."""
     return isinstance(value, _Missing)
+
+
+_loading: list[bool] = []
 
 
 class _Finder:
@@ -102,13 +110,30 @@ class _Missing(type):
     def __getitem__(cls, item: object) -> type:
         return cls  # Dataset[int]
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not _loading or sys._getframe(1).f_code.co_name != "<module>":
+            raise cls.error()
+        return _Result("result", (), {"library": cls.library})
+
     def error(cls) -> ModuleNotFoundError:
         return _UsedError(f"No module named {cls.library!r}", name=cls.library)
+
+
+class _Result(_Missing):
+    """The type of what a missing library returns; whether it is true is not known."""
+
+    def __bool__(cls) -> bool:
+        raise cls.error()
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Result(name, (), {"library": cls.library})
 
 
 def _use(cls: _Missing, *args: object, **kwargs: object) -> Any:
     raise cls.error()
 
 
-for _name in "call iter len int float index add radd sub rsub mul rmul truediv floordiv".split():
+for _name in "iter len int float index add radd sub rsub mul rmul truediv floordiv".split():
     setattr(_Missing, f"__{_name}__", _use)

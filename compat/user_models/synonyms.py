@@ -13,7 +13,7 @@ from compat.config import GPT2Config
 # name decides; names are compared in lower case and without underscores.
 _N = r"(n|num|number(of)?|max|total)?"
 _SIZE = r"(d|dims?|dimensions?|size|width)"
-_EMB = r"(emb|embd|embeds?|embeddings?)"
+_EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 _MLP = r"(ff|ffn|ffwd|mlp|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
 _PATTERNS = {
@@ -32,24 +32,25 @@ _PATTERNS = {
     "pre_norm": r"(is|use)?pre(norm|ln)|normfirst|normalizebefore",
     "causal": r"(is|use)?causal(mask)?",
     "device": r"device",
+    "max_batch": r"max(imum)?batch(size)?",
     "off": r"(use)?(rms(norm)?|rope|rotary(emb(eddings)?)?|alibi|(squared)?relu|swiglu|silu|moe"
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|postnorm|postln|normlast"
     r"|parallel(block|residual))",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
     rf"|tokencount|numembeddings|dictsize|{_N}words|output{_SIZE}",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
-    r"|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
+    r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
     r"|keysize",
-    "n_head": r".*heads.*|(n|num).*head|head(count|num)|nattn|nh",
+    "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?|(n|num).*(layer|block|decoder)"
-    r"|layer|(layer|block)count|depth|nl",
+    r"|layer|(layer|block)(count|num|number)|depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|maxt|tmax",
     "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid",
-    "n_embd": rf".*{_EMB}({_SIZE}|len)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
+    "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate|nx"
     r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
 }  # fmt: skip
@@ -68,6 +69,7 @@ _NEUTRAL: dict[str, Any] = {
     "gradientcheckpointing": False, "outputattentions": False, "outputhiddenstates": False,
     "usereturndict": False, "betas": None,
     "tokenizer": None, "tokeniser": None, "logger": None,
+    "ropebase": 10000.0, "ropetheta": 10000.0,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
@@ -102,6 +104,11 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     return next(matching, None) or _LETTERS.get(short) or _FIELDS.get(short)
 
 
+def has_two_meanings(name: str) -> bool:
+    """Whether a name, such as `hidden_size`, may be the width of the model or of its MLP."""
+    return _WIDE.fullmatch(plain(name)) is not None
+
+
 def value_of(role: str, config: GPT2Config) -> Any:
     """The checkpoint's value for a role."""
     ratio = config.d_inner / config.n_embd
@@ -114,12 +121,19 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "causal": True,
         "off": False,
         "device": "cpu",
+        "max_batch": _most_rows(config),
     }
     if role == "pad_token_id" and config.pad_token_id is None:
         return -1
     if role in ("bos_token_id", "eos_token_id") and getattr(config, role) is None:
         return config.vocab_size - 1  # code that compares ids with it needs a number
     return ours[role] if role in ours else getattr(config, role)
+
+
+def _most_rows(config: GPT2Config) -> int:
+    """More rows than the proof passes, or fewer if a KV cache of so many would take over 2 GB."""
+    row = 2 * config.n_layer * config.n_positions * config.n_embd * 4  # bytes in float32
+    return 66 if 66 * row < 2e9 else 16
 
 
 def neutral(name: str) -> tuple[bool, Any]:

@@ -29,7 +29,15 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 _numbers = itertools.count(1)
 # What the code of a language model mentions.
 FEATURES = (r"(?i)embedding\(|vocab", "(?i)softmax|attention")
-OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat")
+# What tells the last of several models in a lesson from those before it.
+PARTS = (
+    "(?i)pos",
+    "(?i)norm",
+    "(?i)mlp|feed_?forward|ffn?wd",
+    "(?i)block|layer(?!_?norm)",
+    "(?i)head",
+)
+OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
 # Files that are found in the top folder of a project.
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 
@@ -124,7 +132,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
         root = root.parent
     folders = [path.parent, root]
 
-    def execute(lazily: bool) -> Callable[..., nn.Module]:
+    def execute(lazily: bool, folders: list[Path] = folders) -> Callable[..., nn.Module]:
         if lazily:
             lazy = LazyModule(".".join([*parts, unique]), path)
             lazy.module.__package__ = ".".join(parts)
@@ -139,7 +147,16 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     if path.suffix == ".ipynb" or _trains(tree):
         return execute(lazily=True)
     try:
-        return despite_missing_libraries(lambda: execute(lazily=False))
+        try:
+            return despite_missing_libraries(lambda: execute(lazily=False))
+        except ModuleNotFoundError as error:
+            # A file model/model.py hides the package `model` that it belongs to.
+            package = str(error.name).partition(".")[0]
+            outer = next((f for f in path.parent.parents if (f / package).is_dir()), None)
+            if "is not a package" not in str(error) or outer is None:
+                raise
+            sys.modules.pop(package, None)
+            return despite_missing_libraries(lambda: execute(False, [outer]))
     except (AdaptError, ModuleNotFoundError):
         raise
     except Exception as error:  # of a statement that the target may not need
@@ -289,7 +306,7 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
     return found
 
 
-def _features(name: str, classes: dict[str, ast.ClassDef]) -> int:
+def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
     """How many features of a language model a class has, with the classes that it uses."""
     reached, stack = set[str](), [name]
     while stack:
@@ -299,7 +316,13 @@ def _features(name: str, classes: dict[str, ast.ClassDef]) -> int:
             stack += [n.id for n in ast.walk(classes[current])
                       if isinstance(n, ast.Name) and n.id in classes]  # fmt: skip
     text = " ".join(ast.unparse(classes[each]) for each in reached)
-    return sum(re.search(pattern, text) is not None for pattern in FEATURES)
+    return sum(re.search(pattern, text) is not None for pattern in patterns)
+
+
+def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> list[str]:
+    """The classes with the most features."""
+    features = {name: _features(name, classes, patterns) for name in names}
+    return [name for name in names if features[name] == max(features.values())]
 
 
 def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
@@ -312,11 +335,10 @@ def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
         if isinstance(node, ast.Name) and node.id != name
     }
     roots = [name for name in classes if name not in used]
-    if len(roots) > 1:  # without helpers that are left over
-        features = {name: _features(name, classes) for name in roots}
-        roots = [name for name in roots if features[name] == max(features.values())]
+    roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
+    roots = _most(roots, classes, PARTS)
     if len(roots) == 1:
         return roots[0]
     if not classes:

@@ -12,12 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compat.user_models.synonyms import CONFIG_NAMES, plain
+from compat.user_models.synonyms import CONFIG_NAMES, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
+_OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
+# Attributes that the code makes itself, other than from their old value, and buffers.
+_MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
+LIBRARIES = set("F math nn np numpy os sys torch".split())  # whose names are no entries of configs
+TRANSPOSES = {"T", "H", "mT", "mH"}  # of tensors
 # The names of the modules that a target's file imported from its project; see target.py.
 SIBLINGS: set[str] = set()
 
@@ -57,9 +62,14 @@ def reads(cls: type, parameter: str) -> Usage:
     items, attributes = _ITEM.findall(text), _GETATTR.findall(text)
     for owner, name in _ATTRIBUTE.findall(text):
         first, *rest = owner.removeprefix("self.").split(".")
+        if first in LIBRARIES or (name in TRANSPOSES and plain(first) not in CONFIG_NAMES):
+            continue
         is_variable = owner == first != "self"
         if is_variable or first == parameter or plain(first) in CONFIG_NAMES:
             attributes += [*rest, name]
+    if re.search(rf"\b{parameter}\.items\(\)|\.update\({parameter}\)", own):  # copied to `self`
+        made = {name for pair in _MADE.findall(text) for name in pair}
+        items += [name for name in _OWN.findall(text) if role_of(name) and name not in made]
     if f"**{parameter})" in own:  # to the constructor of the base class
         items += inspect.signature(cls.__mro__[1]).parameters
     return Usage(frozenset(items), frozenset(attributes), frozenset(_TABLE.findall(text)))

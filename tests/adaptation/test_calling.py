@@ -213,3 +213,12 @@ def test_check_model_refuses_other_values(value: Any, words: list[str]) -> None:
 def test_check_model_accepts_models() -> None:
     check_model(Model())
     check_model(Model().half())
+
+
+def test_logits_that_have_to_be_asked_for() -> None:
+    class Model(nn.Module):
+        def forward(self, ids: Tensor, get_logits: bool = False) -> dict[str, Tensor | None]:
+            return {"logits": LOGITS[:, : ids.shape[1]] if get_logits else None}
+
+    model = Model()
+    assert torch.equal(find_signature(model, IDS)(model, IDS), LOGITS)

@@ -90,7 +90,15 @@ EXPLICIT = EXPLICIT.replace(START, "start = 0").replace(
     "position = torch.arange(idx.shape[1]) if position_ids is None else position_ids[0]",
 )
 assert EXPLICIT.count("position_ids") == 3
-RIGHT = {"returned": RETURNED, "kept": KEPT, "explicit positions": EXPLICIT}
+# The caller joins the caches, as in the first code of GPT-2.
+ONLY_NEW = RETURNED.replace(
+    "        if cache is not None:\n            k =",
+    "        new = k, v\n        if cache is not None:\n            k =",
+).replace("self.o_proj(out), (k, v)", "self.o_proj(out), new")
+assert ONLY_NEW.count("new\n") == 1
+RIGHT = {
+    "returned": RETURNED, "kept": KEPT, "explicit positions": EXPLICIT, "only new": ONLY_NEW,
+}  # fmt: skip
 
 # A model, an edit, what the finding says, and its line.
 WRONG = {

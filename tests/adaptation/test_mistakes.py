@@ -211,6 +211,11 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_projection",
         "x = self.extra(x)",
     ),
+    "the output projection twice": (
+        [("return self.out_proj(out)", "return self.out_proj(self.out_proj(out))")],
+        "extra_projection",
+        "self.out_proj(self.out_proj(out))",
+    ),
     "squared ReLU": ([(GELU, "F.relu(self.up(x)).square()")], "other_activation", "F.relu("),
     "log-softmax": (
         [("return self.head(x)", "return F.log_softmax(self.head(x), -1)")],
@@ -323,6 +328,38 @@ def test_a_model_with_an_unknown_part_keeps_its_weights_and_is_told_what_else_di
     assert adaptation.findings[0].code == code
     assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
     assert "unknown to compat" in adaptation.why_unchecked
+
+
+def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("nn.Linear(dim, 4 * dim)", "nn.Linear(dim, 8 * dim)"),
+        (f"return self.down({GELU})", "a, b = self.up(x).chunk(2, -1)\n"
+         "        return self.down(F.silu(a) * b)"),
+    ]  # fmt: skip
+    found = only(adapted(tiny, tmp_path, edits), "gated_mlp")
+    assert found.tap == "h.0.act" and "F.silu(a) * b" in (found.source_line or "")
+    without = adapted(tiny, tmp_path, [*edits[:1], ("nn.Linear(4 * dim", "nn.Linear(8 * dim")])
+    assert "gated_mlp" not in {f.code for f in without.findings}
+
+
+def test_what_comes_before_a_random_parameter_is_not_silenced_by_it(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Half of the channels come from the token before, and the weighting comes after that."""
+    shift = [
+        ("keys = self.W_key(x)", f"half = {PREVIOUS.format('x')}[..., : C // 2]\n"
+         "        x = torch.cat([half, x[..., C // 2 :]], -1)\n        keys = self.W_key(x)"),
+    ]  # fmt: skip
+    weighting = [
+        ("        self.drop = nn", "        w = torch.ones(heads, context, context)\n"
+         "        self.w = nn.Parameter(w)\n        self.drop = nn"),
+        ("weights = self.drop(weights)", "weights = self.drop(weights) * self.w[:, :T, :T]"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, [*shift, *weighting])
+    assert only(adaptation, "unexplained").tap == "h.0.q"
+    assert only(adaptation, "random_parameters").tap == "h.0.heads"
+    alone = {f.code for f in adapted(tiny, tmp_path, weighting).findings}
+    assert "random_parameters" in alone and not {"unexplained", "mask_after_softmax"} & alone
 
 
 def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -148,6 +148,15 @@ class Waves(nn.Module):
 """
 SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
 FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
+    "no final norm, and norms that take more than a width": (
+        [("    def __init__(self, dim):\n        super().__init__()\n        self.scale",
+          "    def __init__(self, dim, kind):\n        super().__init__()\n        self.scale"),
+         ("LayerNorm(dim)", "LayerNorm(dim, None)"),
+         ("        self.final_norm = LayerNorm(emb_dim)\n", ""),
+         ("        x = self.final_norm(x)\n", "")],
+        ["no_final_ln"],
+        "nn.LayerNorm(emb_dim)",
+    ),
     "heads that are merged and not projected": (
         [("        return self.out_proj(out)", "        return out"),
          ("        self.out_proj = nn.Linear(dim, dim)\n", "")],
@@ -275,8 +284,12 @@ def test_files_that_the_model_imports_are_edited_together(
 
 
 def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
-    tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the user runs the command beside a package of the name of a library."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('the user's own')")
+    monkeypatch.chdir(tmp_path)
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "erf_gelu"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
     found = repair(target_of(path, "nano"), str(tiny))

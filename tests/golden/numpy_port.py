@@ -64,8 +64,28 @@ FAULTS = {
     "temperature": ("scaled_logits", "logits"),
     "soft cap": ("changed_logits", "logits"),
     "tf32": ("low_precision", "h.0.q"),
-    "ln_f as out": ("wrong_tap", "h.3.out"),
+    "ln_f as out": ("wrong_tap", "h.2.out"),
     "scaled query": ("scaled_tap", "h.0.q"),
+    "typing error": ("gelu_constants", "h.0.act"),
+    "1 + weight": ("norm_parameters", "h.0.ln_1"),
+    "last weights": ("other_block", "h.0.ln_1"),
+    "ln_f twice": ("extra_ln", "ln_f"),
+    "padding": ("padding_mask", "h.0.probs"),
+    "alibi": ("position_bias", "h.0.probs"),
+    "softmax plus one": ("other_softmax", "h.0.probs"),
+    "scale by layer": ("inverse_layer_scale", "h.1.probs"),
+    "interleaved": ("interleaved_heads", "h.0.heads"),
+    "shared keys": ("grouped_query_attention", "h.0.probs"),
+    "heads reversed": ("head_order", "h.0.heads"),
+    "half a branch": ("residual_weights", "h.0.out"),
+    "biased head": ("other_bias", "logits"),
+    "dropout": ("dropout_always_on", "h.0.mlp"),
+    "scaled stream": ("extra_factor", "h.0.resid_mid"),
+    "int8": ("quantized_weights", "h.0.fc"),
+    "position 0": ("position_ids", "embed"),
+    "ids from 1": ("other_ids", "embed"),
+    "head reshaped": ("transposed_head", "logits"),
+    "late logits": ("time_shift", "logits"),
 }
 
 
@@ -80,7 +100,8 @@ def activation(x: Array, fault: str) -> Array:
         return x / (1 + np.exp(-x * np.float32(1.702 if fault == "quick" else 1)))
     if fault == "relu":
         return np.maximum(x, 0)
-    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    cubic = np.float32(0.04471 if fault == "typing error" else 0.044715)
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + cubic * x**3)
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
 
@@ -90,7 +111,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, fault: str) -> Array:
     var = (centred * centred).sum(-1, keepdims=True) / (C - 1 if fault == "unbiased" else C)
     eps = np.float32({"eps": 1e-6, "odd eps": 3e-4}.get(fault, 1e-5))
     root = np.sqrt(var) + eps if fault == "eps outside" else np.sqrt(var + eps)
-    y = centred / root * weight
+    y = centred / root * (1 + weight if fault == "1 + weight" else weight)
     return y if fault == "no shift" else y + bias
 
 
@@ -118,7 +139,11 @@ def tf32(x: Array) -> Array:
 def embed(w: Mapping[str, Array], ids: NDArray[np.int64], fault: str) -> Array:
     B, T = ids.shape
     tokens, C = w["wte.weight"][ids], w["wte.weight"].shape[1]
+    if fault == "ids from 1":
+        tokens = w["wte.weight"][ids - 1]
     positions = w["wpe.weight"][np.arange(T) + (fault == "offset")]
+    if fault == "position 0":
+        positions = w["wpe.weight"][:1]
     if fault == "no positions":
         return tokens
     if fault == "scaled tokens":
@@ -150,6 +175,9 @@ def forward(
             ("no qkv bias", "c_attn"), ("no c_proj bias", "c_proj"), ("no c_fc bias", "mlp.c_fc")
         }:  # fmt: skip
             bias = np.zeros_like(bias)
+        if fault == "int8" and name.endswith("c_fc"):
+            step = np.abs(weight).max() / 127
+            weight = np.round(weight / step) * step
         if fault == "tf32":
             return tf32(x) @ tf32(weight) + bias
         return x @ weight + bias
@@ -158,7 +186,8 @@ def forward(
         return layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], fault)
 
     for i in range(n_layer):
-        h = f"h.{i}"
+        block = n_layer - 1 if fault == "last weights" else i
+        h = f"h.{block}"
         tap = dict[str, Array]()
         first, second = ("ln_2", "ln_1") if fault == "swapped norms" else ("ln_1", "ln_2")
         tap["ln_1"] = norm(x, f"{h}.{first}")
@@ -194,18 +223,35 @@ def forward(
         tap["q"], tap["k"], tap["v"] = q, k, v
         scale = {"no scale": 1, "scale by width": 1 / math.sqrt(C), "scaled query": 1,
                  "smaller scale": 0.7 / math.sqrt(D)}.get(fault, 1 / math.sqrt(D))  # fmt: skip
-        scores = split(q) @ split(k).transpose(0, 1, 3, 2) * np.float32(scale)
+        if fault == "scale by layer":
+            scale /= i + 1
+        keys = split(k)
+        if fault == "shared keys":
+            keys = keys[:, np.arange(n_head) // 2 * 2]
+        scores = split(q) @ keys.transpose(0, 1, 3, 2) * np.float32(scale)
+        if fault == "alibi":
+            slopes = 2.0 ** (-8 * np.arange(1, n_head + 1) / n_head)
+            distance = np.arange(T)[:, None] - np.arange(T)
+            scores = scores - (slopes[:, None, None] * distance).astype(np.float32)
         hidden = np.triu(np.ones((T, T), bool), 2 if fault == "mask sees one more" else 1)
         if fault == "window":
             hidden |= np.tril(np.ones((T, T), bool), -4)
+        if fault == "padding":
+            hidden = np.stack([hidden, hidden | (np.arange(T) > T - 3)])[:, None]
         value = 0 if fault == "mask with zeros" else -np.inf
         if fault not in ("no mask", "mask after softmax"):
             scores = np.where(hidden, np.float32(value), scores)
         probs = softmax(scores, -2 if fault == "softmax over queries" else -1)
         if fault == "mask after softmax":
             probs = np.where(hidden, np.float32(0), probs)
+        if fault == "softmax plus one":
+            probs = np.exp(scores) / (1 + np.exp(scores).sum(-1, keepdims=True))
         tap["probs"] = probs
         tap["heads"] = merge(probs @ split(v))
+        if fault == "heads reversed":
+            tap["heads"] = merge((probs @ split(v))[:, ::-1])
+        if fault == "interleaved":
+            tap["heads"] = (probs @ split(v)).transpose(0, 2, 3, 1).reshape(B, T, C)
         tap["attn"] = linear(tap["heads"], f"{h}.attn.c_proj")
         shortcut = tap["ln_1"] if fault == "residual from norm" else x
         mid = tap["attn"] if fault == "no residual" else shortcut + tap["attn"]
@@ -213,6 +259,8 @@ def forward(
             mid = 2 * mid
         if fault == "post-norm":
             mid = norm(mid, f"{h}.ln_1")
+        if fault == "scaled stream":
+            mid = mid * np.float32(0.5)
         tap["resid_mid"] = mid
         if fault == "no ln_2":
             tap["ln_2"] = mid
@@ -221,12 +269,25 @@ def forward(
         tap["fc"] = linear(tap["ln_2"], f"{h}.mlp.c_fc")
         tap["act"] = activation(tap["fc"], fault)
         tap["mlp"] = linear(tap["act"], f"{h}.mlp.c_proj")
-        x = tap["out"] = tap["mlp"] if fault == "no mlp residual" else mid + tap["mlp"]
-        taps |= {f"{h}.{name}": value for name, value in tap.items()}
+        if fault == "dropout":
+            kept = np.random.default_rng(i).random((B, T, C)) > 0.2
+            tap["mlp"] = tap["mlp"] * kept / np.float32(0.8)
+        x = tap["mlp"] if fault == "no mlp residual" else mid + tap["mlp"]
+        if fault == "half a branch":
+            x = mid + np.float32(0.5) * tap["mlp"]
+        tap["out"] = x
+        taps |= {f"h.{i}.{name}": value for name, value in tap.items()}
     taps["ln_f"] = x if fault == "no ln_f" else norm(x, "ln_f")
+    if fault == "ln_f twice":
+        taps["ln_f"] = norm(taps["ln_f"], "ln_f")
     if fault == "ln_f as out":
         taps[f"h.{n_layer - 1}.out"] = taps["ln_f"]
-    logits = taps["ln_f"] @ w["wte.weight"].T
+    table = w["wte.weight"]
+    logits = taps["ln_f"] @ (table.reshape(C, -1) if fault == "head reshaped" else table.T)
+    if fault == "biased head":
+        logits = logits + table[:, 0]
+    if fault == "late logits":
+        logits[:, 1:] = logits[:, :-1].copy()
     if fault == "softmax of logits":
         logits = softmax(logits)
     if fault == "temperature":

@@ -20,6 +20,7 @@ from compat.golden_files import Golden, golden
 from compat.parity import transformers_gpt2
 from tests.command_line import Cli
 from tests.conftest import noisy_reference
+from tests.golden.torch_port import FAULTS, gradients
 
 B, T, N = 2, 5, 3
 
@@ -94,6 +95,31 @@ def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None
     assert reference.check(transposed).passed  # as nn.Linear stores it
 
 
+def backward(reference: Golden, fault: str = "") -> dict[str, Tensor]:
+    """All gradients of a port."""
+    model: Any = noisy_reference()
+    parameters = {name: p.detach() for name, p in model.transformer.named_parameters()}
+    return gradients(parameters, reference.ids, 3, 4, fault)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_backward_pass_are_named(reference: Golden, tiny: Path, fault: str) -> None:
+    report = reference.check(backward(reference, fault), model=tiny)
+    found = [(finding.code, finding.tap) for finding in report.findings]
+    assert not report.passed and found == [FAULTS[fault]]
+    assert report.first_divergence == FAULTS[fault][1] and report.findings[0].evidence
+
+
+def test_a_right_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
+    right = backward(reference)
+    report = reference.check(right, model=tiny)
+    assert report.passed and report.first_divergence is None and not report.findings
+    # Without the gradients at taps, a factor of all parameters is still one finding.
+    scaled = {n: x * 0.3 for n, x in right.items() if n.endswith(("weight", "bias"))}
+    [finding] = reference.check(scaled).findings
+    assert finding.code == "scaled_gradient" and finding.values["found"] == 0.3
+
+
 def test_gradients_in_half_precision_are_not_judged(reference: Golden) -> None:
     half = {name: reference.read(name).half() for name in ("logits", "grad.h.1.fc")}
     report = reference.check(half)
@@ -110,6 +136,30 @@ def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> No
     assert made.check(tmp_path / "golden.npz").passed
     made.save(tmp_path / "again.safetensors")
     assert Golden.open(tmp_path / "again.safetensors").check(tmp_path / "golden.npz").passed
+
+
+def test_reports_are_short_and_pages_name_the_deviation(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
+    report = reference.check({**taps, "h.1.act": np.maximum(taps["h.1.fc"], 0)})
+    assert "h.1.act relu" in repr(report) and len(repr(report)) < 1000
+    assert "relu" in report._repr_html_() and report._repr_html_().startswith("<iframe")
+    assert "2 × 5 ids, 42 taps, gradients" in repr(reference) and len(repr(reference)) < 300
+    assert "h.2.probs" in reference._repr_html_()
+    assert reference.to_json()["taps"][0] == "embed"
+    # A right candidate of which only gradients are known
+    known = {name: reference.read(name) for name in reference.judged if name.startswith("grad.")}
+    report = reference.check(known)
+    assert report.passed and report.first_divergence is None
+    assert "grad.h.2" in report._repr_html_() and "Δlogits" not in report._repr_html_()
+
+
+def test_a_wrong_tap_is_named_although_gradients_agree(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
+    every = {name: reference.read(name) for name in reference.judged}
+    report = reference.check({**every, "h.1.act": np.maximum(taps["h.1.fc"], 0)})
+    assert [finding.code for finding in report.findings] == ["relu"]
 
 
 def test_only_one_block_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ STYLES = {
     "keyword only": _takes("V_O_C_A_B, seqLen, dModel, N_BLOCKS, numHeads", star="*, "),
     "in no table": _takes("size_of_vocab, the_seq_len, token_embed_width, all_layers, head_num=9"),
     "one letter": _takes("V, T, C, L, H"),
+    "numbers": _takes("vocab_size, block_size, embd_number, layer_number, head_number"),
+    "embedded": _takes("vocab_size, block_size, embedded_dim, num_layers, num_heads"),
     "kwargs of a base": BASE + """
 class GPT(Base):
     def __init__(self, **kwargs):

@@ -237,6 +237,33 @@ def test_function_that_returns_no_model(tmp_path: Path, source: str, fragment: s
     assert fragment in str(caught.value)
 
 
+def test_a_config_that_is_copied_to_self_has_what_is_read_there(tmp_path: Path) -> None:
+    source = """
+class GPT(Core):
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        for name, value in config.items():
+            setattr(self, name, value)
+        self.register_buffer("bias", torch.zeros(self.block_size))
+        self.n_head = self.n_head // 1
+        self.sizes = (self.vocab_size, self.block_size, self.n_embd, self.n_layer, self.n_head)
+        self.norm = nn.LayerNorm(self.sizes[2])
+"""
+    assert build(tmp_path, source).sizes == SIZES
+
+
+def test_names_of_libraries_are_no_entries(tmp_path: Path) -> None:
+    source = gpt(", c", READ, "self.kept = c, nn.Embedding, torch.zeros(2, 2).T")
+    assert "Embedding" not in vars(build(tmp_path, source).kept[0])
+    assert "T" not in vars(build(tmp_path, source).kept[0])
+
+
+def test_a_limit_of_rows_is_more_than_the_proof_passes(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, max_batch=1", "vocab_size, 0, 0, 0, 0, max_batch")
+    assert build(tmp_path, source).extra == 66
+    assert build(tmp_path, source, GPT2Config()).extra == 16  # its cache would be too large
+
+
 # What the caller passes.
 
 

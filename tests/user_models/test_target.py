@@ -126,6 +126,32 @@ def test_imports_from_the_top_of_the_project(tmp_path: Path, place: str) -> None
     refused(f"{other}:GPT", "No module named 'own_data'", "pip install own_data", "your project")
 
 
+def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> None:
+    write(tmp_path / "own_net" / "own_net.py", "")
+    write(tmp_path / "own_net" / "parts.py", "SIZE = 5")
+    text = f"from own_net.parts import SIZE\n{GPT}    size = SIZE"
+    path = write(tmp_path / "own_net" / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_a_call_of_a_missing_library_while_another_file_is_loaded(tmp_path: Path) -> None:
+    write(tmp_path / "own_log.py", "import no_such_log\nlog = no_such_log.get(1).named('x')\n")
+    path = write(tmp_path / "gpt.py", f"from own_log import log\n{GPT}    log = log")
+    found = load_target(f"{path}:GPT")
+    with pytest.raises(ModuleNotFoundError, match="no_such_log"):
+        vars(found)["log"].info("text")
+    with pytest.raises(ModuleNotFoundError, match="no_such_log"):
+        bool(vars(found)["log"])
+
+
+def test_the_most_complete_model_of_a_lesson_is_meant(tmp_path: Path) -> None:
+    first = "class First(nn.Module):\n    def __init__(self):\n        self.vocab = attention = 2\n"
+    second = first.replace("First", "Second").replace("2", "2; self.norm = self.blocks = 3")
+    other = second.replace("Second", "Finetuned")
+    path = write(tmp_path / "lesson.py", f"from torch import nn\n{second}{first}{other}")
+    assert load_target(str(path)).__name__ == "Second"
+
+
 def test_what_lies_above_the_project_is_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")

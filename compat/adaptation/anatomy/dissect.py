@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from torch.fx import Node
@@ -102,7 +103,8 @@ class Layer:
     x1: Node  # ln_1: their input
     out_proj: Node | None
     heads: Node  # the input of the output projection; without one, the result of attention
-    attn: Node
+    projected: Node  # the result of the output projection
+    attn: Node  # the same, unless GPT-2 has no counterpart of what follows
     attn_sum: Sum  # resid_mid
     fc: Node
     x2: Node  # ln_2
@@ -422,14 +424,18 @@ class _Dissection:
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
-        fc, gate, mlp_proj, *extra = self._mlp(i, sorted(mlp, key=graph.order.__getitem__))
+        ordered = sorted(mlp, key=graph.order.__getitem__)
+        second = self._second_out_projs(out_projs, ordered) if self.partial else []
+        fc, gate, mlp_proj, *extra = self._mlp(i, [n for n in ordered if n not in second])
+        extra += second  # further projections of what attention computes
         assert fc is not None and mlp_proj is not None
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
             joined = next(n for n in index.live if wanted <= above[n] | {n})
-            attn = self._with_bias(self._summed(joined))
+            projected = self._with_bias(self._summed(joined))
         else:
-            attn = self._joined_heads(cores)
+            projected = self._joined_heads(cores)
+        attn = self._with_bias(second[-1]) if second else projected
         end = self._with_bias(mlp_proj)
         attn_sum, mlp_sum = self._sum(attn, products), self._sum(end, {mlp_proj})
         if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
@@ -441,6 +447,7 @@ class _Dissection:
             x1=x1,
             out_proj=out_projs[-1] if out_projs else None,
             heads=index.operands(out_projs[-1])[0] if out_projs else attn,
+            projected=projected,
             attn=attn,
             attn_sum=attn_sum,
             fc=fc,
@@ -482,6 +489,18 @@ class _Dissection:
         mixers = [n for n in until if n is not head]
         firsts = set().union(*(index.sources(n) & index.mixers for n in mixers))
         return set().union(*(index.sources(n) for n in [*mixers, *firsts])) & index.projections
+
+    def _second_out_projs(self, out_projs: list[Node], following: list[Node]) -> list[Node]:
+        """Projections of what attention computes, before those of the MLP."""
+        found: list[Node] = []
+        for node, after in pairwise(following):
+            only_attention = self.index.sources(node) <= {*out_projs, *found}
+            if len(following) - len(found) <= 2 or not only_attention:
+                break
+            if node not in self.graph.ancestors[after]:
+                break
+            found.append(node)
+        return found
 
     def _mlp(self, i: int, found: list[Node]) -> list[Node | None]:
         """The projections of the MLP: the first, a gate beside it, and the last; then others."""

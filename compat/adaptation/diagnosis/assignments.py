@@ -280,4 +280,12 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
     rest = [name for name, p in model.named_parameters() if id(p) not in filled]
     if found := [name for name in rest if (name in in_use) is used]:
-        yield Deviation(None, source.built(model, found[0]), {"found": listed(found, 4)})
+        own = {node for node in inputs if not set(found).isdisjoint(graph.parameter_names(node))}
+        uses = [
+            node for node in graph.live
+            if any(own & graph.parameters_of.get(a, frozenset()) for a in node.all_input_nodes
+                   if a not in graph.live)
+        ]  # fmt: skip
+        first = min(uses, key=graph.order.__getitem__, default=None)
+        tap = None if first is None else context.tap_after(first)
+        yield Deviation(tap, source.built(model, found[0]), {"found": listed(found, 4)})

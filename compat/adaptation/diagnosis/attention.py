@@ -375,8 +375,9 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     """A mask after the softmax whose rows are divided by their sums, which is equivalent."""
     layer = LayerAttention(context, 0)
     softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
-    late = [n for n, _ in _masks_like_gpt2(layer) if context.graph.ancestors[n] & softmaxes]
-    if layer.core.scores is not None and late:
+    masks = [node for node, _ in _masks_like_gpt2(layer)]
+    late = [node for node in masks if context.graph.ancestors[node] & softmaxes]
+    if layer.core.scores is not None and late == masks and late:  # none hides them before it
         values = {"effect": "and the rows are divided by their sums, which is equivalent"}
         yield Deviation(None, source.running(context.graph, late), values, severity="info")
 

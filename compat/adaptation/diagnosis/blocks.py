@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from torch.fx import Node
+
+from compat.adaptation.anatomy.dissect import Layer
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -12,7 +15,7 @@ from compat.adaptation.diagnosis.formulas import Activation, canonical_activatio
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind, tensor_inputs
+from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inputs
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
@@ -85,15 +88,25 @@ for _code, _message in (
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
 def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
-    gates = [(i, layer.gate) for i, layer in context.layers if layer.gate is not None]
-    if gates:
-        i, gate = gates[0]
-        yield Deviation(f"h.{i}.act", source.running(context.graph, [gate]))
+    for i, layer in context.layers:
+        halved = size(layer.fc_end)[-1] == 2 * size(layer.act)[-1]  # one projection for both
+        if layer.gate is not None or halved:
+            last = layer.gate or _product_before(context, layer)
+            yield Deviation(f"h.{i}.act", source.running(context.graph, [last]))
+            return
+
+
+def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
+    """The product of the two halves of a projection; the input of the next one if there is none."""
+    graph = context.graph
+    between = [n for n in graph.between([layer.act], [layer.fc_end]) if kind(n) == "mul"]
+    products = [n for n in between if sum(a in graph.live for a in n.all_input_nodes) == 2]
+    return products[-1] if products else layer.act
 
 
 @deviation(
     "{found} here, where GPT-2 has none",
-    "Remove it: GPT-2 adds the result of the MLP and goes on with the next block, or with ln_f.",
+    "Remove it: GPT-2 adds the result of {branch} to the stream and goes on with {next}.",
 )
 def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
@@ -102,7 +115,13 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
             place = source.calling(context.graph, layer.extra[0], layer.mlp_proj)
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1
-            yield Deviation("ln_f" if last else f"h.{i + 1}.ln_1", place, values)
+            if context.graph.order[layer.extra[0]] < context.graph.order[layer.fc]:
+                tap, after = f"h.{i}.attn", {"branch": "attention", "next": "the MLP"}
+                place = source.running(context.graph, layer.extra[:1]) or place
+            else:
+                after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
+                tap = "ln_f" if last else f"h.{i + 1}.ln_1"
+            yield Deviation(tap, place, values | after)
             return
 
 

@@ -25,6 +25,7 @@ from compat.name_map import NameMap
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.gradients import wrong_gradients
 from compat.parity.reference import Reference
+from compat.tap import tap_names
 
 # Deviations with which no change to the reference makes up for the difference.
 NOT_MODELLED = frozenset(
@@ -163,9 +164,15 @@ def leftovers(
 ) -> list[Finding]:
     """Differences that the findings do not explain."""
     left: list[Finding] = []
-    modelled = all(f.code not in NOT_MODELLED for f in findings)
+    tap, error = counterfactual.first or ("logits", 0.0)
+    places = {name: place for place, name in enumerate(tap_names(len(context.layers)))}
+    others = [f for f in findings if f.code in NOT_MODELLED]
+    later = all(places.get(f.tap or "", 0) > places[tap] for f in others)
+    named = any(
+        f.severity == "breaks" and places.get(f.tap or "", 0) <= places[tap] for f in findings
+    )
+    modelled = not others or (later and not named)
     if counterfactual.trusted and counterfactual.first is not None and modelled:
-        tap, error = counterfactual.first
         node = max(taps[tap].nodes, key=context.graph.order.__getitem__)
         message = f"{tap} differs from the reference for a reason that compat does not know"
         evidence = f"the relative RMS error from the ids on is {error:.2g} in float64"

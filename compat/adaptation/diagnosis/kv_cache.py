@@ -179,8 +179,9 @@ def _decoded(
         output = model(part, **arguments)
         logits.append(find_logits(output, part, call.last))
         if protocol.cache:
-            if (cache := _cache_in(output)) is None:
+            if (returned := _cache_in(output)) is None:
                 return None, ""
+            cache = returned if cache is None else _joined(cache, returned, start, end - start)
             if not start and (length := _length_in(cache, protocol.cache, known)):
                 past = f"0 if {protocol.cache} is None else {length}"
     return torch.cat(logits[1:], dim=1), past
@@ -213,6 +214,25 @@ def _cache_in(output: Any) -> Any:
     others = [value for value in entries.values() if not isinstance(value, single)]
     stacked = [v for v in entries.values() if isinstance(v, Tensor) and v.ndim > 3]
     return next((value for value in [*named, *others, *stacked] if value is not None), None)
+
+
+def _joined(old: Any, new: Any, known: int, more: int) -> Any:
+    """The cache after a step: what was returned, after the old one if it is of the step's ids only.
+
+    Args:
+        old: holds keys and values of `known` ids.
+        new: was returned by the step.
+        known, more: the numbers of ids that were cached, and of the step.
+    """
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.ndim == new.ndim:
+        pairs = list(zip(old.shape, new.shape, strict=True))
+        axes = [axis for axis, pair in enumerate(pairs) if pair[0] != pair[1]]
+        if len(axes) == 1 and pairs[axes[0]] == (known, more):
+            return torch.cat((old, new), dim=axes[0])
+    elif type(new) in (list, tuple) and type(old) is type(new) and len(old) == len(new):
+        joined = [_joined(a, b, known, more) for a, b in zip(old, new, strict=True)]
+        return joined if isinstance(new, list) else tuple(joined)
+    return new
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def _assign_layer(
     attention.kv_heads = _kv_heads(k, n_head) if partial else 0
     assigned = {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
     if layer.out_proj is not None:
-        end = view(layer.attn, "the result of attention")
+        end = view(layer.projected, "the result of attention")
         found = linear_map(graph, merged(attention.heads), end, d_head)
         if found is None:
             attention.unmerged = True

@@ -495,11 +495,12 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
         if is_known(call) and code not in seen:
             seen.add(code)
             yield written[0]
-    classes = {ast.unparse(call.func) for call in norms} or {site.torch("torch.nn.LayerNorm")}
+    torchs = site.torch("torch.nn.LayerNorm")  # for where the user's own takes other arguments
+    classes = [*sorted({ast.unparse(call.func) for call in norms} - {torchs}), torchs]
     for call in site.source.nodes(ast.Call, init):
         place = {"Linear": 0, "Embedding": 1}.get(called(call))
         if place is not None and len(call.args) > place and is_known(call.args[place]):
-            for cls in sorted(classes):
+            for cls in classes:
                 new = f"{cls}({site.source.code(call.args[place])})"
                 if new not in seen:
                     seen.add(new)

@@ -54,6 +54,8 @@ AREAS = (
     activations, blocks, embeddings, heads, kv_cache, mask, modules, norms, parameters, scale,
     softmax,
 )  # fmt: skip
+# The proof imports what this process does, although a folder of the user's may be called `torch`.
+PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
 MAX_TRIALS = 120  # models that are built and compared in one search
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
@@ -344,7 +346,7 @@ def is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
         "texts": found.texts,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "compat.adaptation.repair.prove"],
+        [sys.executable, "-c", PROVE.format(sys.path)],
         input=json.dumps(request),
         capture_output=True,
         text=True,

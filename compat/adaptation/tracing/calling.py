@@ -171,6 +171,10 @@ def _positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1])
 
 
+def _yes(model: nn.Module, ids: Tensor) -> bool:
+    return True
+
+
 def _nothing(model: nn.Module, ids: Tensor) -> None:
     return None
 
@@ -219,7 +223,7 @@ def required_arguments(model: nn.Module) -> list[str]:
 
 
 def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]:
-    """Signatures to try: the ids and the required arguments; the ids as targets too."""
+    """Signatures to try: the ids and the required arguments; the same with targets or a flag."""
     required = required_arguments(model)
     text = f"model({', '.join(['ids', *required])})"
     combinations = product(*(_values(name) for name in required))
@@ -232,6 +236,10 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
         arguments = [(name, _values(name)[0]) for name in [targets[0], *others]]
         signature = CallSignature(tuple(arguments), last=last, targets=True)
         found.append((f"model(ids, {targets[0]}=ids)", signature))
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if "logits" in name and parameter.default is False:
+            asked = [*((n, _values(n)[0]) for n in required), (name, _yes)]
+            found.append((f"model(ids, {name}=True)", CallSignature(tuple(asked), last)))
     return found
 
 

@@ -1,0 +1,152 @@
+"""The backward pass, one piece at a time.
+
+The gradient at a tap is the sum of the shares that reach it through its readers, the taps that are
+computed from it. A share is a vector-Jacobian product of one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compat.config import GPT2Config
+from compat.golden_files.contents import LOSS, TOKENS
+from compat.golden_files.pieces import (
+    GPT2,
+    MissingWeightError,
+    Pieces,
+    Weights,
+    inputs_of,
+    run_piece,
+    split_name,
+)
+from compat.parity.trace import Trace
+from compat.tap import tap_names
+
+# The taps that a module of a block computes.
+MODULES = {
+    "ln_1": ("ln_1",),
+    "attn.c_attn": ("q", "k", "v"),
+    "attn.c_proj": ("attn",),
+    "ln_2": ("ln_2",),
+    "mlp.c_fc": ("fc",),
+    "mlp.c_proj": ("mlp",),
+}
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, ids) → scalar
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean cross-entropy of ids[:, 1:] given logits (B, T, V) at the ids before each."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def readers_of(name: str, config: GPT2Config) -> list[str]:
+    """The taps that are computed from a tap or from a parameter; the loss for the logits."""
+    names = tap_names(config.n_layer)
+    if name == "logits":
+        return [LOSS]
+    if name in names:
+        return [tap for tap in names if name in inputs_of(tap, GPT2, config.n_layer)]
+    module = name.rpartition(".")[0]
+    if module == "wte":
+        return ["embed", "logits"] if config.tie_word_embeddings else ["embed"]
+    if not module.startswith("h."):
+        return [{"wpe": "embed", "lm_head": "logits"}.get(module, module)]
+    _, layer, path = module.split(".", 2)
+    return [f"h.{layer}.{tap}" for tap in MODULES[path]]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradients that follow from those at later taps.
+
+    Args:
+        weights: for the pieces.
+        forward: returns a tap of the forward pass in float64.
+        known: the gradients at taps from which others are computed; None where they are not known.
+        golden: the gradients of the reference, from which a chain of unknown ones starts.
+        shape_of: the shape of a parameter.
+        pieces: what the backward pass differentiates.
+        loss: what it starts from.
+    """
+
+    weights: Weights
+    forward: Callable[[str], Tensor]
+    known: Callable[[str], Tensor | None]
+    golden: Callable[[str], Tensor]
+    shape_of: Callable[[str], tuple[int, ...]]
+    pieces: Pieces = field(default_factory=lambda: GPT2)
+    loss: Loss = next_token_loss
+
+    def of(self, pieces: Pieces) -> Backward:
+        """The same with other pieces."""
+        return replace(self, pieces={**self.pieces, **pieces})
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient at a tap or of a parameter, the sum of all shares.
+
+        Raises:
+            MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
+        """
+        return torch.stack(list(self.shares(name).values())).sum(0)
+
+    def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
+        """What reaches a tap or a parameter through each of its readers.
+
+        Args:
+            name: of the tap or parameter.
+            only: (B, T), the tokens whose gradients at the readers count; by default all.
+        """
+        return {
+            reader: self._share(name, reader, only)
+            for reader in readers_of(name, self.weights.config)
+        }
+
+    def _share(self, name: str, reader: str, only: Tensor | None) -> Tensor:
+        if reader == LOSS:
+            logits = self.forward("logits").clone().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(self.loss(logits, self.weights.ids), logits)[0]
+        inputs = inputs_of(reader, self.pieces, self.weights.config.n_layer)
+        values: Trace = {tap: self.forward(tap) for tap in inputs}
+        arriving = self._arriving(reader)
+        if only is not None:
+            arriving = arriving * only.view(*only.shape, *[1] * (arriving.ndim - 2))
+        weights, rows = self.weights, name == "wte.weight" and reader == "embed"
+        if name in values or name in tap_names(self.weights.config.n_layer):
+            leaf = values.get(name, torch.zeros(())).clone().requires_grad_()
+            values[name] = leaf
+        else:
+            stored = TOKENS if rows else name
+            leaf = self._parameter(stored).double().clone().requires_grad_()
+            fixed: Mapping[str, Tensor] = {stored: leaf}
+            weights = replace(
+                weights, read=lambda n: fixed[n] if n in fixed else self._parameter(n)
+            )
+        with torch.enable_grad():
+            computed = run_piece(reader, self.pieces, weights, values)
+            found = torch.autograd.grad(computed, leaf, arriving, allow_unused=True)[0]
+        share = torch.zeros_like(leaf) if found is None else found
+        if not rows:
+            return share
+        table = torch.zeros(self.shape_of(name), dtype=share.dtype)
+        return table.index_add_(0, self.weights.ids.flatten(), share.flatten(0, 1))
+
+    def _parameter(self, name: str) -> Tensor:
+        """A tensor. A gradient is linear in its own matrix, so that zeros serve as well."""
+        try:
+            return self.weights.read(name)
+        except MissingWeightError:
+            return torch.zeros(self.shape_of(name))
+
+    def _arriving(self, tap: str) -> Tensor:
+        """The gradient at a reader: as it is known, or from that of the block's result."""
+        if (found := self.known(tap)) is not None:
+            return found
+        i, name = split_name(tap)
+        last = name == "out" and i == self.weights.config.n_layer - 1
+        return self.golden(tap) if name in ("out", "logits") and not last else self.gradient(tap)

@@ -1,0 +1,280 @@
+"""Deviations of the backward pass that can be read off gradients."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compat.golden_files.backward import Backward, Loss, next_token_loss, readers_of
+from compat.golden_files.codes import CODES, MESSAGES
+from compat.golden_files.contents import LOSS
+from compat.golden_files.deviations import Situation, hypotheses
+from compat.golden_files.pieces import (
+    GPT2,
+    Piece,
+    Pieces,
+    Weights,
+    attention_formula,
+    inputs_of,
+    split_heads,
+    split_name,
+)
+from compat.tap import tap_names
+
+# What it means if a share is missing, by the tap that the gradient should have come through.
+BRANCHES = {
+    "ln_1": "the attention branch",
+    "resid_mid": "the residual connection past attention",
+    "ln_2": "the MLP branch",
+    "out": "the residual connection past the MLP",
+    "logits": "the head",
+    "embed": "the token embedding",
+}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What may have been computed instead of a gradient.
+
+    Args:
+        code: of the deviation.
+        value: the gradient that follows.
+        values: for the placeholders of the code's texts.
+    """
+
+    code: str
+    value: Tensor
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def losses(T: int) -> dict[str, Loss]:
+    """Other losses, as they are described in a message."""
+
+    def total(logits: Tensor, ids: Tensor) -> Tensor:
+        return next_token_loss(logits, ids) * ids[:, 1:].numel()
+
+    def not_shifted(logits: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    def shifted_twice(logits: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
+
+    def around(logits: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+    def for_each_sequence(logits: Tensor, ids: Tensor) -> Tensor:
+        return total(logits, ids) / len(ids)
+
+    def over_every_id(logits: Tensor, ids: Tensor) -> Tensor:
+        return total(logits, ids) / ids.numel()
+
+    def in_bits(logits: Tensor, ids: Tensor) -> Tensor:
+        return next_token_loss(logits, ids) / math.log(2)
+
+    found: dict[str, Loss] = {
+        "the sum over all positions": total,
+        "the sum over the positions, averaged over the sequences": for_each_sequence,
+        f"the sum over all positions, divided by B · {T} instead of B · {T - 1}": over_every_id,
+        "measured in bits": in_bits,
+        "computed against the same ids, not the next ones": not_shifted,
+        "computed with the first id as the one after the last": around,
+    }
+    return found | ({"computed against the ids after the next": shifted_twice} if T > 2 else {})
+
+
+def loss_values(logits: Tensor, ids: Tensor) -> Iterator[Proposal]:
+    """The values of other losses."""
+    for found, loss in losses(ids.shape[1]).items():
+        yield Proposal("other_loss", loss(logits, ids), {"found": found})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gradient that does not follow from the later ones.
+
+    Args:
+        backward: GPT-2's, from the candidate's gradients at later taps.
+        name: of the tap or parameter.
+        found: the candidate's gradient.
+        expected: the one that GPT-2 computes from the later ones.
+    """
+
+    backward: Backward
+    name: str
+    found: Tensor
+    expected: Tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.name not in tap_names(self.backward.weights.config.n_layer)
+
+
+def proposals(case: Case) -> Iterator[Proposal]:
+    """What is known to go wrong with a gradient, as far as its weights and taps are recorded."""
+    if not case.found.any():
+        yield Proposal("no_gradient", torch.zeros_like(case.expected), {"tensors": case.name})
+        return
+    cheap = (_other_losses, _missing_shares, _factor, _decay, _of_some_tokens)
+    for kind in (*cheap, _other_functions):
+        with suppress(LookupError):
+            yield from kind(case)
+
+
+def _other_losses(case: Case) -> Iterator[Proposal]:
+    if case.name == "logits":
+        for text, loss in losses(case.backward.weights.ids.shape[1]).items():
+            value = replace(case.backward, loss=loss).gradient(case.name)
+            yield Proposal("other_loss", value, {"found": text})
+
+
+def _missing_shares(case: Case) -> Iterator[Proposal]:
+    if len(readers_of(case.name, case.backward.weights.config)) < 2:
+        return
+    shares = case.backward.shares(case.name)
+    for n in range(1, len(shares)):
+        for missing in combinations(shares, n):
+            value = torch.stack([s for r, s in shares.items() if r not in missing]).sum(0)
+            kinds = [split_name(reader)[1] for reader in missing]
+            words = " and ".join(BRANCHES.get(kind, kind) for kind in kinds)
+            yield Proposal("missing_gradient", value, {"found": words, "tensors": case.name})
+
+
+def _factor(case: Case) -> Iterator[Proposal]:
+    size = case.expected.square().sum().item()
+    if factor := (case.found * case.expected).sum().item() / size if size else 0.0:
+        weights = case.backward.weights
+        B, T = weights.ids.shape
+        cause = _cause(factor, case.name, B, T, weights.config.d_head)
+        values = {"found": float(f"{factor:.4g}"), "cause": cause, "tensors": case.name}
+        yield Proposal("scaled_gradient", factor * case.expected, values)
+
+
+def _decay(case: Case) -> Iterator[Proposal]:
+    if case.is_parameter:
+        weight = case.backward.weights.read(case.name).double()
+        rest = case.found - case.expected
+        decay = float(f"{(rest * weight).sum() / weight.square().sum():.4g}")
+        values = {"found": decay, "tensors": case.name}
+        yield Proposal("weight_decay", case.expected + decay * weight, values)
+
+
+def _of_some_tokens(case: Case) -> Iterator[Proposal]:
+    """The gradient of some tokens only, as if the others were overwritten."""
+    if not case.is_parameter:
+        return
+    B, T = case.backward.weights.ids.shape
+    for words, b, t in (
+        ("the last sequence", slice(B - 1, B), slice(T)),
+        ("the first sequence", slice(0, 1), slice(T)),
+        ("the last position", slice(B), slice(T - 1, T)),
+    ):
+        only = torch.zeros(B, T, dtype=torch.float64)
+        only[b, t] = 1
+        value = torch.stack(list(case.backward.shares(case.name, only).values())).sum(0)
+        yield Proposal("partial_gradient", value, {"found": words, "tensors": case.name})
+
+
+def _other_functions(case: Case) -> Iterator[Proposal]:
+    for text, pieces in _other_pieces(case.backward, case.name):
+        with suppress(LookupError, RuntimeError):  # such as shapes that do not fit
+            value = case.backward.of(pieces).gradient(case.name)
+            yield Proposal("wrong_backward", value, {"found": text, "tensors": case.name})
+
+
+def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
+    """What a factor suggests, as the end of a sentence."""
+    known = {
+        B * (T - 1): "as if the loss were summed over all positions",
+        T - 1: "as if the loss were summed over the positions",
+        (T - 1) / T: "as if the loss were divided by B · T instead of B · (T − 1)",
+        1 / (B * T): "as if it were averaged over the tokens instead of summed",
+        1 / B: "as if it were averaged over the sequences instead of summed",
+        B: "as if it were summed over the sequences once more",
+    }
+    if name.endswith((".q", ".k")):
+        root = math.sqrt(D)
+        known |= {root: "so that the scores' 1/√d_head is missing in the backward pass",
+                  1 / root: "so that the scores' 1/√d_head is applied twice"}  # fmt: skip
+    for value, cause in known.items():
+        if math.isclose(factor, value, rel_tol=1e-4):
+            return f", {cause}"
+    steps = round(1 / factor) if 0 < factor < 1 else 0
+    if steps > 1 and math.isclose(1 / factor, steps, rel_tol=1e-4):
+        return f", as by {steps} steps of gradient accumulation"
+    return ", as by clipping or loss scaling"
+
+
+def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]:
+    """Pieces whose derivative may have been used, with a description."""
+    config = backward.weights.config
+    kinds = [split_name(reader)[1] for reader in readers_of(name, config) if reader != LOSS]
+    if name not in tap_names(config.n_layer):  # the gradient arrives through later pieces too
+        kinds += [split_name(r)[1] for k in kinds for r in _later(k, config.n_layer)]
+    for text, kind, piece in (
+        ("the norm's mean and variance are treated as constants", "ln", _norm(True, True)),
+        ("the norm's mean is treated as a constant", "ln", _norm(True, False)),
+        ("the norm's variance is treated as a constant", "ln", _norm(False, True)),
+        ("the softmax's denominator is treated as a constant", "probs", _softmax),
+    ):
+        if found := {k: piece(k) for k in dict.fromkeys(kinds) if k.startswith(kind)}:
+            yield text, found
+    layer = split_name(name)[0] if name in tap_names(config.n_layer) else 0
+    for kind in dict.fromkeys(kinds):
+        if kind in ("embed", "resid_mid", "out", "logits"):
+            continue
+        reader = kind if kind == "ln_f" else f"h.{layer}.{kind}"
+        inputs = {n: backward.forward(own) for n, own in _inputs(reader, config.n_layer).items()}
+        situation = Situation(backward.weights, reader, layer, backward.forward(reader), inputs)
+        for hypothesis in hypotheses(kind, situation):
+            texts = [MESSAGES.get(c, CODES[c].message).format(**{"tensors": reader, **v})
+                     for c, v in hypothesis.codes if "other" not in v]  # fmt: skip
+            if texts:
+                yield re.sub(r"\bh\.\d+\.", "", " and ".join(texts)), hypothesis.pieces
+
+
+def _later(kind: str, n_layer: int) -> list[str]:
+    """The taps between one of a block and the block's result."""
+    order = ["ln_1", "q", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp"]
+    return [f"h.0.{k}" for k in order[order.index(kind) + 1 :]] if kind in order else []
+
+
+def _inputs(tap: str, n_layer: int) -> dict[str, str]:
+    labels = GPT2[split_name(tap)[1]].inputs
+    return dict(zip(labels, inputs_of(tap, GPT2, n_layer), strict=True))
+
+
+def _norm(mean: bool, variance: bool) -> Callable[[str], Piece]:
+    """A norm with statistics that autograd does not see."""
+
+    def of(kind: str) -> Piece:
+        def run(w: Weights, i: int, x: Tensor) -> Tensor:
+            name = kind if kind == "ln_f" else f"h.{i}.{kind}"
+            mu, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+            mu, var = (mu.detach() if mean else mu), (var.detach() if variance else var)
+            normed = (x - mu) / (var + w.config.layer_norm_epsilon).sqrt()
+            return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+        return Piece(GPT2[kind].inputs, run)
+
+    return of
+
+
+def _softmax(kind: str) -> Piece:
+    """A softmax with a denominator that autograd does not see."""
+
+    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        formula = attention_formula(w, i)
+        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
+        scores = scores.masked_fill(~formula.allowed, -math.inf)
+        return (scores - scores.logsumexp(-1, keepdim=True).detach()).exp()
+
+    return Piece(GPT2[kind].inputs, run)

@@ -1,0 +1,333 @@
+"""Deviations with a number, an index or a tensor that is read off the candidate's own array.
+
+Such as the positions that were added to the token embeddings, the constants of an activation, or
+the block whose weights a piece computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.formulas import canonical_activation
+from compat.errors import listed
+from compat.golden_files.deviations import TANH_GELU, Hypothesis, Situation, Values, about, one
+from compat.golden_files.pieces import (
+    GPT2,
+    MissingWeightError,
+    Piece,
+    Run,
+    Weights,
+    attention_formula,
+    merge_heads,
+    split_heads,
+    split_name,
+)
+
+SHOWN = 8  # ids or positions in a message
+FEWEST = 16  # values from which a constant is fitted
+NEAR = 1e-3  # relative distance to a tensor of the checkpoint that identifies it
+BLOCKS = 12  # in checkpoints with more, only the neighbouring blocks' weights are tried
+
+
+# Embeddings
+
+
+@about("embed")
+def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
+    """The rows of wpe.weight or wte.weight whose sum with the right other one is the array."""
+    if s.tap != "embed":
+        return
+    tokens, wpe, T = s.weights["token_embedding"], s.weights["wpe.weight"], s.found.shape[1]
+    positions = _nearest(s.found - tokens, wpe)  # (B, T)
+    moved = wpe[positions]
+    rows = positions[:1] if bool((positions == positions[:1]).all()) else positions
+    yield one(
+        "position_ids",
+        {"embed": Piece((), lambda w, i: tokens + moved)},
+        found=_shown(rows),
+        expected=_shown(torch.arange(T)),
+    )
+    try:
+        table, of_row = s.weights.read("wte.weight"), None
+    except MissingWeightError:  # then only the ids of the file are known
+        table, of_row = tokens.flatten(0, 1), s.weights.ids.flatten()
+    nearest = _nearest(s.found - wpe[:T], table)
+    others = table[nearest].to(tokens.dtype)
+    ids = nearest if of_row is None else of_row[nearest]
+    yield one(
+        "other_ids",
+        {"embed": Piece((), lambda w, i: others + wpe[:T])},
+        found=_described(ids, s.weights.ids),
+    )
+
+
+def _nearest(rows: Tensor, table: Tensor) -> Tensor:
+    """The index of the row of a table (N, C) that is nearest to each of (B, T, C): (B, T)."""
+    return torch.cdist(rows.float(), table.float()).argmin(-1)
+
+
+def _shown(numbers: Tensor) -> str:
+    """The first numbers of each row: "0, 2, 3, … | 4, 5, 6, …"."""
+    rows = numbers.reshape(-1, numbers.shape[-1])[:2].tolist()
+    return " | ".join(
+        ", ".join(map(str, row[:SHOWN])) + (", …" if len(row) > SHOWN else "") for row in rows
+    )
+
+
+def _described(found: Tensor, ids: Tensor) -> str:
+    """Which ids (B, T) were used in the place of the right ones."""
+    rows = [row.tolist() for row in ids]
+    order = [rows.index(row) if (row := mine.tolist()) in rows else -1 for mine in found]
+    if -1 not in order:
+        names = listed([str(b) for b in order]), listed([str(b) for b in range(len(ids))])
+        return f"the sequences {names[0]} in the place of {names[1]}"
+    offset = int(found[0, 0] - ids[0, 0])
+    if torch.equal(found, ids + offset):
+        return f"each id {'plus' if offset > 0 else 'minus'} {abs(offset)}"
+    return f"the ids {_shown(found)} in the place of {_shown(ids)}"
+
+
+# Activations
+
+
+@about("act")
+def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
+    """GELU by tanh or by a sigmoid, with constants that are not GPT-2's."""
+    if not s.tap.endswith(".act") or "fc" not in s.inputs:
+        return
+    x, y = s.inputs["fc"].flatten(), s.found.flatten()
+    share = y / x  # of x that passes
+    used = (x.abs() > 0.05) & (x.abs() < 4) & (share > 0.02) & (share < 0.98)
+    if used.sum() < FEWEST:
+        return
+    x, share = x[used], share[used]
+    powers = torch.stack([x, x**2, x**3], dim=-1)
+    fitted = torch.linalg.lstsq(powers, torch.atanh(2 * share - 1)[:, None]).solution[:, 0]
+    terms = [float(f"{c:.6g}") if abs(c) > 1e-5 else 0.0 for c in fitted.tolist()]
+
+    def tanh_gelu(w: Weights, i: int, x: Tensor) -> Tensor:
+        inner = terms[0] * x + terms[1] * x**2 + terms[2] * x**3
+        return 0.5 * x * (1 + torch.tanh(inner))
+
+    root = math.sqrt(2 / math.pi)
+    other = canonical_activation(s.weights.config)
+    gelu_new = other == "gelu_new"
+    values: Values = {
+        "found": _formula(*terms),
+        "expected": _formula(root, 0, 0.044715 * root) if gelu_new else other,
+    }
+    fix = TANH_GELU if gelu_new else f"Use {values['expected']} as the activation."
+    yield one("gelu_constants", {"act": Piece(("fc",), tanh_gelu)}, fix, **values)
+    slope = float(f"{(torch.logit(share) * x).sum() / x.square().sum():.6g}")
+    sigmoid = Piece(("fc",), lambda w, i, x: x * torch.sigmoid(slope * x))
+    values = {**values, "found": f"x·sigmoid({slope:g}·x)"}
+    yield one("gelu_constants", {"act": sigmoid}, fix, **values)
+
+
+def _formula(root: float, square: float, cube: float) -> str:
+    """tanh GELU with these coefficients of x, x² and x³, as it is usually written."""
+    powers = zip((square, cube), ("x²", "x³"), strict=True)
+    terms = ["x", *(f"{c / root:.5g}·{power}" for c, power in powers if c and root)]
+    inner = f"({' + '.join(terms)})" if len(terms) > 1 else "x"
+    return f"0.5·x·(1 + tanh({root:.6g}·{inner}))"
+
+
+# The weights of other blocks
+
+
+@about("ln_1", "ln_2", "q", "k", "v", "attn", "fc", "mlp")
+def other_blocks(s: Situation) -> Iterator[Hypothesis]:
+    kind = split_name(s.tap)[1]
+    if not s.tap.startswith("h.") or not s.inputs:
+        return
+    if s.moved is not None:
+        tried = [s.moved]
+    elif (n_layer := s.weights.config.n_layer) <= BLOCKS:
+        tried = [j for j in range(n_layer) if j != s.layer]
+    else:
+        tried = [j for j in (s.layer - 1, s.layer + 1, 0) if 0 <= j < n_layer and j != s.layer]
+    for j in tried:
+        for endings in (("",), (".weight",), (".bias",)):
+            piece = Piece(GPT2[kind].inputs, _in_block(kind, j, endings))
+            yield one("other_block", {kind: piece}, other=j, part_of=endings[0][1:])
+
+
+def _in_block(kind: str, j: int, endings: tuple[str, ...]) -> Run:
+    """A piece with the parameters of block j whose names have one of these endings."""
+
+    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+        def read(name: str) -> Tensor:
+            moved = name.startswith(f"h.{i}.") and name.endswith(endings)
+            return w.read(name.replace(f"h.{i}.", f"h.{j}.", 1) if moved else name)
+
+        return GPT2[kind].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
+
+    return run
+
+
+# Projections and residual sums
+
+
+@about("q", "k", "v", "attn", "fc", "mlp", "logits")
+def other_biases(s: Situation) -> Iterator[Hypothesis]:
+    """A vector that is added to the results of all tokens."""
+    kind = split_name(s.tap)[1]
+    if not s.inputs or set(s.inputs) != set(GPT2[kind].inputs):
+        return
+    try:
+        plain = GPT2[kind].run(s.weights, s.layer, *(s.inputs[n] for n in GPT2[kind].inputs))
+    except MissingWeightError:
+        return
+    rest = (s.found - plain).flatten(0, -2)
+    if len(rest) < FEWEST:
+        return
+    shift = rest.mean(0)
+    piece = Piece(GPT2[kind].inputs, lambda w, i, *x: GPT2[kind].run(w, i, *x) + shift)
+    yield one("other_bias", {kind: piece}, tensors=s.tap)
+
+
+@about("resid_mid", "out")
+def weights_of_sums(s: Situation) -> Iterator[Hypothesis]:
+    kind = split_name(s.tap)[1]
+    if set(s.inputs) != set(GPT2[kind].inputs) or kind not in ("resid_mid", "out"):
+        return
+    terms = torch.stack([s.inputs[name].flatten() for name in GPT2[kind].inputs], dim=-1)
+    fitted = torch.linalg.lstsq(terms, s.found.flatten()[:, None]).solution[:, 0].tolist()
+    a, b = (float(f"{c:.6g}") for c in fitted)
+    if not math.isclose(a, b, rel_tol=1e-5):  # a factor of both is another deviation
+        piece = Piece(GPT2[kind].inputs, lambda w, i, x, y: a * x + b * y)
+        yield one("residual_weights", {kind: piece}, found=f"{a:g}", branch=f"{b:g}")
+
+
+@about("heads")
+def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
+    if not s.tap.endswith("heads") or set(s.inputs) != {"probs", "v"}:
+        return
+    expected = s.inputs["probs"] @ split_heads(s.weights, s.inputs["v"])  # (B, H, T, D)
+    found = split_heads(s.weights, s.found)
+    mine, theirs = (t.transpose(0, 1).flatten(1) for t in (found, expected))
+    order = torch.cdist(mine, theirs).argmin(-1)
+
+    def reordered(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
+        return merge_heads((probs @ split_heads(w, v))[:, order])
+
+    text = ", ".join(map(str, order.tolist()))
+    yield one("head_order", {"heads": Piece(("probs", "v"), reordered)}, found=text)
+
+
+# Norms
+
+
+@about("ln_1", "ln_2", "ln_f")
+def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
+    """A right norm whose weight and bias, by least squares, are other tensors than its own."""
+    own = s.tap.rpartition(".")[2]
+    label = next(iter(GPT2[own].inputs), "") if own in ("ln_1", "ln_2", "ln_f") else ""
+    if label not in s.inputs:
+        return
+    name = s.tap
+    normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(s.inputs[label]).flatten(0, -2)
+    y = s.found.flatten(0, -2)
+    if len(y) < FEWEST:
+        return
+    centred = normed - normed.mean(0)
+    slope = (centred * y).sum(0) / centred.square().sum(0)
+    shift = y.mean(0) - slope * normed.mean(0)
+    n_layer = s.weights.config.n_layer
+    norms = ["ln_f", *(f"h.{i}.{kind}" for i in range(n_layer) for kind in ("ln_1", "ln_2"))]
+    norms = [name, *(other for other in norms if other != name)]
+    weights = {f"{n}.weight": s.weights[f"{n}.weight"] for n in norms}
+    weights |= {"1 + weight": 1 + weights[f"{name}.weight"], "1": torch.ones_like(slope)}
+    biases = {f"{n}.bias": s.weights[f"{n}.bias"] for n in norms} | {"0": torch.zeros_like(shift)}
+    scale, offset = _same(slope, weights), _same(shift, biases)
+    if scale is None or offset is None:
+        return
+    wrong = {part: found for part, found in (("weight", scale), ("bias", offset))
+             if found != f"{name}.{part}"}  # fmt: skip
+    if not wrong:
+        return
+    weight, bias = weights[scale], biases[offset]
+    formula = NormFormula(eps=s.weights.config.layer_norm_epsilon)
+    piece = Piece(GPT2[own].inputs, lambda w, i, x: formula(x) * weight + bias)
+    found = listed([_relative(found, name) for found in wrong.values()])
+    tensors = listed([f"{name}.{part}" for part in wrong])
+    yield one("norm_parameters", {own: piece}, found=found, tensors=tensors)
+
+
+def _same(found: Tensor, known: Mapping[str, Tensor]) -> str | None:
+    """The name of the tensor that equals a fitted one."""
+    size = found.square().mean().sqrt()
+    for name, tensor in known.items():
+        distance = (found - tensor).square().mean().sqrt()
+        if distance <= NEAR * max(size, tensor.square().mean().sqrt()):
+            return name
+    return None
+
+
+def _relative(found: str, own: str) -> str:
+    """ "ln_1.bias of the same block" for "h.3.ln_1.bias" in h.3."""
+    layer, kind = split_name(own)
+    inside = found.removeprefix(f"h.{layer}.")
+    return f"{inside} of the same block" if inside != found and kind != "ln_f" else found
+
+
+# Attention
+
+
+@about("probs")
+def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
+    """A mask for each sequence, and a bias that grows with the distance (ALiBi)."""
+    if not s.tap.endswith("probs") or not {"q", "k"} <= s.inputs.keys():
+        return
+    usual = attention_formula(s.weights, s.layer)
+    scores = _scores(usual.scale)(s.weights, s.inputs["q"], s.inputs["k"])
+    seen = (s.found > 0).any(1, keepdim=True)  # (B, 1, T, T)
+    if bool((seen != seen[:1]).any()):
+        b, _, t, _ = (seen != usual.allowed).nonzero()[0].tolist()
+        hidden = (usual.allowed & ~seen[b, 0])[t].nonzero().flatten().tolist()
+        found = listed([str(j) for j in hidden]) or "later tokens too"
+
+        def by_row(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+            x = _scores(usual.scale)(w, q, k).masked_fill(~seen, torch.finfo(q.dtype).min)
+            return x.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+
+        values: Values = {"row": b, "token": t, "found": found}
+        yield one("padding_mask", {"probs": Piece(("q", "k"), by_row)}, None, **values)
+    bias = _bias_by_distance(s.found, scores)  # (H, T)
+    T = bias.shape[-1]
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
+
+    def biased(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        x = _scores(usual.scale)(w, q, k) + bias[:, distance]
+        return x.masked_fill(~usual.allowed, torch.finfo(q.dtype).min).softmax(-1)
+
+    slopes = -bias[:, 1] if T > 1 else bias[:, 0]
+    if torch.allclose(bias, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
+        text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
+        found = f"the scores of the heads decrease by {text} for each token of distance (ALiBi)"
+    else:
+        found = "a bias for each distance of query and key is added to the scores"
+    yield one("position_bias", {"probs": Piece(("q", "k"), biased)}, None, found=found)
+
+
+def _scores(scale: float) -> Callable[[Weights, Tensor, Tensor], Tensor]:
+    return lambda w, q, k: split_heads(w, q) @ split_heads(w, k).mT * scale
+
+
+def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:
+    """What is added to the scores at each distance, (H, T), relative to the distance 0."""
+    T = probs.shape[-1]
+    log = probs.clamp(min=1e-300).log() - scores  # up to a constant for each query
+    bias = torch.zeros(probs.shape[1], T, dtype=probs.dtype)
+    own = log.diagonal(dim1=-2, dim2=-1)  # (B, H, T)
+    for distance in range(1, T):
+        there = log.diagonal(-distance, -2, -1) - own[..., distance:]
+        used = probs.diagonal(-distance, -2, -1) > 1e-6
+        total = torch.where(used, there, 0.0).sum((0, 2))
+        bias[:, distance] = total / used.sum((0, 2)).clamp(min=1)
+    return bias

@@ -1,0 +1,183 @@
+"""Values for arguments and config entries whose names say too little, found by building the model.
+
+Each value that an entry could have is tried in a small model. Values with which it cannot be built
+or called are out; of the others, those win with which it has as many parameters as a GPT-2 of the
+same sizes. A wrong choice shows in the proof, and the caller is told what was built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import nn
+
+from compat.config import GPT2Config
+from compat.errors import AdaptError
+from compat.user_models.synonyms import value_of
+
+# Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
+# model, and whether it could be called.
+Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
+Value = Callable[[GPT2Config], Any]
+
+MOST_BUILDS = 400
+UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
+# Sizes of which no two are alike, for trials. Some code has heads of 64 channels.
+SMALL = GPT2Config(
+    vocab_size=89, n_positions=24, n_embd=128, n_layer=3, n_head=2, resid_pdrop=0.0,
+    embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+IDS = torch.arange(6)[None]
+SIZE_ROLES = (
+    "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
+)  # fmt: skip
+
+
+class UnknownArguments(AdaptError):
+    """Arguments, or `argument.entry` of configs, whose values are not known.
+
+    Attributes:
+        names: the arguments and entries.
+    """
+
+    def __init__(self, text: str, names: list[str]) -> None:
+        super().__init__(text)
+        self.names = names
+
+
+def small_config(config: GPT2Config) -> GPT2Config:
+    """The sizes of the models that are tried, with an MLP that is as many times as wide."""
+    return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
+
+
+def tried(
+    run: Run, names: Iterable[str], chosen: Mapping[str, Value], text: str, config: GPT2Config
+) -> dict[str, Value]:
+    """Values for entries of which none is known, or {} if none works.
+
+    Args:
+        run: builds and calls the user's model.
+        names: the arguments, and `argument.entry` for the entries of a config.
+        chosen: values of other arguments and entries.
+        text: the source of the user's code.
+        config: the config of the checkpoint.
+    """
+    every = {name: _candidates(name, text) for name in names}
+    while True:
+        best, unknown = _best(run, config, chosen, every)
+        if not unknown:
+            return {**chosen, **best} if best else {}
+        every |= {name: _candidates(name, text) for name in unknown}
+
+
+def better(
+    run: Run, alternatives: Mapping[str, tuple[str, ...]], config: GPT2Config
+) -> dict[str, Value]:
+    """Values for names of two meanings, if another meaning fits the number of parameters better.
+
+    Args:
+        run: builds and calls the user's model.
+        alternatives: for each argument or entry the roles that it may have.
+        config: the config of the checkpoint.
+    """
+    first, _ = _distance(run, config, {}) if alternatives else (0.0, [])
+    if first == 0:
+        return {}
+    every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
+    best, _ = _best(run, config, {}, every, first)
+    return best
+
+
+def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
+    """The constructor's arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        first, _, entry = name.partition(".")
+        if entry:
+            found.setdefault(first, {})[entry] = value(config)
+        else:
+            found[first] = value(config)
+    return found
+
+
+def _best(
+    run: Run,
+    config: GPT2Config,
+    chosen: Mapping[str, Value],
+    every: Mapping[str, list[Value]],
+    most: float | None = None,
+) -> tuple[dict[str, Value], list[str]]:
+    """The combination of values that fits best, or {} and further names that are unknown.
+
+    No combination is returned with which the model cannot be called, or is farther from a GPT-2
+    than `most`.
+    """
+    best, least = dict[str, Value](), UNCALLABLE if most is None else most
+    for values in islice(product(*every.values()), MOST_BUILDS):
+        combination = dict(zip(every, values, strict=True))
+        distance, missing = _distance(run, config, {**chosen, **combination})
+        unknown = [name for name in missing if name not in every]
+        if unknown and not best:
+            return {}, unknown
+        if distance is not None and distance < least:
+            best, least = combination, distance
+        if least == 0:
+            break
+    return best, []
+
+
+def _distance(
+    run: Run, config: GPT2Config, chosen: Mapping[str, Value]
+) -> tuple[float | None, list[str]]:
+    """By how many parameters the model differs from a GPT-2, and names that are unknown too.
+
+    None if it cannot be built; `UNCALLABLE` more if it cannot be called.
+    """
+    small = small_config(config)
+    try:
+        model, works = run(small, arguments_with(chosen, small))
+    except UnknownArguments as error:
+        return None, error.names
+    except (Exception, SystemExit):
+        return None, []
+    found = sum(parameter.numel() for parameter in model.parameters())
+    distance = min(abs(found - expected) for expected in _counts(small))
+    return distance + (0 if works else UNCALLABLE), []
+
+
+def _counts(config: GPT2Config) -> Iterable[int]:
+    """The numbers of parameters of a GPT-2: with a tied head, and heads of its own."""
+    C, V, inner = config.n_embd, config.vocab_size, config.d_inner
+    layer = 4 * C + 4 * C * C + 4 * C + 2 * C * inner + inner + C
+    tied = (V + config.n_positions) * C + config.n_layer * layer + 2 * C
+    return tied, tied + V * C, tied + V * C + V
+
+
+def _candidates(entry: str, text: str) -> list[Value]:
+    """The values that an argument, or `argument.entry`, may have, the likeliest first."""
+    name = entry.rpartition(".")[2]
+    near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
+    texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]
+    if texts:
+        usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
+        return [_constant(value) for value in usual]
+    if re.search("flash|sdpa|use_?emb", name):
+        return [_constant(True), _constant(False)]
+    switches = [_constant(False), _constant(True)]
+    sizes = [_of_role(role) for role in SIZE_ROLES]
+    if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
+        return switches
+    return [*switches, _constant(None), _constant(1), *sizes, _constant(10000.0)]
+
+
+def _constant(value: Any) -> Value:
+    return lambda config: value
+
+
+def _of_role(role: str) -> Value:
+    return lambda config: value_of(role, config)

@@ -1,0 +1,149 @@
+"""lm-eval with an engine: the scores and the texts of lm-eval's own `hf`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compat import ConfigError, Engine, GenerationError, load_pretrained, load_tokenizer
+from compat.demo import __path__ as demo_path
+
+pytest.importorskip("lm_eval")
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from compat.evaluation import CompatLM
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+
+DEMO = Path(demo_path[0])  # its 256 positions are fewer than the tokens of LONG
+QUESTION = "ROMEO:\nBut soft, what light through yonder window"
+LONG = (Path(__file__).parents[2] / "scripts" / "benchmarks" / "held_out.txt").read_text()[:2000]
+
+
+@pytest.fixture(scope="module")
+def ours() -> CompatLM:
+    return CompatLM("demo")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> HFLM:
+    return HFLM(pretrained=str(DEMO), dtype="float32", device="cpu")
+
+
+def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def pairs(ours: CompatLM) -> list[tuple[str, str]]:
+    """Contexts and continuations: empty, shared, ending in a space, too long, likely."""
+    engine, tokenizer = ours.engine, ours.tokens
+    ids = torch.tensor([tokenizer.encode(QUESTION)])
+    likely = engine.generate(ids, max_new_tokens=6, temperature=0)[0, ids.shape[1] :].tolist()
+    return [
+        ("", "The king"),
+        *((QUESTION, choice) for choice in (" breaks", " breaks?\nIt is the east", " the", ",")),
+        (QUESTION, tokenizer.decode(likely)),
+        (QUESTION, tokenizer.decode(likely[:1])),
+        (QUESTION + "  ", "breaks"),
+        (LONG, " and so"),
+        (LONG, " and so farewell"),
+        ("<|endoftext|>" + QUESTION, " breaks<|endoftext|>"),
+    ]
+
+
+def test_scores_are_those_of_hf(ours: CompatLM, theirs: HFLM, pairs: list[tuple[str, str]]) -> None:
+    found = ours.loglikelihood(requests("loglikelihood", pairs))
+    expected = theirs.loglikelihood(requests("loglikelihood", pairs))
+    for pair, mine, its in zip(pairs, found, expected, strict=True):
+        assert mine == (pytest.approx(its[0], abs=1e-4), its[1]), pair
+    assert [is_greedy for _, is_greedy in found].count(True) == 2
+
+
+def test_a_wrong_engine_has_other_scores(theirs: HFLM, pairs: list[tuple[str, str]]) -> None:
+    wrong = CompatLM("demo")
+    wrong.engine.transformer.wpe.mul_(1.001)
+    found = wrong.loglikelihood(requests("loglikelihood", pairs))
+    expected = theirs.loglikelihood(requests("loglikelihood", pairs))
+    assert found[0][0] != pytest.approx(expected[0][0], abs=1e-4)
+
+
+def test_whole_texts_are_scored_as_by_hf(ours: CompatLM, theirs: HFLM) -> None:
+    texts = [(LONG,), ("To be,",), ("",), (LONG[:700],)]
+    found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    for (text,), mine, its in zip(texts, found, expected, strict=True):
+        assert mine == pytest.approx(its, abs=1e-5 * len(text.encode())), text
+
+
+def test_generated_texts_are_those_of_hf(ours: CompatLM, theirs: HFLM) -> None:
+    short = {"until": ["\n", "."], "max_gen_toks": 24}
+    long: dict[str, Any] = {"until": [], "max_gen_toks": 40, "do_sample": False}
+    asked = [(QUESTION, short), ("First Citizen:\n", short), (LONG, short), (QUESTION, long)]
+    found = ours.generate_until(requests("generate_until", asked))
+    assert found == theirs.generate_until(requests("generate_until", asked))
+    assert "\n" in found[3] and all(found)
+
+
+def test_a_task_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by its registered name, as on the command line."""
+    assert get_model("compat") is CompatLM
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = [{"text": text} for text in LONG.split("\n\n")[:3]]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = {
+        "task": "texts",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "texts.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    bits = {}
+    for model, name in (("compat", "source"), ("hf", "pretrained")):
+        found = simple_evaluate(
+            model,
+            {name: str(DEMO), "device": "cpu"},
+            [dict(task)],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+        )
+        bits[model] = found["results"]["texts"]["bits_per_byte,none"]
+    assert bits["compat"] == pytest.approx(bits["hf"], abs=1e-5)
+    assert 1 < bits["hf"] < 3
+
+
+def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
+    engine = Engine(load_pretrained("demo", "conv1d"))
+    lm = CompatLM(engine, load_tokenizer("demo"), batch_size="3")
+    asked = requests("loglikelihood", [(QUESTION, " the king"), (QUESTION, " a")])
+    for found, expected in zip(lm.loglikelihood(asked), ours.loglikelihood(asked), strict=True):
+        assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ({"batch_size": "many"}, {}, "batch_size is 'many'.*; expected a number from 1"),
+        ({"source": Engine(load_pretrained("demo"))}, {}, "an Engine has no tokenizer. Pass"),
+        ({}, {"max_gen_toks": 256}, "max_gen_toks is 256; the model has 256 positions"),
+        ({}, {"num_beams": 4}, "generation_kwargs has num_beams; compat knows until"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, GenerationError), match=message):
+        lm = CompatLM(**{"source": "demo", **arguments})
+        lm.generate_until(requests("generate_until", [(QUESTION, settings)]))

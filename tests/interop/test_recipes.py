@@ -1,0 +1,178 @@
+"""The recipes of README.md run as they stand there, and leave what they promise."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compat import Engine, generate, load_pretrained, load_tokenizer, trace
+from compat.decoding.fast_path import is_unmodified
+from compat.demo import __path__ as demo_path
+from tests.conftest import MakeCheckpoint, noisy_reference
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+
+README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+RECIPES = dict(
+    re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", README, re.DOTALL | re.MULTILINE)
+)
+# Not in the extra interop: they take long to install, and where torchao is installed, transformers
+# imports it in every process. Their recipes run where they are installed.
+OPTIONAL = {"lm_eval", "lightning", "nnsight", "torchao", "transformer_lens"}
+SMALL = {"vocab_size": 1024, "n_layer": 1}
+IDS = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(4))
+
+
+def packages(recipe: str) -> set[str]:
+    """The packages that a recipe imports."""
+    found = set()
+    for node in ast.walk(ast.parse(recipe)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+    return found
+
+
+def runs_here(title: str) -> bool:
+    if title == "AOTInductor":  # half a minute of compilation for each dialect
+        return "COMPAT_SLOW" in os.environ
+    return all(find_spec(name) for name in packages(RECIPES[title]) & OPTIONAL)
+
+
+@pytest.fixture(scope="module")
+def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
+    """A checkpoint of one layer, with a tokenizer."""
+    folder = make_checkpoint(**SMALL)
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes(Path(demo_path[0], name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipes write; one uses the adapter of another."""
+    return tmp_path_factory.mktemp("recipes")
+
+
+def logits_of(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        found = model(ids)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_adapter_of_ours(left: dict[str, Any]) -> None:
+    same(logits_of(left["theirs"]), logits_of(left["peft_model"]))
+
+
+def check_adapter_of_gpt2(left: dict[str, Any]) -> None:
+    same(logits_of(left["peft_model"]), logits_of(left["merged"]))
+
+
+def check_torchao(left: dict[str, Any]) -> None:
+    expected, model = logits_of(noisy_reference(**SMALL)), left["model"]
+    found = logits_of(model)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.02
+    assert not is_unmodified(model)
+    first = generate(model, IDS[:, :5], max_new_tokens=1, temperature=0)[0, -1]
+    assert first == found[0, 4].argmax()
+    with pytest.raises(Exception, match=r"torchao quantized .*W_query"):
+        Engine(model)
+
+
+def check_any_length(run: Callable[[Tensor], Tensor]) -> None:
+    reference = noisy_reference(**SMALL)
+    for length in (1, 2, 17, 32):
+        same(run(IDS[:, :length]), logits_of(reference, IDS[:, :length]))
+
+
+def check_onnx(left: dict[str, Any]) -> None:
+    def run(ids: Tensor) -> Tensor:
+        (logits,) = left["session"].run(None, {"input_ids": ids.numpy()})
+        return torch.from_numpy(logits)
+
+    check_any_length(run)
+
+
+def check_compiled(left: dict[str, Any]) -> None:
+    check_any_length(left["run"])
+
+
+def check_tuned(left: dict[str, Any]) -> None:
+    tuned = logits_of(load_pretrained("tuned"))
+    assert (tuned - logits_of(noisy_reference(**SMALL))).abs().max() > 1e-3
+    model = left["model"]
+    same(tuned, logits_of(model.eval()))
+
+
+def check_seen(left: dict[str, Any]) -> None:
+    model, ids = left["model"], left["ids"]
+    zeros = {"h.0.mlp": torch.zeros_like}
+    found = trace(model, ids, taps=["h.0.attn", "logits"], patch=zeros)
+    same(left["attn"], found["h.0.attn"])
+    same(left["logits"], found["logits"])
+    assert (found["logits"] - logits_of(model, ids)).abs().max() > 0.1
+
+
+def check_bridge(left: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer("exported")
+    ids = torch.tensor(
+        [[tokenizer.special["<|endoftext|>"], *tokenizer.encode("Every effort moves")]]
+    )
+    expected = trace(left["model"], ids, taps=["h.0.resid_mid", "logits"])
+    same(left["logits"], expected["logits"])
+    same(left["cache"]["blocks.0.hook_resid_mid"], expected["h.0.resid_mid"])
+
+
+def check_evaluated(left: dict[str, Any]) -> None:
+    assert 0 < left["found"]["results"]["texts"]["bits_per_byte,none"] < 20
+
+
+CHECKS = {
+    "lm-eval": check_evaluated,
+    "PEFT: an adapter of your model, for everybody's gpt2": check_adapter_of_ours,
+    "PEFT: an adapter of gpt2, for your model": check_adapter_of_gpt2,
+    "torchao": check_torchao,
+    "ONNX": check_onnx,
+    "AOTInductor": check_compiled,
+    "Accelerate": check_tuned,
+    "Trainer of transformers": check_tuned,
+    "Lightning": check_tuned,
+    "nnsight": check_seen,
+    "TransformerLens": check_bridge,
+}
+
+
+@pytest.mark.parametrize("title", [title for title in RECIPES if runs_here(title)])
+def test_a_recipe_runs(
+    title: str, one_layer: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in packages(RECIPES[title]):
+        pytest.importorskip(package)
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(workplace / "cache"))
+    torch.manual_seed(0)
+    code = RECIPES[title].replace('"gpt2"', repr(str(one_layer)))
+    file = workplace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
+    file.write_text(code, encoding="utf-8")
+    CHECKS[title](runpy.run_path(str(file)))
+
+
+def test_recipes_are_short_and_checked() -> None:
+    assert RECIPES.keys() == CHECKS.keys()
+    for title, recipe in RECIPES.items():
+        assert len([line for line in recipe.splitlines() if line]) <= 15, title

@@ -1,0 +1,73 @@
+"""Arguments whose names say too little: found by building small models, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compat import AdaptError, GPT2Config
+from compat.user_models import construct, construct_with_call, load_target
+
+CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
+# A GPT-2 by the number of its parameters; how the pieces are used does not matter here.
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.Linear(inner, width))
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, width = cfg, cfg.WIDTH
+        self.tok, self.pos = nn.Embedding(cfg.vocab_size, width), None
+        if cfg.kind_of_pos not in ["rotary", "alibi"]:
+            self.pos = nn.Embedding(cfg.block_size, width)
+        self.blocks = nn.ModuleList(Block(width, INNER) for _ in range(cfg.n_layer))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, cfg.vocab_size, bias=False)
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        return self.head(x if self.cfg.quick else x + 1)
+"""
+
+
+def written(tmp_path: Path, width: str, inner: str, model: str = MODEL) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(model.replace("WIDTH", width).replace("INNER", inner))
+    return f"{path}:GPT"
+
+
+@pytest.mark.parametrize(
+    ("inner", "value"), [("cfg.factor * width", 4), ("cfg.factor", 96)], ids=["ratio", "width"]
+)
+def test_an_unknown_size_is_what_a_gpt2_has(tmp_path: Path, inner: str, value: int) -> None:
+    model, call = construct_with_call(load_target(written(tmp_path, "n_embd", inner)), CONFIG)
+    assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
+    assert model.pos is not None  # neither of the kinds that the code names
+    assert model.cfg.quick is False  # type: ignore[union-attr]  # only forward reads it
+    assert f"; found by trying: cfg.kind_of_pos='learned', cfg.factor={value}" in call
+
+
+@pytest.mark.parametrize("width", ["n_embd", "n_hidden"])
+def test_a_name_of_two_meanings_is_what_fits(tmp_path: Path, width: str) -> None:
+    """`n_hidden` is the width of the MLP beside `n_embd`, but here the model may have both."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    check = "assert cfg.n_embd == cfg.n_hidden or 'WIDTH' == 'n_embd'"
+    source = source.replace("self.cfg, width", f"{check}\n        self.cfg, width")
+    inner = "4 * width" if width == "n_hidden" else "cfg.n_hidden"
+    model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
+    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
+    assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)  # type: ignore[union-attr]
+
+
+def test_what_no_value_helps_is_refused(tmp_path: Path) -> None:
+    source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
+    with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):
+        construct(load_target(written(tmp_path, "n_embd", "cfg.factor", source)), CONFIG)
