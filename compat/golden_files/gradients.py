@@ -40,7 +40,7 @@ def gradients(
         loss = next_token_loss(logits, weights.ids)
         arriving: Trace = {"logits": rounded(torch.autograd.grad(loss, logits)[0])}
     yield LOSS, rounded(loss.detach())
-    embedding = torch.zeros(())  # the gradient of the head, if it is the token embedding
+    at_logits = arriving["logits"]  # from which the embedding's gradient is computed at the end
     blocks = [[f"h.{i}.{tap}" for tap in BLOCK_TAPS] for i in range(config.n_layer)]
     for taps in [["ln_f", "logits"], *reversed(blocks), ["embed"]]:
         values = dict(stream)
@@ -53,20 +53,22 @@ def gradients(
             for name, share in _shares(tap, pieces, weights, values, gradient):
                 total = arriving if name in names else parameters
                 total[name] = rounded(total[name] + share if name in total else share)
-        if "logits" in taps and EMBEDDING in parameters:
-            embedding = parameters.pop(EMBEDDING)
         if TOKENS in parameters:
-            rows, V = parameters.pop(TOKENS), config.vocab_size
-            table = torch.zeros(V, config.n_embd, dtype=weights.dtype)
-            table.index_add_(0, weights.ids.flatten(), rows.flatten(0, 1))
-            parameters[EMBEDDING] = rounded(table.add_(embedding))
+            table = torch.zeros(config.vocab_size, config.n_embd, dtype=weights.dtype)
+            if config.tie_word_embeddings:
+                torch.mm(at_logits.flatten(0, 1).T, stream["ln_f"].flatten(0, 1), out=table)
+            rows = parameters.pop(TOKENS).flatten(0, 1)
+            parameters[EMBEDDING] = rounded(table.index_add_(0, weights.ids.flatten(), rows))
         yield from parameters.items()
 
 
 def _shares(
     tap: str, pieces: Pieces, weights: Weights, values: Trace, gradient: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the gradient at a tap adds to those of the taps and parameters before it."""
+    """What the gradient at a tap adds to those of the taps and parameters before it.
+
+    That of a tied embedding, the largest parameter, is not added up but computed at the end.
+    """
     leaves = {
         name: values[name].detach().requires_grad_()
         for name in inputs_of(tap, pieces, weights.config.n_layer)
@@ -74,6 +76,8 @@ def _shares(
     inputs = dict(leaves)
 
     def read(name: str) -> Tensor:
+        if name == EMBEDDING:
+            return weights[name]
         if name not in leaves:
             leaves[name] = weights[name].detach().requires_grad_()
         return leaves[name]
