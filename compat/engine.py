@@ -17,6 +17,7 @@ from compat.decoding import Decoder
 from compat.decoding.compiled import CompiledTransformer
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Pack
+from compat.decoding.native import transformer_class
 from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Transformer
@@ -174,12 +175,13 @@ class Engine:
         stored = torch.float32 if precision == "float32" else torch.bfloat16
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
-            kind = CompiledTransformer if compile else Transformer
+            kind = CompiledTransformer if compile else transformer_class(pack)
             self.transformer = kind(self.config, embedding, read, pack, ACTIVATIONS[precision])
             self._draft_sources = [DraftSource(prompt_lookup)]
             if speculate == "int8":
                 pack = fast("draft", rows=1)
-                draft = Transformer(self.config, embedding, read, pack, ACTIVATIONS["draft"])
+                kind = transformer_class(pack)
+                draft = kind(self.config, embedding, read, pack, ACTIVATIONS["draft"])
                 self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:

@@ -259,8 +259,10 @@ class Transformer(nn.Module):
     def why_not_finite(self, context: Sequence[int]) -> str:
         """The error message for non-finite logits after a context."""
 
-        def run() -> Tensor:
-            return self.logits(self.prefill([context], self.new_cache(1)))
+        def run() -> Tensor:  # by the modules, in one pass, whatever a subclass does
+            ids = torch.tensor([context], device=self.device)
+            hidden = Transformer.forward(self, ids, self.new_cache(1).kv, 0)
+            return Transformer.logits(self, hidden)
 
         found = first_not_finite(self, expand_taps(TAPS, self.config.n_layer), run)
         return not_finite_message(found, self.dtype, len(context))
