@@ -8,8 +8,8 @@
 //   C channels, H heads, D = C / H head size, N positions, K inputs and O outputs of a product.
 //
 // Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
-// Products therefore read four rows of a weight at a time and prefetch them. Activations are float32
-// throughout; a product rounds its input to the type that the processor multiplies by.
+// Products therefore read four rows of a weight at a time and prefetch the next four. Activations are float32
+// throughout, but for the input of a product of int8 weights, which is quantized.
 //
 // Every function below `decode` is called by all threads of the team, which share its loops and
 // wait for each other at their ends. A result does not depend on the number of threads or rows.
@@ -39,15 +39,19 @@ typedef uint16_t bfloat16;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t half_bits __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t unaligned_half __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
+typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+#define UNROLL _Pragma("GCC unroll 4")  // so that the compiler keeps an array in registers
 #define INLINE static inline __attribute__((always_inline))
-#define AHEAD 2048    // bytes by which a product prefetches a row of its weight
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
 #define CHUNK 256     // activations that a thread takes at a time
 #define ALIGNMENT 64  // bytes
+#define ROUNDING 12582912.0f  // 1.5 · 2^23, whose addition rounds a float32 to an integer
 
 INLINE vec load(const float *p) { return *(const unaligned_vec *)p; }
 INLINE void store(float *p, vec x) { *(unaligned_vec *)p = x; }
@@ -68,11 +72,17 @@ INLINE float to_float(bfloat16 x) {
 }
 
 // Rounds to nearest, ties to even.
+INLINE void store_bfloat16(bfloat16 *p, vec x) {
+    const bits wide = (bits)x, rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    const bits nan = (bits){0} + 0x7fc0;
+    *(unaligned_half *)p =
+        __builtin_convertvector((bits)choose((bits)(x == x), (vec)rounded, (vec)nan), half_bits);
+}
+
 INLINE bfloat16 to_bfloat16(float x) {
-    uint32_t wide;
-    memcpy(&wide, &x, sizeof wide);
-    if (x != x) return 0x7fc0;
-    return (bfloat16)((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+    bfloat16 rounded[LANES];
+    store_bfloat16(rounded, broadcast(x));
+    return rounded[0];
 }
 
 INLINE float sum(vec x) {
@@ -85,13 +95,23 @@ INLINE float sum(vec x) {
 #endif
 }
 
+INLINE float largest(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
 // exp(x) to about one unit in the last place: 2^n · e^r with |r| ≤ ln 2 / 2, and e^r by the
 // polynomial of Cephes' expf. NaN stays NaN; |x| is limited to what a float32 can hold.
 INLINE vec exponential(vec x) {
-    const vec low = broadcast(-87.0f), high = broadcast(88.0f), rounding = broadcast(12582912.0f);
+    const vec low = broadcast(-87.0f), high = broadcast(88.0f);
     x = choose((bits)(x < low), low, choose((bits)(x > high), high, x));
-    vec shifted = x * 1.44269504f + rounding;  // adding 1.5 · 2^23 rounds to an integer
-    vec n = shifted - rounding;
+    vec shifted = x * 1.44269504f + ROUNDING;
+    vec n = shifted - ROUNDING;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -145,13 +165,13 @@ typedef struct {
     int64_t layer_stride, kv_stride, sequence_stride;   // of the cache, in elements
 } Batch;
 
-// Activations of a pass, and the input of a product in the type that it is multiplied in.
+// Activations of a pass, and the input of a product of int8 weights.
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
     float *scores;                         // (M, H, N)
     int8_t *quantized;                     // (M, K rounded up to blocks)
-    float *scales, *offsets;               // (M, blocks of K); (M, blocks of K)
-    bfloat16 *rounded;                     // (M, K)
+    float *scales;                         // (M, blocks of K)
+    float *offsets;                        // (M,): what OFFSET adds to a product
 } Scratch;
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -175,8 +195,7 @@ static Scratch divide(char **free, const Model *model, int64_t rows) {
     s.scores = (float *)take(free, rows * model->n_head * model->n_positions * f);
     s.quantized = (int8_t *)take(free, rows * blocks(widest) * BLOCK);
     s.scales = (float *)take(free, rows * blocks(widest) * f);
-    s.offsets = (float *)take(free, rows * blocks(widest) * f);
-    s.rounded = (bfloat16 *)take(free, rows * widest * 2);
+    s.offsets = (float *)take(free, rows * f);
     return s;
 }
 
@@ -193,68 +212,46 @@ int64_t scratch_size(const Model *model, int64_t rows) {
 
 INLINE void tile_float32(const float *w, const float *x, int64_t K, int n, int m,
                          float out[TILE][TILE]) {
-    vec sums[TILE][TILE] = {0};
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
-        for (int i = 0; i < n; i++) {
-            __builtin_prefetch((const char *)(w + i * K + k) + AHEAD);
+        UNROLL for (int i = 0; i < n; i++) {
+            __builtin_prefetch(w + (n + i) * K + k);
             vec v = load(w + i * K + k);
-            for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
+            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
         }
     }
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < m; j++) {
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) {
             out[i][j] = sum(sums[i][j]);
             for (int64_t l = k; l < K; l++) out[i][j] += w[i * K + l] * x[j * K + l];
         }
 }
 
-// bfloat16 rows by float32 activations: keys by queries, and weights where the processor lacks
-// products of bfloat16.
-INLINE void tile_mixed(const bfloat16 *w, const float *x, int64_t K, int n, int m,
+// Also keys by queries. Intel's product of two bfloat16 vectors takes longer than widening one.
+INLINE void tile_bfloat16(const bfloat16 *w, const float *x, int64_t K, int n, int m,
                        float out[TILE][TILE]) {
-    vec sums[TILE][TILE] = {0};
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
-        for (int i = 0; i < n; i++) {
-            __builtin_prefetch((const char *)(w + i * K + k) + AHEAD);
+        UNROLL for (int i = 0; i < n; i++) {
+            __builtin_prefetch(w + (n + i) * K + k);
             vec v = load_bfloat16(w + i * K + k);
-            for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
+            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
         }
     }
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < m; j++) {
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) {
             out[i][j] = sum(sums[i][j]);
             for (int64_t l = k; l < K; l++) out[i][j] += to_float(w[i * K + l]) * x[j * K + l];
         }
 }
 
-#if defined(__AVX512BF16__)
-INLINE void tile_bfloat16(const bfloat16 *w, const bfloat16 *x, int64_t K, int n, int m,
-                          float out[TILE][TILE]) {
-    __m512 sums[TILE][TILE];
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < m; j++) sums[i][j] = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + 32 <= K; k += 32) {
-        for (int i = 0; i < n; i++) {
-            __builtin_prefetch((const char *)(w + i * K + k) + AHEAD);
-            __m512bh v = (__m512bh)_mm512_loadu_si512(w + i * K + k);
-            for (int j = 0; j < m; j++)
-                sums[i][j] = _mm512_dpbf16_ps(
-                    sums[i][j], v, (__m512bh)_mm512_loadu_si512(x + j * K + k));
-        }
-    }
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < m; j++) {
-            out[i][j] = sum((vec)sums[i][j]);
-            for (int64_t l = k; l < K; l++)
-                out[i][j] += to_float(w[i * K + l]) * to_float(x[j * K + l]);
-        }
-}
-#endif
-
-// Integer products of a block: each of the lanes gets the sum of some of the 64.
+// Integer products of a block: the lanes of `dot` add up to the sum of all 64.
 
 #if defined(__AVX512VNNI__)
 #define OFFSET 128  // the instruction takes unsigned weights: q + 128, which is q ^ 0x80
@@ -309,66 +306,64 @@ INLINE vec dot(block w, block x) {
 INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, const float *offsets,
                       int64_t K, int n, int m, float out[TILE][TILE]) {
     const int64_t n_blocks = blocks(K), padded = n_blocks * BLOCK;
-    vec sums[TILE][TILE] = {0};
-    for (int64_t b = 0; b < K / BLOCK; b++) {
-        for (int i = 0; i < n; i++) {
-            __builtin_prefetch((const char *)(w + i * K + b * BLOCK) + AHEAD);
-            block v = load_weights(w + i * K + b * BLOCK);
-            for (int j = 0; j < m; j++)
-                sums[i][j] += dot(v, load_block(x + j * padded + b * BLOCK)) *
-                              scales[j * n_blocks + b];
-        }
-    }
-    if (K % BLOCK) {
-        const int64_t b = n_blocks - 1;
-        for (int i = 0; i < n; i++) {
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
+    for (int64_t b = 0; b < n_blocks; b++) {
+        UNROLL for (int i = 0; i < n; i++) {
+            const int8_t *from = w + i * K + b * BLOCK;
             int8_t rest[BLOCK] = {0};
-            memcpy(rest, w + i * K + b * BLOCK, (size_t)(K % BLOCK));
-            for (int j = 0; j < m; j++)
-                sums[i][j] += dot(load_weights(rest), load_block(x + j * padded + b * BLOCK)) *
-                              scales[j * n_blocks + b];
+            if (K - b * BLOCK < BLOCK) from = memcpy(rest, from, (size_t)(K - b * BLOCK));
+            __builtin_prefetch(w + (n + i) * K + b * BLOCK);
+            const block v = load_weights(from);
+            UNROLL for (int j = 0; j < m; j++) {
+                const int64_t at = j * n_blocks + b;
+                const block activations = load_block(x + j * padded + b * BLOCK);
+                sums[i][j] += dot(v, activations) * scales[at];
+            }
         }
     }
-    for (int j = 0; j < m; j++) {
-        float offset = 0;
-        for (int64_t b = 0; b < n_blocks; b++) offset += offsets[j * n_blocks + b];
-        for (int i = 0; i < n; i++) out[i][j] = sum(sums[i][j]) - offset;
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
+}
+
+// Quantizes BLOCK activations to q · scale, and returns the sum of the products. The scale is NaN if
+// one of the activations is not finite.
+INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
+    vec magnitudes = {0}, not_finite = {0}, total = {0};
+    for (int l = 0; l < BLOCK; l += LANES) {
+        const vec v = load(x + l), magnitude = choose((bits)(v < 0), -v, v);
+        magnitudes = choose((bits)(magnitude > magnitudes), magnitude, magnitudes);
+        not_finite += 0 * v;
     }
+    const float most = largest(magnitudes);
+    *scale = most / 127 + sum(not_finite);
+    const float per_scale = most > 1e-30f && *scale == *scale ? 127 / most : 0;
+    for (int l = 0; l < BLOCK; l += LANES) {
+        vec shifted = load(x + l) * per_scale + ROUNDING;
+        if (per_scale == 0) shifted = broadcast(ROUNDING);
+        total += shifted - ROUNDING;
+        *(unaligned_bytes *)(q + l) = __builtin_convertvector((bits)shifted, bytes);  // low bits
+    }
+    return *scale * sum(total);
 }
 
 // Quantizes activations (M, K): blocks of 64 with a scale each, so that a channel with outliers
-// costs the precision of its own block only. A block with a value that is not finite becomes NaN.
+// costs the precision of its own block only.
 static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
     const int64_t n_blocks = blocks(K);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows * n_blocks; i++) {
-        const int64_t k = i % n_blocks * BLOCK, size = min(BLOCK, K - k);
-        const float *in = x + i / n_blocks * K + k;
-        int8_t *out = s->quantized + i * BLOCK;
-        float largest = 0, not_finite = 0;
-        for (int64_t l = 0; l < size; l++) {
-            const float magnitude = fabsf(in[l]);
-            largest = magnitude > largest ? magnitude : largest;
-            not_finite += 0 * in[l];  // NaN once one of them is not finite
+    for (int64_t r = 0; r < rows; r++) {
+        float total = 0;
+        for (int64_t b = 0; b < n_blocks; b++) {
+            const float *in = x + r * K + b * BLOCK;
+            float rest[BLOCK] = {0};
+            if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
+            const int64_t at = r * n_blocks + b;
+            total += quantize_block(in, s->quantized + at * BLOCK, s->scales + at);
         }
-        int32_t total = 0;
-        const float per_scale = largest > 1e-30f && not_finite == 0 ? 127 / largest : 0;
-        memset(out, 0, BLOCK);
-        for (int64_t l = 0; l < size; l++) {
-            const float shifted = in[l] * per_scale + 12582912.0f;  // rounds to an integer
-            const int32_t q = per_scale ? (int32_t)(shifted - 12582912.0f) : 0;
-            out[l] = (int8_t)q;
-            total += q;
-        }
-        s->scales[i] = largest / 127 + not_finite;
-        s->offsets[i] = OFFSET * s->scales[i] * (float)total;
+        s->offsets[r] = OFFSET * total;
     }
-}
-
-static void round_to_bfloat16(const float *x, int64_t count, Scratch *s) {
-#pragma omp for schedule(static)
-    for (int64_t start = 0; start < count; start += CHUNK)
-        for (int64_t i = start; i < min(start + CHUNK, count); i++) s->rounded[i] = to_bfloat16(x[i]);
 }
 
 // Multiplies n rows of a weight, from row o on, by m rows of activations, from row r on.
@@ -379,13 +374,9 @@ INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scra
         tile_float32((const float *)w->weight + o * K, x + r * K, K, n, m, out);
     } else if (type == INT8) {
         tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * BLOCK,
-                  s->scales + r * b, s->offsets + r * b, K, n, m, out);
+                  s->scales + r * b, s->offsets + r, K, n, m, out);
     } else {
-#if defined(__AVX512BF16__)
-        tile_bfloat16((const bfloat16 *)w->weight + o * K, s->rounded + r * K, K, n, m, out);
-#else
-        tile_mixed((const bfloat16 *)w->weight + o * K, x + r * K, K, n, m, out);
-#endif
+        tile_bfloat16((const bfloat16 *)w->weight + o * K, x + r * K, K, n, m, out);
     }
 }
 
@@ -423,7 +414,6 @@ static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows
         quantize(x, rows, w->n_in, s);
         matmul_of(w, INT8, x, rows, s, y, residual);
     } else {
-        round_to_bfloat16(x, rows * w->n_in, s);
         matmul_of(w, BFLOAT16, x, rows, s, y, residual);
     }
 }
@@ -497,27 +487,27 @@ static void append(const Model *model, const Batch *batch, int64_t layer, const 
         for (int64_t part = 0; part < 2; part++) {
             const float *from = s->qkv + row * 3 * C + (1 + part) * C + head * D;
             const int64_t to = at + part * batch->kv_stride;
-            for (int64_t d = 0; d < D; d++) {
-                if (model->stored == FLOAT32) ((float *)batch->kv)[to + d] = from[d];
-                else ((bfloat16 *)batch->kv)[to + d] = to_bfloat16(from[d]);
-            }
+            if (model->stored == FLOAT32)
+                memcpy((float *)batch->kv + to, from, (size_t)D * sizeof *from);
+            else
+                for (int64_t d = 0; d < D; d++) ((bfloat16 *)batch->kv)[to + d] = to_bfloat16(from[d]);
         }
     }
 }
 
 // Softmax of S scores, in place. The sum of the exponentials is applied to the result later.
 static float softmax(float *scores, int64_t S) {
-    float largest = scores[0], total = 0;
-    for (int64_t j = 1; j < S; j++) largest = scores[j] > largest ? scores[j] : largest;
+    float most = scores[0], total = 0;
+    for (int64_t i = 1; i < S; i++) most = scores[i] > most ? scores[i] : most;
     int64_t j = 0;
     vec totals = {0};
     for (; j + LANES <= S; j += LANES) {
-        const vec e = exponential(load(scores + j) - largest);
+        const vec e = exponential(load(scores + j) - most);
         store(scores + j, e);
         totals += e;
     }
     for (total = sum(totals); j < S; j++) {
-        scores[j] = exponential(broadcast(scores[j] - largest))[0];
+        scores[j] = exponential(broadcast(scores[j] - most))[0];
         total += scores[j];
     }
     return total;
@@ -543,9 +533,9 @@ INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float
                 for (int64_t i = 0; i < n; i++) tile_float32(k + i * D, query, D, 1, 1, out + i);
         } else {
             const bfloat16 *k = (const bfloat16 *)kv + at;
-            if (n == TILE) tile_mixed(k, query, D, TILE, 1, out);
+            if (n == TILE) tile_bfloat16(k, query, D, TILE, 1, out);
             else
-                for (int64_t i = 0; i < n; i++) tile_mixed(k + i * D, query, D, 1, 1, out + i);
+                for (int64_t i = 0; i < n; i++) tile_bfloat16(k + i * D, query, D, 1, 1, out + i);
         }
         for (int64_t i = 0; i < n; i++) scores[j + i] = out[i][0];
     }

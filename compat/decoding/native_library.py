@@ -19,7 +19,7 @@ from compat.decoding.machine import cache_folder, processor
 
 SOURCE = Path(__file__).with_name("native.c")
 ARM = platform.machine().lower() in ("aarch64", "arm64")
-OPTIONS = ["-O3", "-mcpu=native" if ARM else "-march=native", "-fPIC"]
+OPTIONS = ["-O2", "-mcpu=native" if ARM else "-march=native", "-fPIC"]
 # For the compiler and for the linker. Without a library of its own, ours uses the OpenMP and the
 # threads that torch has loaded; two sets of threads would wait for each other's processors.
 OPENMP = ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], []))
