@@ -175,10 +175,10 @@ def _decodes_as_torch(pack: Pack, precision: str) -> bool:
     logits = []
     with torch.inference_mode():
         for transformer in (native, exact):
-            cache = transformer.new_cache(3)
-            transformer(tokens[:18].view(3, 6), cache.kv, 0)
+            past = transformer.new_cache(3)
+            transformer(tokens[:18].view(3, 6), past.kv, 0)
             starts = torch.tensor([6, 3, 5], device=CPU)
-            logits.append(transformer.next_logits(tokens[:3], cache, starts))
+            logits.append(transformer.next_logits(tokens[:3], past, starts))
     if right := _relative(*logits) < 2 * TOLERANCE[precision]:
         return right
     note("its decode step does not compute what torch computes")
@@ -213,25 +213,25 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
     turns, so that noise affects all of them alike.
     """
     config = GPT2Config(n_layer=LAYERS, n_positions=2 * PROMPT, vocab_size=50257 * LAYERS // 12)
-    transformers = _random_transformers(config, packs, dtype)
+    built = _random_transformers(config, packs, dtype)
     ids = torch.arange(PROMPT, device=CPU)
 
-    def decode_step(transformer: Transformer, cache: Cache) -> None:
-        transformer.next_logits(ids[:rows], cache, PROMPT)
+    def decode_step(transformer: Transformer, past: Cache) -> None:
+        transformer.next_logits(ids[:rows], past, PROMPT)
 
-    def prefill(transformer: Transformer, cache: Cache) -> None:
-        transformer(ids[None], cache.kv, 0)
+    def prefill(transformer: Transformer, past: Cache) -> None:
+        transformer(ids[None], past.kv, 0)
 
     costs = [0.0] * len(packs)
     # The rows of a decode step are tokens of several texts, those of a prefill of one text.
     for run, batch, share in ((decode_step, rows, 1), (prefill, 1, 1 / PROMPT)):
+        runs = [partial(run, transformer, transformer.new_cache(batch)) for transformer in built]
         times: list[list[float]] = [[] for _ in packs]
-        caches = [transformer.new_cache(batch) for transformer in transformers]
         for _ in range(repeats):
-            for results, transformer, cache in zip(times, transformers, caches, strict=True):
+            for results, one in zip(times, runs, strict=True):
                 start = time.perf_counter()
                 with torch.inference_mode():
-                    run(transformer, cache)
+                    one()
                 results.append(time.perf_counter() - start)
         costs = [cost + min(results) * share for cost, results in zip(costs, times, strict=True)]
     return costs

@@ -6,7 +6,7 @@ large batches run on torch's products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class NativeTransformer(Transformer):
         self.native = None  # what was replaced in the transformer counts from the next text on
         return super().new_cache(batch)
 
-    def forward(self, tokens: Tensor, kv: Tensor | Sequence[Tensor], start: int | Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
         found = self._native(tokens.numel(), lambda native: native.hidden(tokens, kv, start))
         return super().forward(tokens, kv, start) if found is None else found
 

@@ -1,4 +1,4 @@
-"""The library of `native.c`: compiled on first use for this machine, and kept in the user's cache."""
+"""The library of `native.c`, compiled on first use and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ ARM = platform.machine().lower() in ("aarch64", "arm64")
 OPTIONS = ["-O2", "-mcpu=native" if ARM else "-march=native", "-fPIC"]
 # For the compiler and for the linker. Without a library of its own, ours uses the OpenMP and the
 # threads that torch has loaded; two sets of threads would wait for each other's processors.
-OPENMP = ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], []))
+OPENMP: tuple[tuple[list[str], list[str]], ...] = (
+    (["-fopenmp"], []),
+    (["-fopenmp"], ["-fopenmp"]),
+    ([], []),
+)
 TIMEOUT = 120  # seconds for one run of the compiler
 
 

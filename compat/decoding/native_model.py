@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 from typing import Any
 
