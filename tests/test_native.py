@@ -87,8 +87,8 @@ def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: Any) -> 
         bound = MORE[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
-    transformer.h[1].scale *= 1.5
-    assert relative(passes(transformer)[0], expected[0]) > 2 * bound
+    transformer.wpe = transformer.wpe.roll(1, 0)
+    assert relative(passes(transformer)[0], expected[0]) > 1.5 * bound
 
 
 @pytest.mark.parametrize(
