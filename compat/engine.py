@@ -68,8 +68,8 @@ class Engine:
             generated tokens are the same as without.
 
     Raises:
-        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, or no
-            config.
+        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, or
+            no config.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
