@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compat import Engine
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 FLOAT32 = 2e-6  # of the logits' norm; a position that is off by one makes it 0.3 and more
-# Times the error of torch's products, whose activations keep 15 bits in int8, where ours keep 8.
-MORE = {"bfloat16": 1.3, "int8": 2.0}
+MORE = {"bfloat16": 1.3, "int8": 1.3}  # times the error of torch's products
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3))
 
 
@@ -136,18 +136,22 @@ def test_logits_depend_on_neither_threads_nor_other_rows(source: Path, dtype: An
     assert torch.equal(results[0][9], alone[2]) and torch.equal(verified, alone)
 
 
-def test_outliers_cost_the_precision_of_their_block(
-    make_checkpoint: MakeCheckpoint,
-) -> None:
-    """A few channels of the residual stream are hundreds of times as large as the others."""
-    folder = make_checkpoint(n_positions=64, n_embd=256, n_layer=2)
+def test_outlier_channels_do_not_cost_precision(make_checkpoint: MakeCheckpoint) -> None:
+    """Two channels of the MLP are hundreds of times as large as the others, which count as much."""
+    folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "mlp.c_fc" in name:
+            tensor[..., [7, 100]] *= 300
+        if name.endswith("mlp.c_proj.weight"):
+            tensor[[7, 100]] /= 300
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ours = native(Engine.from_pretrained(folder, dtype="int8"))
-    exact, one_scale = by_torch(folder), by_torch(folder, "int8", Int8DynamicActivations)
-    for transformer in (ours, exact, one_scale):
-        transformer.wpe[:, [7, 100]] = 300.0
-    expected = passes(exact)
-    crushed = min(map(relative, passes(one_scale), expected))
-    assert max(map(relative, passes(ours), expected)) < 0.3 * crushed
+    expected = passes(by_torch(folder))
+    bound = MORE["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
+    assert max(map(relative, passes(ours), expected)) < bound
+    one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # of 8 bits for all channels
+    assert max(map(relative, passes(one_scale), expected)) > bound
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -426,7 +430,9 @@ def test_no_path_reads_or_writes_beyond_its_memory(tmp_path: Path, machine: str)
     )
     assert logits.shape == (17, 93) and logits.isfinite().all()
     known = LOGITS.setdefault("first", logits)
-    assert ((logits - known).norm(dim=1) < 5e-6 * known.norm(dim=1)).all()
+    # Activations of int8 weights are rounded to 16 bits, in some places the other way.
+    bounds = [2e-4 if line.startswith("2 ") else 5e-6 for line in done.stdout.splitlines()]
+    assert ((logits - known).norm(dim=1) < torch.tensor(bounds) * known.norm(dim=1)).all()
 
 
 LOGITS: dict[str, Tensor] = {}

@@ -49,6 +49,7 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
+#define LOW 254.0f    // low terms of quantized activations to one of the high term
 #define CHUNK 256     // activations that a thread takes at a time
 #define ALIGNMENT 64  // bytes
 #define ROUNDING 12582912.0f  // 1.5 · 2^23, whose addition rounds a float32 to an integer
@@ -169,7 +170,7 @@ typedef struct {
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
     float *scores;                         // (M, H, N)
-    int8_t *quantized;                     // (M, K rounded up to blocks)
+    int8_t *quantized;                     // (M, blocks of K, 2, BLOCK)
     float *scales;                         // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
 } Scratch;
@@ -193,7 +194,7 @@ static Scratch divide(char **free, const Model *model, int64_t rows) {
     s.heads = (float *)take(free, rows * C * f);
     s.fc = (float *)take(free, rows * model->n_inner * f);
     s.scores = (float *)take(free, rows * model->n_head * model->n_positions * f);
-    s.quantized = (int8_t *)take(free, rows * blocks(widest) * BLOCK);
+    s.quantized = (int8_t *)take(free, rows * blocks(widest) * 2 * BLOCK);
     s.scales = (float *)take(free, rows * blocks(widest) * f);
     s.offsets = (float *)take(free, rows * f);
     return s;
@@ -305,7 +306,7 @@ INLINE vec dot(block w, block x) {
 // int8 weights by quantized activations, in units of the weights' scales.
 INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, const float *offsets,
                       int64_t K, int n, int m, float out[TILE][TILE]) {
-    const int64_t n_blocks = blocks(K), padded = n_blocks * BLOCK;
+    const int64_t n_blocks = blocks(K);
     vec sums[TILE][TILE];
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
@@ -318,8 +319,9 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, con
             const block v = load_weights(from);
             UNROLL for (int j = 0; j < m; j++) {
                 const int64_t at = j * n_blocks + b;
-                const block activations = load_block(x + j * padded + b * BLOCK);
-                sums[i][j] += dot(v, activations) * scales[at];
+                const block high = load_block(x + at * 2 * BLOCK);
+                const block low = load_block(x + at * 2 * BLOCK + BLOCK);
+                sums[i][j] += (dot(v, high) + dot(v, low) * (1 / LOW)) * scales[at];
             }
         }
     }
@@ -327,8 +329,8 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, con
         UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
 }
 
-// Quantizes BLOCK activations to q · scale, and returns the sum of the products. The scale is NaN if
-// one of the activations is not finite.
+// Quantizes BLOCK activations to (high + low / 254) · scale, terms of 8 bits each, and returns the sum
+// of the products. The scale is NaN if one of the activations is not finite.
 INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
     vec magnitudes = {0}, not_finite = {0}, total = {0};
     for (int l = 0; l < BLOCK; l += LANES) {
@@ -340,10 +342,11 @@ INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
     *scale = most / 127 + sum(not_finite);
     const float per_scale = most > 1e-30f && *scale == *scale ? 127 / most : 0;
     for (int l = 0; l < BLOCK; l += LANES) {
-        vec shifted = load(x + l) * per_scale + ROUNDING;
-        if (per_scale == 0) shifted = broadcast(ROUNDING);
-        total += shifted - ROUNDING;
-        *(unaligned_bytes *)(q + l) = __builtin_convertvector((bits)shifted, bytes);  // low bits
+        const vec exact = per_scale ? load(x + l) * per_scale : (vec){0};
+        const vec high = exact + ROUNDING, low = (exact - (high - ROUNDING)) * LOW + ROUNDING;
+        total += (high - ROUNDING) + (low - ROUNDING) * (1 / LOW);
+        *(unaligned_bytes *)(q + l) = __builtin_convertvector((bits)high, bytes);  // the last bits
+        *(unaligned_bytes *)(q + BLOCK + l) = __builtin_convertvector((bits)low, bytes);
     }
     return *scale * sum(total);
 }
@@ -360,7 +363,7 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
             float rest[BLOCK] = {0};
             if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
             const int64_t at = r * n_blocks + b;
-            total += quantize_block(in, s->quantized + at * BLOCK, s->scales + at);
+            total += quantize_block(in, s->quantized + at * 2 * BLOCK, s->scales + at);
         }
         s->offsets[r] = OFFSET * total;
     }
@@ -373,7 +376,7 @@ INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scra
     if (type == FLOAT32) {
         tile_float32((const float *)w->weight + o * K, x + r * K, K, n, m, out);
     } else if (type == INT8) {
-        tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * BLOCK,
+        tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * 2 * BLOCK,
                   s->scales + r * b, s->offsets + r, K, n, m, out);
     } else {
         tile_bfloat16((const bfloat16 *)w->weight + o * K, x + r * K, K, n, m, out);
