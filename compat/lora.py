@@ -100,7 +100,7 @@ def merge_lora(model: nn.Module, adapter: str | Path, *, name_map: NameMap | Non
         NameMapError: There is no map, it lacks parameters, or the model has LoRA layers.
     """
     tensors = hf_tensors(model, name_map)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _base_parameters(model)
     rows = {_hf_module(row): row for row in _rows(model, name_map, parameters)}
     _, parts = _read_of_hf(adapter)
     _check(adapter, parts, {module: tensors[row.hf].like.shape for module, row in rows.items()})

@@ -64,7 +64,7 @@ def mentioned(path: Path) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
     ]
-    strings = [re.sub(r"gpt2-compat \w+ --[^.;]*", "", text) for text in strings]
+    strings = [re.sub(r"(gpt2-compat \w+|torchrun) --[^.;]*", "", text) for text in strings]
     return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
 
 

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -34,7 +35,16 @@ PREFIXES = (
     "transformers.pytorch_utils",
 )
 # Packages that lend functions to these modules.
-PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "tqdm", "typing_extensions")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "huggingface_hub",
+    "safetensors",
+    "tokenizers",
+    "tqdm",
+    "typing_extensions",
+)
 GENERATED = (*PACKAGES, "namedtuple_")  # modules whose functions are compiled from strings
 # Hooks that torch calls around the forward pass of every module.
 HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
@@ -147,8 +157,8 @@ def _find_foreign_place(value: Any) -> str | None:
 @functools.cache
 def _folders() -> tuple[str, ...]:
     """Where the standard library and the packages are installed."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in PACKAGES]
-    paths = [Path(file) for file in files if file]
+    specs = [find_spec(name) for name in PACKAGES]  # some are imported later
+    paths = [Path(spec.origin) for spec in specs if spec and spec.origin]
     folders = [f"{p.parent}/" if p.name == "__init__.py" else str(p) for p in paths]
     return (f"{sysconfig.get_path('stdlib')}/", "<frozen ", *folders)
 

@@ -386,7 +386,8 @@ def test_a_harmless_patch_is_allowed(
 
 def test_a_clean_process_has_no_patches() -> None:
     """A new process, because other tests may have registered hooks or modules with torch."""
-    code = "import compat.parity.transformers_gpt2, compat.parity.patches as p"
+    code = "import compat.parity.transformers_gpt2, compat.parity.patches as p, transformers"
+    code += "; transformers.GPT2Tokenizer"  # modules of it have classes of tokenizers
     code += "; print(p.find_patches())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
