@@ -209,10 +209,7 @@ class Transformer(nn.Module):
             index: Any = (..., positions, slice(None))
             if T > 1 and start:
                 mask = self.causal[positions, :S]
-            into, index = (
-                kv[index].unbind(0),
-                ...,
-            )  # one slice of all layers instead of one for each
+            into, index = kv[index].unbind(0), ...  # one slice instead of one for each layer
         else:
             S, positions = int(start.max()) + 1, start[:, None]
             rows = torch.arange(B, device=self.device)[:, None, None]
