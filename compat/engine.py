@@ -259,8 +259,9 @@ class Engine:
         """
         if not (len(context) and len(continuations) and all(map(len, continuations))):
             raise GenerationError(
-                "the context or a continuation is empty, or there is no continuation; expected at "
-                "least one token in each. Start an empty context from the end-of-text token."
+                "the context, a continuation or their list is empty; expected one continuation or "
+                "more, and a token or more in each and in the context. Start an empty context from "
+                "the end-of-text token."
             )
         n, T = self.config.n_positions, len(context) + max(map(len, continuations))
         if T > n + 1:

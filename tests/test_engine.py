@@ -370,7 +370,7 @@ def test_continuations_are_scored_as_whole_texts(
     [
         ([], [[1]], "the context or a continuation is empty"),
         ([1], [[2], []], "the context or a continuation is empty"),
-        ([1], [], "there is no continuation"),
+        ([1], [], "or their list is empty"),
         ([1] * 60, [[2], [3] * 6], "have 66 ids; the model has 64 positions, and scores up to 65"),
         ([1], [[2], [97]], "input_ids contains 97"),
     ],
