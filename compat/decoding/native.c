@@ -8,8 +8,8 @@
 //   C channels, H heads, D = C / H head size, N positions, K inputs and O outputs of a product.
 //
 // Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
-// Products therefore read four rows of a weight at a time and prefetch the next four. Activations are float32
-// throughout, but for the input of a product of int8 weights, which is quantized.
+// Products therefore read four rows of a weight at a time and prefetch the next four. Activations are
+// float32, except the input of a product of int8 weights, which is quantized.
 //
 // Every function below `decode` is called by all threads of the team, which share its loops and
 // wait for each other at their ends. A result does not depend on the number of threads or rows.
@@ -329,8 +329,8 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, con
         UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
 }
 
-// Quantizes BLOCK activations to (high + low / 254) · scale, terms of 8 bits each, and returns the sum
-// of the products. The scale is NaN if one of the activations is not finite.
+// Quantizes BLOCK activations to (high + low / 254) · scale, terms of 8 bits each. Returns the sum
+// of the rounded activations. The scale is NaN if one of the activations is not finite.
 INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
     vec magnitudes = {0}, not_finite = {0}, total = {0};
     for (int l = 0; l < BLOCK; l += LANES) {
@@ -493,7 +493,8 @@ static void append(const Model *model, const Batch *batch, int64_t layer, const 
             if (model->stored == FLOAT32)
                 memcpy((float *)batch->kv + to, from, (size_t)D * sizeof *from);
             else
-                for (int64_t d = 0; d < D; d++) ((bfloat16 *)batch->kv)[to + d] = to_bfloat16(from[d]);
+                for (int64_t d = 0; d < D; d++)
+                    ((bfloat16 *)batch->kv)[to + d] = to_bfloat16(from[d]);
         }
     }
 }
