@@ -22,26 +22,30 @@ def page(result: object) -> str:
     return drawn
 
 
-def framed(result: object, height: int) -> str:
-    """The same for a notebook: in a frame, so that its style does not change the notebook's."""
-    style = f"width: 100%; height: {height}px; border: 0"
-    return f'<iframe sandbox srcdoc="{escape(page(result))}" style="{style}"></iframe>'
+class HtmlPage:
+    """A result that notebooks show as a page, and that can be saved as one."""
 
+    _height = 640  # pixels of the frame in a notebook
 
-def write_page(result: object, path: str | os.PathLike[str]) -> None:
-    """Write the page of a result.
+    def _repr_html_(self) -> str:
+        """The page in a frame, so that its style does not change the notebook's."""
+        style = f"width: 100%; height: {self._height}px; border: 0"
+        return f'<iframe sandbox srcdoc="{escape(page(self))}" style="{style}"></iframe>'
 
-    Raises:
-        CompatError: the file cannot be written.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise CompatError(f"path is {described(path)}; expected the path of an HTML file.")
-    try:
-        write_text(Path(path), page(result))
-    except OSError as error:
-        raise CompatError(
-            f"cannot write {path}: {error.strerror}. Pass a path in a folder that exists."
-        ) from error
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, without scripts and without links to other files.
+
+        Raises:
+            CompatError: the file cannot be written.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise CompatError(f"path is {described(path)}; expected the path of an HTML file.")
+        try:
+            write_text(Path(path), page(self))
+        except OSError as error:
+            raise CompatError(
+                f"cannot write {path}: {error.strerror}. Pass a path in a folder that exists."
+            ) from error
 
 
 def write_text(path: Path, text: str) -> None:

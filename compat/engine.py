@@ -14,12 +14,11 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
 from compat.decoding import Decoder
-from compat.decoding.compiled import CompiledTransformer
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Pack
+from compat.decoding.native import transformer_class
 from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
-from compat.decoding.transformer import Transformer
 from compat.errors import ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import GenerateOptions, generate, stream
@@ -42,7 +41,6 @@ class EngineOptions(TypedDict, total=False):
     dtype: Precision | torch.dtype
     device: str | torch.device
     max_batch: int | None
-    compile: bool
     speculate: Literal["int8", "lookup"] | None
 
 
@@ -64,16 +62,14 @@ class Engine:
             own elsewhere.
         max_batch: largest number of sequences that are decoded together, for which the kernels are
             then chosen. None: any number, with kernels for one sequence.
-        compile: compile the decode step of a single sequence with `torch.compile`. It takes about
-            half a minute, needs a C++ compiler, and pays for long texts in int8.
         speculate: speculative decoding of a single sequence. Draft tokens come from the same
             weights in 8 bits ("int8"), or from what followed the last tokens earlier in the text
             ("lookup", prompt lookup); "int8" also uses prompt lookup where that promises more. The
             generated tokens are the same as without.
 
     Raises:
-        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, no
-            config, or no compiler that works.
+        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, or
+            no config.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
@@ -135,7 +131,6 @@ class Engine:
         dtype: Precision | torch.dtype = "float32",
         device: str | torch.device = "cpu",
         max_batch: int | None = None,
-        compile: bool = False,
         speculate: Literal["int8", "lookup"] | None = None,
     ) -> None:
         """Read the weights by Hugging Face's names, and pack them."""
@@ -157,11 +152,6 @@ class Engine:
         self.dtype: Any = precision
         self.max_batch, self.speculate = max_batch, speculate
         self.device = _usable(device)
-        if compile and (speculate or self.device.type != "cpu"):
-            raise ConfigError(
-                f"compile=True was passed with speculate={speculate!r} and device={device!s}; it "
-                "is for the CPU, and without speculate. Leave one of them out."
-            )
 
         def read(name: str) -> list[Tensor]:
             return [weight(name).to(self.device)]
@@ -173,12 +163,13 @@ class Engine:
         stored = torch.float32 if precision == "float32" else torch.bfloat16
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
-            kind = CompiledTransformer if compile else Transformer
+            kind = transformer_class(pack)
             self.transformer = kind(self.config, embedding, read, pack, ACTIVATIONS[precision])
             self._draft_sources = [DraftSource(prompt_lookup)]
             if speculate == "int8":
                 pack = fast("draft", rows=1)
-                draft = Transformer(self.config, embedding, read, pack, ACTIVATIONS["draft"])
+                kind = transformer_class(pack)
+                draft = kind(self.config, embedding, read, pack, ACTIVATIONS["draft"])
                 self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:
@@ -267,8 +258,9 @@ class Engine:
         """
         if not (len(context) and len(continuations) and all(map(len, continuations))):
             raise GenerationError(
-                "the context or a continuation is empty, or there is no continuation; expected at "
-                "least one token in each. Start an empty context from the end-of-text token."
+                "the context, a continuation or their list is empty; expected one continuation or "
+                "more, and a token or more in each and in the context. Start an empty context from "
+                "the end-of-text token."
             )
         n, T = self.config.n_positions, len(context) + max(map(len, continuations))
         if T > n + 1:

@@ -56,8 +56,8 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
 
     Raises:
         ConfigError: The model is not a module.
-        NameMapError: There is no map, it lacks parameters, a parameter that must be zero is not, or
-            PEFT or torchao replaced parameters.
+        NameMapError: The model needs a map and has none, the map lacks parameters, a parameter that
+            must be zero is not, or PEFT or torchao replaced parameters.
     """
     model = as_module(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))

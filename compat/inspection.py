@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import HEAD, VOCABULARY_FILES, plain_name
 from compat.checkpoint.source import check, max_unpacked, read_config
 from compat.config import ALIASES, GPT2Config
-from compat.display import framed, write_page
+from compat.display import HtmlPage
 from compat.errors import CompatError, HubError, TokenizerError, short_repr
 from compat.tokenizer import load_tokenizer
 
@@ -32,7 +31,7 @@ GPT2_TOKENS = 50257
 
 
 @dataclass(repr=False)
-class Inspection:
+class Inspection(HtmlPage):
     """What is known of a source; None or empty means unknown.
 
     Args:
@@ -51,6 +50,8 @@ class Inspection:
         notes: what is unusual, and how loading treats it.
         error: why it would not load, or None.
     """
+
+    _height = 320
 
     source: str
     weights: str | None = None
@@ -81,17 +82,6 @@ class Inspection:
         size = "" if self.parameters is None else f", {self.parameters:,} parameters"
         verdict = "✓ would load" if self.loads else f"✗ would not load: {self.error}"
         return f"<Inspection {self.source}: {self.format or 'nothing known'}{size}, {verdict}>"
-
-    def _repr_html_(self) -> str:
-        return framed(self, height=320)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page, without scripts and without links to other files.
-
-        Raises:
-            CompatError: the file cannot be written.
-        """
-        write_page(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """All fields, `bytes` and `loads`, for `json.dumps`."""

@@ -180,7 +180,7 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
         name_map: required for a module that is not a dialect's.
 
     Raises:
-        NameMapError: There is no map, or it lacks parameters.
+        NameMapError: The model needs a map and has none, or the map lacks parameters.
     """
     return {saved_name(name): tensor.make() for name, tensor in hf_tensors(model, name_map).items()}
 

@@ -97,7 +97,8 @@ def merge_lora(model: nn.Module, adapter: str | Path, *, name_map: NameMap | Non
     Raises:
         CheckpointError: The adapter cannot be read, is more than B·A, or does not fit. The model is
             left unchanged.
-        NameMapError: There is no map, it lacks parameters, or the model has LoRA layers.
+        NameMapError: The model needs a map and has none, the map lacks parameters, or the model has
+            LoRA layers.
     """
     tensors = hf_tensors(model, name_map)
     parameters = _base_parameters(model)
@@ -131,12 +132,13 @@ def lora_from_hf(
     Raises:
         CheckpointError: The adapter cannot be read, is more than B·A, or does not fit; or the
             folder cannot be written.
-        NameMapError: There is no map, it lacks parameters, or the low rank would be lost.
+        NameMapError: The model needs a map and has none, the map lacks parameters, or the low rank
+            would be lost.
     """
     parameters = _base_parameters(model)
     rows = {_hf_module(row): row for row in _rows(model, name_map, parameters)}
     base, parts = _read_of_hf(adapter)
-    _check(adapter, parts, {module: _hf_shape(row, parameters) for module, row in rows.items()})
+    _check(adapter, parts, {module: row.hf_shape(parameters) for module, row in rows.items()})
     found: Parts = {}
     in_out = False
     for row, places in _with_places([rows[module] for module in parts], parameters):
@@ -172,7 +174,7 @@ def lora_to_hf(
     sizes = {p.module: (len(p.inputs), len(p.outputs)) for _, places in placed for p in places}
     _check(adapter, parts, sizes)
     found = {
-        PREFIX + _hf_module(row): _joined(places, parts, _hf_shape(row, parameters))
+        PREFIX + _hf_module(row): _joined(places, parts, row.hf_shape(parameters))
         for row, places in placed
     }
     fields = {"base_model_name_or_path": base, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
@@ -229,11 +231,6 @@ def _hf_module(row: Row) -> str:
     return _module(row.hf)
 
 
-def _hf_shape(row: Row, parameters: Mapping[str, Tensor]) -> Shape:
-    """The shape [in, out] of Hugging Face's weight."""
-    return tuple(row.op.save([parameters[name].to("meta") for name in row.ours]).shape)
-
-
 def _with_places(
     rows: Sequence[Row], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[Row, list[Place]]]:
@@ -245,7 +242,7 @@ def _with_places(
     """
     found: dict[tuple[int, Shape], list[tuple[Tensor, Tensor, bool] | None]] = {}
     for row in rows:
-        shape = _hf_shape(row, parameters)
+        shape = row.hf_shape(parameters)
         key = id(row.op), shape
         if key not in found:
             found[key] = _find_places(row, shape)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from compat.errors import NameMapError, described, listed, short_repr
 from compat.ops import Op
@@ -49,6 +52,11 @@ class Row:
     def at(self, layer: int) -> Row:
         """The row of one layer."""
         return Row(_at(layer, self.hf), tuple(_at(layer, name) for name in self.ours), self.op)
+
+    def hf_shape(self, parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """The shape of the Hugging Face tensor, from the shapes of the parameters."""
+        ours = [torch.empty(parameters[name].shape, device="meta") for name in self.ours]
+        return tuple(self.op.save(ours).shape)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from compat.checkpoint.files import allocate
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, described
-from compat.name_map import NameMap, Row, as_name_map
+from compat.name_map import NameMap, as_name_map
 from compat.ops import views
 from compat.validation import as_module, check_names, is_dropped
 
@@ -180,16 +180,11 @@ def placements(
         cut = next((cut for end, cut in DIVIDED.items() if row.hf.endswith(end)), None)
         if cut is None or not layers or is_dropped(layers[0], parameters):
             continue
-        owners = _owners(_hf_shape(layers[0], parameters), *cut, ranks)
+        owners = _owners(layers[0].hf_shape(parameters), *cut, ranks)
         for number, owner in enumerate(views(layers[0].op, owners)):
             placement = _placement(owner, ranks)
             plan.update((layer.ours[number], placement) for layer in layers)
     return plan
-
-
-def _hf_shape(row: Row, parameters: dict[str, nn.Parameter]) -> tuple[int, ...]:
-    ours = [parameters[name] for name in row.ours]
-    return tuple(row.op.save([torch.empty(p.shape, device="meta") for p in ours]).shape)
 
 
 def _owners(shape: Sequence[int], axis: int, pieces: int, ranks: int) -> Tensor:

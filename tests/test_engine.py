@@ -368,9 +368,9 @@ def test_continuations_are_scored_as_whole_texts(
 @pytest.mark.parametrize(
     ("context", "continuations", "message"),
     [
-        ([], [[1]], "the context or a continuation is empty"),
-        ([1], [[2], []], "the context or a continuation is empty"),
-        ([1], [], "there is no continuation"),
+        ([], [[1]], "the context, a continuation or their list is empty"),
+        ([1], [[2], []], "the context, a continuation or their list is empty"),
+        ([1], [], "the context, a continuation or their list is empty"),
         ([1] * 60, [[2], [3] * 6], "have 66 ids; the model has 64 positions, and scores up to 65"),
         ([1], [[2], [97]], "input_ids contains 97"),
     ],

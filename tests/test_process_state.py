@@ -209,7 +209,7 @@ def test_reading_and_packing_leave_the_warning_filters_alone(
 
 
 def test_an_engine_where_warnings_are_errors(make_checkpoint: MakeCheckpoint) -> None:
-    """Compiled engines are tested under pytest's filters, which make warnings errors too."""
+    """Also while the kernels that warn are tried."""
     code = f"""
 import torch
 from compat import Engine

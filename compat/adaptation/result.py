@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from compat.display import framed, write_page
+from compat.display import HtmlPage
 from compat.errors import ParityError
 from compat.name_map import NameMap
 from compat.parity import ParityReport
@@ -53,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True, repr=False)
-class Adaptation:
+class Adaptation(HtmlPage):
     """The result of `adapt`.
 
     Args:
@@ -162,17 +161,6 @@ class Adaptation:
         if self.parity is not None and not any(found.severity == "breaks" for found in shown):
             lines.append(f"  {self.parity.headline}")
         return "\n".join(lines) + ">"
-
-    def _repr_html_(self) -> str:
-        return framed(self, height=640)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page, without scripts and without links to other files.
-
-        Raises:
-            CompatError: the file cannot be written.
-        """
-        write_page(self, path)
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
         """The result as plain values, for `json.dumps`.

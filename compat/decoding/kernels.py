@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,11 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from compat.checkpoint.layout import expected_shapes
+from compat.config import GPT2Config
+from compat.decoding.machine import cache_folder, processor
 from compat.decoding.matrices import (
     Blas,
     Int8,
@@ -26,13 +29,22 @@ from compat.decoding.matrices import (
     Pack,
     int8_weight_only,
 )
+from compat.decoding.native import (
+    NATIVE,
+    NativeInt8,
+    NativeInt8Bfloat16,
+    NativeLinear,
+    transformer_class,
+)
+from compat.decoding.native_library import note
+from compat.decoding.transformer import Cache, Transformer
 
 # The last candidate of each precision uses documented operators only, and works everywhere.
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
-    "float32": (OneDnn, Blas, Linear),
-    "bfloat16": (OneDnn, Blas, Linear),
-    "int8": (Int8TwoTerm, int8_weight_only, Int8),
-    "draft": (Int8DynamicActivations, Int8TwoTerm, int8_weight_only, Int8),
+    "float32": (NativeLinear, OneDnn, Blas, Linear),
+    "bfloat16": (NativeLinear, OneDnn, Blas, Linear),
+    "int8": (NativeInt8Bfloat16, NativeInt8, Int8TwoTerm, int8_weight_only, Int8),
+    "draft": (NativeInt8, Int8DynamicActivations, Int8TwoTerm, int8_weight_only, Int8),
 }
 ACTIVATIONS = {
     "float32": torch.float32,
@@ -140,7 +152,7 @@ def forget() -> None:
 
 
 def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
-    """Whether a kernel runs on the device and computes the right product."""
+    """Whether a kernel runs on the device and computes the right product or decode step."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
@@ -149,55 +161,91 @@ def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
         found = pack(w, b)(inputs).cpu().double()
     except Exception:  # operator removed, or unsupported on this CPU
         return False
-    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    return bool(error < TOLERANCE[precision])
+    if _relative(found, expected) >= TOLERANCE[precision]:
+        return False
+    return pack not in NATIVE or _decodes_as_torch(pack, precision)
+
+
+def _decodes_as_torch(pack: Pack, precision: str) -> bool:
+    """Whether the native decode step computes what torch computes from the same weights."""
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=96, n_positions=24, vocab_size=50)
+    dtype = ACTIVATIONS[precision]
+    native, exact = _random_transformers(config, [pack, Blas], dtype)
+    tokens = torch.arange(20, device=CPU)
+    logits = []
+    with torch.inference_mode():
+        for transformer in (native, exact):
+            past = transformer.new_cache(3)
+            transformer(tokens[:18].view(3, 6), past.kv, 0)
+            starts = torch.tensor([6, 3, 5], device=CPU)
+            logits.append(transformer.next_logits(tokens[:3], past, starts))
+    if right := _relative(*logits) < 2 * TOLERANCE[precision]:
+        return right
+    note("its decode step does not compute what torch computes")
+    return False
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The RMS of a difference over the RMS of the tensor; infinite for NaN."""
+    error = (found - expected).double().norm() / expected.double().norm()
+    return float(error.nan_to_num(math.inf))
+
+
+def _random_transformers(
+    config: GPT2Config, packs: Sequence[Pack], dtype: torch.dtype
+) -> list[Transformer]:
+    """A transformer of the same random weights for each kernel."""
+    draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
+    drawn = {name: draw(shape) / 20 for name, shape in expected_shapes(config).items()}
+    embedding = drawn["wte.weight"].to(dtype), drawn["wpe.weight"].to(dtype)
+
+    def read(name: str) -> list[Tensor]:
+        return [drawn[name]]
+
+    with torch.no_grad():
+        return [transformer_class(pack)(config, embedding, read, pack, dtype) for pack in packs]
 
 
 def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 7) -> list[float]:
     """The cost of a token with each kernel: of a decode step, and of its part in a prefill.
 
-    Each is the best of several times. The kernels are timed in turns, so that noise affects all of
-    them alike.
+    They run a quarter of gpt2. Each cost is the best of several times. The kernels are timed in
+    turns, so that noise affects all of them alike.
     """
-    block = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
-    sizes = [*block * LAYERS, (768, 50257 * LAYERS // 12)]  # a quarter of gpt2, and of its head
-    seeded = torch.Generator(CPU).manual_seed(0)
-    draw = partial(torch.randn, generator=seeded, dtype=dtype, device=CPU)
-    packed = [[pack(draw(size), draw(size[1])) for size in sizes] for pack in packs]
+    config = GPT2Config(n_layer=LAYERS, n_positions=2 * PROMPT, vocab_size=50257 * LAYERS // 12)
+    built = _random_transformers(config, packs, dtype)
+    ids = torch.arange(PROMPT, device=CPU)
+
+    def decode_step(transformer: Transformer, past: Cache) -> None:
+        transformer.next_logits(ids[:rows], past, PROMPT)
+
+    def prefill(transformer: Transformer, past: Cache) -> None:
+        transformer(ids[None], past.kv, 0)
+
     costs = [0.0] * len(packs)
-    for count in (rows, PROMPT):
-        inputs = {size: draw(count, size) for size in (768, 3072)}
+    # The rows of a decode step are tokens of several texts, those of a prefill of one text.
+    for run, batch, share in ((decode_step, rows, 1), (prefill, 1, 1 / PROMPT)):
+        runs = [partial(run, transformer, transformer.new_cache(batch)) for transformer in built]
         times: list[list[float]] = [[] for _ in packs]
         for _ in range(repeats):
-            for results, matrices in zip(times, packed, strict=True):
+            for results, one in zip(times, runs, strict=True):
                 start = time.perf_counter()
-                for matrix, (size, _) in zip(matrices, sizes, strict=True):
-                    matrix(inputs[size])
+                with torch.inference_mode():
+                    one()
                 results.append(time.perf_counter() - start)
-        # The rows of a prefill are tokens of one text, those of a decode step of several texts.
-        share = 1 if count == rows else 1 / count
         costs = [cost + min(results) * share for cost, results in zip(costs, times, strict=True)]
     return costs
 
 
 def _machine() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line for line in info if line.startswith("model name")).partition(": ")[2]
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()  # which starts another process
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{processor()['model name']}, {capability}, torch {torch.__version__}"
 
 
 def _memory() -> Path | None:
     """The file of measured choices; None if no folder for it can be found."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):  # the XDG standard says to ignore these
-        try:
-            root = str(Path.home() / ".cache")
-        except (RuntimeError, KeyError):  # neither HOME nor a user entry
-            return None
-    return Path(root) / "gpt2-compat" / "kernels.json"
+    folder = cache_folder()
+    return folder / "kernels.json" if folder else None
 
 
 def _read_memory() -> dict[str, str]:

@@ -3,8 +3,7 @@
 Each packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out). Several
 use operators that torch does not document. `kernels` selects these only where they work.
 
-The tensors are plain attributes, which are faster to read than registered buffers. `torch.compile`
-treats both as constants when it freezes weights.
+The tensors are plain attributes, which are faster to read than registered buffers.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -65,18 +65,6 @@ class Cache:
             self.kv = torch.frombuffer(self.memory, dtype=like.dtype).view(shape)
         else:
             self.kv = like.new_zeros(shape)
-
-    @cached_property
-    def per_layer(self) -> list[Tensor]:
-        """Each layer's keys and values (2, B, H, N, D), as tensors of their own on the same memory.
-
-        The compiler copies a tensor that is written to through a view of a larger one.
-        """
-        dtype, shape = self.kv.dtype, self.kv.shape[1:]
-        count = prod(shape)
-        starts = range(0, len(self.memory), count * dtype.itemsize)
-        layer = partial(torch.frombuffer, self.memory, dtype=dtype, count=count)
-        return [layer(offset=start).view(shape) for start in starts]
 
     def keep(self, rows: Tensor, length: int) -> None:
         """Continue with these rows of the batch, of which `length` positions are in use."""
@@ -203,12 +191,12 @@ class Transformer(nn.Module):
         """An empty cache for `batch` sequences."""
         return Cache(self.config, batch, self.wte)
 
-    def forward(self, tokens: Tensor, kv: Tensor | Sequence[Tensor], start: int | Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
         """Hidden states (B, T, C) of tokens (B, T), whose keys and values are added to the cache.
 
         Args:
             tokens: (B, T).
-            kv: the cache of the positions before `start`, as `Cache.kv` or `Cache.per_layer`.
+            kv: the cache of the positions before `start`, as `Cache.kv`.
             start: position of the first token, or (B,) with T = 1 for sequences of different
                 lengths.
         """
@@ -221,18 +209,14 @@ class Transformer(nn.Module):
             index: Any = (..., positions, slice(None))
             if T > 1 and start:
                 mask = self.causal[positions, :S]
-            if isinstance(kv, Tensor):  # one slice of all layers instead of one for each
-                into, index = kv[index].unbind(0), ...
+            into, index = kv[index].unbind(0), ...  # one slice instead of one for each layer
         else:
             S, positions = int(start.max()) + 1, start[:, None]
             rows = torch.arange(B, device=self.device)[:, None, None]
             heads = torch.arange(self.config.n_head, device=self.device)[:, None]
             index = (slice(None), rows, heads, positions[:, None])
             mask = self.causal[start, :S][:, None, None]  # (B, 1, 1, S)
-        if isinstance(kv, Tensor):
-            seen: Sequence[Tensor] = kv[..., :S, :].unbind(0)
-        else:
-            seen = [layer[..., :S, :] for layer in kv]
+        seen = kv[..., :S, :].unbind(0)
         x = (self.wte[tokens].to(self.dtype) + self.wpe[positions]).view(B * T, -1)
         with self.attention():
             for i, block in enumerate(self.h):
@@ -259,8 +243,10 @@ class Transformer(nn.Module):
     def why_not_finite(self, context: Sequence[int]) -> str:
         """The error message for non-finite logits after a context."""
 
-        def run() -> Tensor:
-            return self.logits(self.prefill([context], self.new_cache(1)))
+        def run() -> Tensor:  # by the modules, in one pass, whatever a subclass does
+            ids = torch.tensor([context], device=self.device)
+            hidden = Transformer.forward(self, ids, self.new_cache(1).kv, 0)
+            return Transformer.logits(self, hidden)
 
         found = first_not_finite(self, expand_taps(TAPS, self.config.n_layer), run)
         return not_finite_message(found, self.dtype, len(context))

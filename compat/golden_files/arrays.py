@@ -213,21 +213,22 @@ def describe(array: Array) -> str:
 
 
 class Writer:
-    """Writes arrays one after the other into a file that appears only when it is complete.
+    """Writes arrays, in any order, into a file that appears only when it is complete.
 
     Args:
         path: with the suffix .safetensors or .npz.
-        shapes: of every array, in the order in which they are written, and their data types.
+        shapes: of every array, in the order in which they lie in the file, and their data types.
         metadata: a JSON text for the header.
     """
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
     ) -> None:
-        self.path, self._order = path, list(shapes)
+        self.path, self._missing = path, set(shapes)
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._is_npz = path.suffix == ".npz"
-        self._shapes, self._metadata, self._next = shapes, metadata, 0
+        self._shapes, self._metadata = shapes, metadata
+        self._starts: dict[str, int] = {}
 
     def __enter__(self) -> Writer:
         try:
@@ -240,20 +241,22 @@ class Writer:
             self._file = zipfile.ZipFile(self._file, "w")
             self._write_member("metadata", np.array(self._metadata))
         else:
-            self._file.write(_header(self._shapes, self._metadata))
+            header, starts = _header(self._shapes, self._metadata)
+            self._file.write(header)
+            self._starts = {name: len(header) + start for name, start in starts.items()}
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next array."""
-        expected = self._order[self._next]
+        """Write one array."""
         shape, dtype = self._shapes[name]
-        assert name == expected and tuple(tensor.shape) == shape, (name, expected, tensor.shape)
-        self._next += 1
+        assert name in self._missing and tuple(tensor.shape) == shape, (name, tensor.shape)
+        self._missing.remove(name)
         tensor = tensor.detach().to(dtype).contiguous()
         try:
             if self._is_npz:
                 self._write_member(name, tensor.numpy())
             else:
+                self._file.seek(self._starts[name])
                 self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise self._failed(error) from None
@@ -268,7 +271,7 @@ class Writer:
             self._file.close()
             file.close()
             if kind is None:
-                assert self._next == len(self._order)
+                assert not self._missing, self._missing
                 os.replace(self._temporary, self.path)
         except OSError as error:
             if kind is None:
@@ -283,8 +286,10 @@ class Writer:
         )
 
 
-def _header(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str) -> bytes:
-    """The length and the JSON with which a safetensors file begins."""
+def _header(
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
+) -> tuple[bytes, dict[str, int]]:
+    """The length and the JSON with which a safetensors file begins; where each array starts."""
     import json
 
     codes = {
@@ -292,11 +297,12 @@ def _header(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata:
         torch.int64: "I64",
     }  # fmt: skip
     entries: dict[str, Any] = {"__metadata__": {"golden": metadata}}
-    start = 0
+    starts, start = {}, 0
     for name, (shape, dtype) in shapes.items():
+        starts[name] = start
         end = start + dtype.itemsize * int(np.prod(shape, dtype=object))
         entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, starts

@@ -23,6 +23,8 @@ from compat.parity.compare import MAX_ERROR_RATIO
 HALF_ROUNDINGS = 4.0
 # The worst position may have this many times the error of the reference at its worst position.
 MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
+# An array of zeros has the error 1. Where rounding may cause half of that, nothing can be judged.
+LARGEST_BOUND = 0.5
 SMALLEST_ROW = 1e-3  # over the RMS of all rows; the error of a smaller row is related to this size
 ELEMENTS = 1 << 22  # that are compared in float64 at once
 SAMPLED, SAMPLED_COLUMNS = 8, 4096  # of a projection's input and weight, for its plain sums
@@ -77,6 +79,8 @@ def error(ours: Tensor, reference: Tensor) -> Error:
 @dataclass(frozen=True)
 class Bound:
     """The largest differences that pass at one tap, in one data type of the candidate.
+
+    All but the first are NaN where a correct run in half precision is too far off to be judged.
 
     Args:
         own: the reference's own error against float64, to which differences are related in reports.
@@ -133,6 +137,8 @@ class Calibration:
         factor = HALF_ROUNDINGS if self.half else self.sums
         rms = (1 + MAX_ERROR_RATIO * factor) * self.accumulated
         local = MAX_ERROR_RATIO * max(local * factor, plain or 0.0)
+        if self.half and not rms <= LARGEST_BOUND:
+            return Bound(own.rms, math.nan, math.nan, math.nan)
         return Bound(own.rms, rms, (1 + MAX_POSITION_RATIO * factor) * worst, local)
 
 

@@ -111,11 +111,12 @@ class Comparison:
                 f"bounds for {dtype}, which hide small deviations"
             )
         if self._unjudged:
-            text = (
-                f"there are no bounds for gradients in half precision: {listed(self._unjudged, 4)}"
-            )
+            dtype = str(self._precision).removeprefix("torch.")
+            text = f"rounding to {dtype} alone may change half of {listed(self._unjudged, 4)}"
             if not found:
-                raise ParityError(f"{text}. Compute and store them in float32.")
+                raise ParityError(
+                    f"nothing can be compared: {text}. Compute and store them in float32."
+                )
             self.notes.append(f"not compared, because {text}")
         for text, names in self._layouts.items():
             self.notes.append(

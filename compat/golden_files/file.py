@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import DTYPES, GPT2Config
-from compat.display import framed, write_page
+from compat.display import HtmlPage
 from compat.errors import ConfigError, ParityError, short_repr
 from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
 from compat.golden_files.backward import readers_of
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(repr=False)
-class Golden:
+class Golden(HtmlPage):
     """What `transformers` computes for some ids: taps, gradients and decode steps, with bounds.
 
     Args:
@@ -47,6 +46,8 @@ class Golden:
         arrays: by name, read when they are needed.
         path: of the file, or None for arrays in memory.
     """
+
+    _height = 480
 
     metadata: dict[str, Any]
     arrays: Arrays
@@ -198,17 +199,6 @@ class Golden:
             f"<Golden {place}: {self.source}, {self.metadata['dtype']}, {B} × {T} ids, "
             f"{len(self.taps)} taps{extra}>"
         )
-
-    def _repr_html_(self) -> str:
-        return framed(self, height=480)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page that lists what is recorded.
-
-        Raises:
-            CompatError: the file cannot be written.
-        """
-        write_page(self, path)
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
         """The metadata as plain values.

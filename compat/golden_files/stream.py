@@ -1,49 +1,133 @@
-"""A model's hidden states one block at a time, while the model runs."""
+"""A model's hidden states and gradients one at a time, while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from queue import Queue
 from threading import Event, Thread
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compat.checkpoint.layout import plain_name
+from compat.golden_files.backward import next_token_loss
+from compat.golden_files.contents import LOSS
 from compat.tap import Tap, hook_tap
+
+Record = Callable[[str, Tensor], None]
 
 
 class _Stopped(Exception):
-    """Raised in the model's thread when nobody reads its hidden states any more."""
+    """Raised in the model's thread when nobody reads what it records any more."""
 
 
 def stream_taps(model: nn.Module, taps: Sequence[Tap], ids: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Run a model on ids (B, T) and yield a copy of every hidden state as soon as it is computed.
+    """Run a model on ids (B, T) and yield a copy of each hidden state as soon as it is computed."""
 
-    The model runs in a thread that waits for the reader, so that only a few hidden states are in
-    memory at a time. They come in the order in which the model computes them.
+    def run(record: Record) -> None:
+        def copy(tap: str, value: Tensor) -> None:
+            record(tap, value.detach().clone())
+
+        with torch.no_grad(), ExitStack() as hooks:
+            for tap in taps:
+                module = model.get_submodule(tap.module)
+                hooks.enter_context(hook_tap(module, tap, partial(copy, tap.name)))
+            model(ids)
+
+    return _stream(run)
+
+
+def stream_gradients(
+    model: nn.Module, taps: Sequence[Tap], ids: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Run a reference forward and backward, and yield every gradient as soon as it is computed.
+
+    Args:
+        model: returns logits; its parameters have Hugging Face's names.
+        taps: where gradients are recorded.
+        ids: (B, T).
+
+    Yields:
+        "loss", the mean cross-entropy of ids[:, 1:] given the ids before each; and its gradients by
+        the name of the tap or of the parameter.
+    """
+    # q, k and v are views that the model does not read, so their whole tensor is watched.
+    places = {tap.name: [tap] for tap in taps if tap.part is None}
+    for tap in taps:
+        if tap.part is not None:
+            places.setdefault(tap.module, []).append(tap)
+
+    def run(record: Record) -> None:
+        without: dict[str, Any] = {
+            plain_name(name): parameter for name, parameter in model.named_parameters()
+        }
+
+        def record_tap(parts: Sequence[Tap], gradient: Tensor) -> None:
+            for tap in parts:
+                part = gradient if tap.part is None else gradient.chunk(3, dim=-1)[tap.part]
+                record(tap.name, part.clone())
+
+        def observe(parts: Sequence[Tap], value: Any) -> None:
+            value.register_hook(partial(record_tap, parts))
+
+        def record_parameter(name: str, parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            del without[name]
+            record(name, gradient)
+
+        before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            with torch.enable_grad(), ExitStack() as hooks:
+                for name, parameter in without.items():
+                    parameter.requires_grad_(True)
+                    hook = parameter.register_post_accumulate_grad_hook(
+                        partial(record_parameter, name)
+                    )
+                    hooks.callback(hook.remove)
+                for parts in places.values():
+                    whole = replace(parts[0], part=None)
+                    module = model.get_submodule(whole.module)
+                    hooks.enter_context(hook_tap(module, whole, partial(observe, parts)))
+                loss = next_token_loss(model(ids).logits, ids)
+                record(LOSS, loss.detach())
+                torch.autograd.backward(loss)
+            for name, parameter in without.items():
+                record(name, torch.zeros_like(parameter))
+        finally:
+            for parameter, required in before:
+                parameter.requires_grad_(required)
+                parameter.grad = None
+
+    return _stream(run)
+
+
+def _stream(run: Callable[[Record], None]) -> Iterator[tuple[str, Tensor]]:
+    """What a function records, while it runs.
+
+    It runs in a thread that waits for the reader, so that only a few tensors are in memory at a
+    time. They come in the order in which they are computed.
     """
     queue: Queue[tuple[str, Tensor] | BaseException | None] = Queue(maxsize=1)
     stopped = Event()
 
-    def record(tap: str, value: Tensor) -> None:
-        queue.put((tap, value.detach().clone()))
+    def record(name: str, value: Tensor) -> None:
+        queue.put((name, value))
         if stopped.is_set():
             raise _Stopped
 
-    def run() -> None:
+    def in_thread() -> None:
         try:
-            with torch.no_grad(), ExitStack() as hooks:
-                for tap in taps:
-                    module = model.get_submodule(tap.module)
-                    hooks.enter_context(hook_tap(module, tap, partial(record, tap.name)))
-                model(ids)
+            run(record)
             queue.put(None)
-        except BaseException as error:  # raised again where the hidden states are read
+        except BaseException as error:  # raised again where the tensors are read
             queue.put(error)
 
-    thread = Thread(target=run, daemon=True)
+    thread = Thread(target=in_thread, daemon=True)
     thread.start()
     try:
         while (item := queue.get()) is not None:
@@ -56,3 +140,25 @@ def stream_taps(model: nn.Module, taps: Sequence[Tap], ids: Tensor) -> Iterator[
             if not queue.empty():
                 queue.get()
             thread.join(0.01)
+
+
+def in_pairs(
+    ours: Iterator[tuple[str, Tensor]], *others: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, tuple[Tensor, ...]]]:
+    """Tensors of one name together, from runs that compute them in slightly different orders.
+
+    Args:
+        ours: the first run.
+        others: runs of one order, which have the same names as the first.
+
+    Yields:
+        The name, the tensor of the first run and those of the others.
+    """
+    waiting: dict[str, Tensor] = {}
+    waiting_others: dict[str, tuple[Tensor, ...]] = {}
+    for (name, tensor), *found in zip(ours, *others, strict=True):
+        waiting[name] = tensor
+        waiting_others[found[0][0]] = tuple(value for _, value in found)
+        for each in (name, found[0][0]):
+            if each in waiting and each in waiting_others:
+                yield each, waiting.pop(each), waiting_others.pop(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from compat.golden_files.contents import (
     shape_of,
 )
 from compat.golden_files.file import Golden
-from compat.golden_files.gradients import exact_gradients, gradients
+from compat.golden_files.gradients import gradients
 from compat.golden_files.pieces import (
     GPT2,
     Piece,
@@ -52,7 +52,7 @@ from compat.golden_files.pieces import (
     run_piece,
     split_heads,
 )
-from compat.golden_files.stream import stream_taps
+from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
@@ -88,7 +88,7 @@ def golden(
             separated by commas, such as "h.0.*,logits".
         dtype: of the reference; by default the checkpoint's.
         gradients: also record the loss of the next ids, and its gradients at all selected taps and
-            of all parameters. Needs memory for twice the parameters.
+            of all parameters.
         decode: the number of greedy steps through the KV cache whose logits are recorded.
         revision, n_head: see `open_checkpoint`.
 
@@ -204,7 +204,7 @@ class _Recording:
         self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
         runs = [chain(self.weights)]
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
-        runs += [_half_run(self.weights, dtype) for dtype in HALF]
+        runs += [chain(*_half(self.weights, dtype)) for dtype in HALF]
         before: dict[str, Tensor] = {}  # the residual stream that enters the block
         for group in taps_in_layers(stream_taps(self.model, taps, self.ids)):
             names = sorted(group, key=tap_names(self.config.n_layer).index)
@@ -244,21 +244,26 @@ class _Recording:
             true_logits(self.checkpoint, self.checkpoint.dtype, ids, chained, torch.float64)
 
     def _write_gradients(self, write: Write) -> None:
+        """Run the backward passes in lockstep, as `_write_taps` does the forward passes."""
         taps = transformers_gpt2.taps(self.config.n_layer, "eager")
-        ours = gradients(self.model, taps, self.ids)
         calibration = Calibration(self.dtype, half=self.dtype in HALF)
         calibration.sums = self.calibration.sums
-        unjudged = [[float("nan")] * len(COLUMNS)] * len(HALF)
-        for name, exact in exact_gradients(self.weights):
-            bound = calibration.bound(ours[name], exact)
-            label = name if name == LOSS else GRADIENT + name
-            if name == LOSS or name in self.selected or name in self.parameters:
-                self.bounds[label] = [bound.to_list(), *unjudged]
-        for name in (LOSS, *self.selected, *self.parameters):
-            write(name if name == LOSS else GRADIENT + name, ours[name])
-        # The bounds are written in the order of the arrays.
-        for name in (LOSS, *(GRADIENT + n for n in (*self.selected, *self.parameters))):
-            self.bounds[name] = self.bounds.pop(name)
+        simulations = [Calibration(dtype, half=True) for dtype in HALF]
+        runs = [gradients(self.weights)]
+        runs += [gradients(*_half(self.weights, dtype)) for dtype in HALF]
+        recorded = {LOSS, *self.selected, *self.parameters}
+        for name, ours, (exact, *halves) in in_pairs(
+            stream_gradients(self.model, taps, self.ids), *runs
+        ):
+            rows = [calibration.bound(ours, exact)]
+            rows += [
+                simulation.bound(half, exact)
+                for simulation, half in zip(simulations, halves, strict=True)
+            ]
+            if name in recorded:
+                label = name if name == LOSS else GRADIENT + name
+                write(label, ours)
+                self.bounds[label] = [row.to_list() for row in rows]
 
     def _write_decode(self, write: Write) -> None:
         """Decode greedily through the KV cache, and calibrate by one run without a cache."""
@@ -291,8 +296,10 @@ def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
     arrays[name] = Array(shape, str(dtype).removeprefix("torch."), lambda: kept)
 
 
-def _half_run(weights: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """A run in half precision, with weights, taps and scores rounded and sums in float32."""
+def _half(
+    weights: Weights, dtype: torch.dtype
+) -> tuple[Weights, Pieces, Callable[[Tensor], Tensor]]:
+    """What to run in half precision: weights, taps and scores are rounded, sums are in float32."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
@@ -304,7 +311,7 @@ def _half_run(weights: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tenso
     pieces: Pieces = {**GPT2, "probs": Piece(("q", "k"), probs)}
     read = weights.read
     narrow = Weights(weights.config, weights.ids, lambda name: rounded(read(name)), torch.float32)
-    return chain(narrow, pieces, rounded)
+    return narrow, pieces, rounded
 
 
 @torch.no_grad()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import linecache
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compat.display import framed, write_page
+from compat.display import HtmlPage
 from compat.errors import ParityError, collapse_layers, listed
 from compat.parity.compare import Difference, TapResult
 
@@ -186,7 +185,7 @@ class GradientsProof:
 
 
 @dataclass(frozen=True, repr=False)
-class ParityReport:
+class ParityReport(HtmlPage):
     """The result of `check_parity`; `to_json(full=True)` has the same fields.
 
     Args:
@@ -378,17 +377,6 @@ class ParityReport:
     def __repr__(self) -> str:
         """The verdict, and the sentence that gives the reason."""
         return f"<ParityReport {'✓' if self.passed else '✗'} {self.headline}>"
-
-    def _repr_html_(self) -> str:
-        return framed(self, height=640)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page, without scripts and without links to other files.
-
-        Raises:
-            CompatError: the file cannot be written.
-        """
-        write_page(self, path)
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
         """The report as plain values; a number that is not finite becomes None.

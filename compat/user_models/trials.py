@@ -2,7 +2,7 @@
 
 Each value that an entry could have is tried in a small model. Values with which it cannot be built
 or called are out; of the others, those win with which it has as many parameters as a GPT-2 of the
-same sizes. A wrong choice shows in the proof, and the caller is told what was built.
+same sizes. The proof fails after a wrong choice, and a note says what was built.
 """
 
 from __future__ import annotations

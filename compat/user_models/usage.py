@@ -21,7 +21,8 @@ _TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Attributes that the code makes itself, other than from their old value, and buffers.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
-LIBRARIES = set("F math nn np numpy os sys torch".split())  # whose names are no entries of configs
+# Attributes of these modules are not config entries.
+LIBRARIES = set("F math nn np numpy os sys torch".split())
 TRANSPOSES = {"T", "H", "mT", "mH"}  # of tensors
 # The names of the modules that a target's file imported from its project; see target.py.
 SIBLINGS: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from compat import CompatError, ParityError
 from compat.golden_files import Golden, golden
@@ -120,13 +122,49 @@ def test_a_right_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
     assert finding.code == "scaled_gradient" and finding.values["found"] == 0.3
 
 
-def test_gradients_in_half_precision_are_not_judged(reference: Golden) -> None:
-    half = {name: reference.read(name).half() for name in ("logits", "grad.h.1.fc")}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_are_judged(reference: Golden, dtype: torch.dtype) -> None:
+    """`transformers` computing in half precision passes, and damage in one parameter does not."""
+    half = by_transformers(reference, dtype)
     report = reference.check(half)
-    assert [tap.tap for tap in report.taps] == ["logits"]
-    assert any("no bounds for gradients in half precision" in note for note in report.notes)
-    with pytest.raises(ParityError, match=r"no bounds.*float32"):
-        reference.check({"grad.h.1.fc": half["grad.h.1.fc"]})
+    assert report.passed, report.headline
+    assert {tap.tap for tap in report.taps} == set(half)
+    for name in ("h.1.mlp.c_fc.weight", "h.0.ln_1.bias", "wte.weight", "h.2.act"):
+        damaged = half[f"grad.{name}"] * 1.3
+        report = reference.check({**half, f"grad.{name}": damaged})
+        assert report.first_divergence == f"grad.{name}"
+        assert not reference.check({**half, f"grad.{name}": torch.zeros_like(damaged)}).passed
+
+
+def by_transformers(reference: Golden, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The logits, the loss and the gradients of the reference in half precision."""
+    model: Any = noisy_reference().to(dtype)
+    model.set_attn_implementation("eager")
+    kept: dict[str, Tensor] = {}
+
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(partial(kept.__setitem__, "h.2.act"))
+
+    model.transformer.h[2].mlp.act.register_forward_hook(watch)
+    logits = model(reference.ids).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), reference.ids[:, 1:].flatten())
+    loss.backward()
+    kept |= {name: p.grad for name, p in model.transformer.named_parameters()}
+    found = {f"grad.{name}": gradient for name, gradient in kept.items()}
+    return {"logits": logits.detach(), "loss": loss.detach(), **found}
+
+
+def test_what_rounding_destroys_is_not_judged(
+    tiny: Path, reference: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compat.golden_files.bounds.LARGEST_BOUND", 1e-9)
+    made = golden(tiny, input_ids=reference.ids, gradients=True)
+    half = {name: made.read(name).half() for name in ("logits", "grad.h.1.fc")}
+    with pytest.raises(ParityError, match=r"rounding to float16 alone.*float32"):
+        made.check(half)
+    report = made.check({"embed": made.read("embed"), **half})
+    assert [tap.tap for tap in report.taps] == ["embed"]
+    assert any("rounding to float16 alone" in note for note in report.notes)
 
 
 def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> None:

@@ -64,7 +64,6 @@ PEERS = (
     Peer("llama.cpp", "q8_0 no AMX", "int8", "llama_cpp", "llama_cpp", True, "llama.cpp q8_0"),
     Peer("engine", "int8", "int8", "engine", "compat"),
     Peer("engine", "int8+int8", "int8", "engine", "compat", batches=False),
-    Peer("engine", "int8+compile", "int8", "engine", "compat", batches=False),
 )
 INSTALL = "pip install -c constraints.txt -e '.[bench]'"
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight, scales left out

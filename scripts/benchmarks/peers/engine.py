@@ -1,4 +1,4 @@
-"""compat's engine. The kind is its data type, and after a + the speculation or "compile"."""
+"""compat's engine. The kind is its data type, and after a + the speculation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from compat.engine import Engine
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     torch.set_num_threads(threads)
-    dtype, _, option = kind.partition("+")
-    settings = {"compile": True} if option == "compile" else {"speculate": option or None}
-    engine = Engine.from_pretrained(folder, dtype=dtype, max_batch=batch, **settings)
+    dtype, _, speculate = kind.partition("+")
+    engine = Engine.from_pretrained(
+        folder, dtype=dtype, max_batch=batch, speculate=speculate or None
+    )
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []

@@ -1,0 +1,640 @@
+// GPT-2's decode step: embedding, all layers and logits of a few tokens in one call.
+//
+// Names are those of the papers: "Language Models are Unsupervised Multitask Learners" (Radford et
+// al. 2019) and "Attention Is All You Need" (Vaswani et al. 2017). A pass reads M rows. A row is one
+// token of one sequence, at one position: a batch has a row for each sequence, and the verification
+// of draft tokens has several rows of one sequence. The weights are read once for all rows.
+//
+//   C channels, H heads, D = C / H head size, N positions, K inputs and O outputs of a product.
+//
+// Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
+// Products therefore read four rows of a weight at a time and prefetch the next four. Activations are
+// float32, except the input of a product of int8 weights, which is quantized.
+//
+// Every function below `decode` is called by all threads of the team, which share its loops and
+// wait for each other at their ends. A result does not depend on the number of threads or rows.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Vectors of float32. The compiler's vector types cover AVX-512, AVX2 and NEON alike, and become
+// scalar code on a processor without any. Products of 8 and 16 bits have instructions of their own.
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef uint16_t bfloat16;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t half_bits __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t unaligned_half __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+#define UNROLL _Pragma("GCC unroll 4")  // so that the compiler keeps an array in registers
+#define INLINE static inline __attribute__((always_inline))
+#define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
+#define BLOCK 64      // activations that are quantized with one scale
+#define LOW 254.0f    // low terms of quantized activations to one of the high term
+#define CHUNK 256     // activations that a thread takes at a time
+#define ALIGNMENT 64  // bytes
+#define ROUNDING 12582912.0f  // 1.5 · 2^23, whose addition rounds a float32 to an integer
+
+INLINE vec load(const float *p) { return *(const unaligned_vec *)p; }
+INLINE void store(float *p, vec x) { *(unaligned_vec *)p = x; }
+INLINE vec broadcast(float x) { return x - (vec){0}; }
+INLINE vec choose(bits mask, vec yes, vec no) {
+    return (vec)((mask & (bits)yes) | (~mask & (bits)no));
+}
+
+INLINE vec load_bfloat16(const bfloat16 *p) {
+    return (vec)(__builtin_convertvector(*(const unaligned_half *)p, bits) << 16);
+}
+
+INLINE float to_float(bfloat16 x) {
+    uint32_t wide = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &wide, sizeof y);
+    return y;
+}
+
+// Rounds to nearest, ties to even.
+INLINE void store_bfloat16(bfloat16 *p, vec x) {
+    const bits wide = (bits)x, rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    const bits nan = (bits){0} + 0x7fc0;
+    *(unaligned_half *)p =
+        __builtin_convertvector((bits)choose((bits)(x == x), (vec)rounded, (vec)nan), half_bits);
+}
+
+INLINE bfloat16 to_bfloat16(float x) {
+    bfloat16 rounded[LANES];
+    store_bfloat16(rounded, broadcast(x));
+    return rounded[0];
+}
+
+INLINE float sum(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
+}
+
+INLINE float largest(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+// exp(x) to about one unit in the last place: 2^n · e^r with |r| ≤ ln 2 / 2, and e^r by the
+// polynomial of Cephes' expf. NaN stays NaN; |x| is limited to what a float32 can hold.
+INLINE vec exponential(vec x) {
+    const vec low = broadcast(-87.0f), high = broadcast(88.0f);
+    x = choose((bits)(x < low), low, choose((bits)(x > high), high, x));
+    vec shifted = x * 1.44269504f + ROUNDING;
+    vec n = shifted - ROUNDING;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vec)(((bits)shifted << 23) + 0x3f800000);
+}
+
+INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The model. Python fills these structures in; `native.py` has the same fields in the same order.
+
+enum type { FLOAT32, BFLOAT16, INT8 };
+enum activation { GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH };
+
+typedef struct {
+    const void *weight;  // (O, K) of the model's type
+    const float *scale;  // (O,) of an int8 weight
+    const float *bias;   // (O,) or NULL
+    int64_t n_out, n_in;
+} Matrix;
+
+typedef struct {
+    const float *weight, *bias;  // (C,); the bias may be NULL
+    float eps;
+} Norm;
+
+typedef struct {
+    Norm ln_1, ln_2;
+    Matrix c_attn, attn_proj, c_fc, mlp_proj;
+    float scale;        // of attention scores
+    int64_t activation;
+} Block;
+
+typedef struct {
+    int64_t n_layer, n_head, n_embd, n_inner, n_positions;
+    int64_t weights;     // type of the matrices
+    int64_t stored;      // type of the embedding and the cache, FLOAT32 or BFLOAT16
+    const void *wte, *wpe;
+    const Block *h;
+    Norm ln_f;
+    Matrix lm_head;
+} Model;
+
+typedef struct {
+    int64_t n_rows;                                     // M
+    const int64_t *tokens, *sequences, *positions;      // (M,)
+    void *kv;                                           // (L, 2, B, H, N, D)
+    int64_t layer_stride, kv_stride, sequence_stride;   // of the cache, in elements
+} Batch;
+
+// Activations of a pass, and the input of a product of int8 weights.
+typedef struct {
+    float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
+    float *scores;                         // (M, H, N)
+    int8_t *quantized;                     // (M, blocks of K, 2, BLOCK)
+    float *scales;                         // (M, blocks of K)
+    float *offsets;                        // (M,): what OFFSET adds to a product
+} Scratch;
+
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+static char *take(char **free, int64_t bytes) {
+    char *taken = *free;
+    *free += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return taken;
+}
+
+static Scratch divide(char **free, const Model *model, int64_t rows) {
+    const int64_t C = model->n_embd, widest = max(C, model->n_inner), f = sizeof(float);
+    Scratch s;
+    s.x = (float *)take(free, rows * C * f);
+    s.normed = (float *)take(free, rows * C * f);
+    s.qkv = (float *)take(free, rows * 3 * C * f);
+    s.heads = (float *)take(free, rows * C * f);
+    s.fc = (float *)take(free, rows * model->n_inner * f);
+    s.scores = (float *)take(free, rows * model->n_head * model->n_positions * f);
+    s.quantized = (int8_t *)take(free, rows * blocks(widest) * 2 * BLOCK);
+    s.scales = (float *)take(free, rows * blocks(widest) * f);
+    s.offsets = (float *)take(free, rows * f);
+    return s;
+}
+
+// Bytes of scratch memory for so many rows; it has to be aligned to ALIGNMENT.
+int64_t scratch_size(const Model *model, int64_t rows) {
+    char *end = NULL;
+    divide(&end, model, rows);
+    return (int64_t)(end - (char *)NULL);
+}
+
+// Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K): one function for each
+// pair of types. n and m are constants of at most TILE wherever these are inlined, so that the
+// compiler keeps all sums in registers.
+
+INLINE void tile_float32(const float *w, const float *x, int64_t K, int n, int m,
+                         float out[TILE][TILE]) {
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        UNROLL for (int i = 0; i < n; i++) {
+            __builtin_prefetch(w + (n + i) * K + k);
+            vec v = load(w + i * K + k);
+            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
+        }
+    }
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) {
+            out[i][j] = sum(sums[i][j]);
+            for (int64_t l = k; l < K; l++) out[i][j] += w[i * K + l] * x[j * K + l];
+        }
+}
+
+// Also keys by queries. Intel's product of two bfloat16 vectors takes longer than widening one.
+INLINE void tile_bfloat16(const bfloat16 *w, const float *x, int64_t K, int n, int m,
+                       float out[TILE][TILE]) {
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        UNROLL for (int i = 0; i < n; i++) {
+            __builtin_prefetch(w + (n + i) * K + k);
+            vec v = load_bfloat16(w + i * K + k);
+            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
+        }
+    }
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) {
+            out[i][j] = sum(sums[i][j]);
+            for (int64_t l = k; l < K; l++) out[i][j] += to_float(w[i * K + l]) * x[j * K + l];
+        }
+}
+
+// Integer products of a block: the lanes of `dot` add up to the sum of all 64.
+
+#if defined(__AVX512VNNI__)
+#define OFFSET 128  // the instruction takes unsigned weights: q + 128, which is q ^ 0x80
+typedef __m512i block;
+INLINE block load_block(const int8_t *p) { return _mm512_loadu_si512(p); }
+INLINE block load_weights(const int8_t *p) {
+    return _mm512_xor_si512(load_block(p), _mm512_set1_epi8((char)0x80));
+}
+INLINE vec dot(block w, block x) {
+    return (vec)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x));
+}
+#else
+#define OFFSET 0
+typedef struct { const int8_t *values; } block;
+INLINE block load_block(const int8_t *p) { return (block){p}; }
+#define load_weights load_block
+#if defined(__AVX2__)
+// |w| · (x with the sign of w): two products fit 16 bits, as 127 is the largest value of both.
+INLINE vec dot(block w, block x) {
+    __m256i total = _mm256_setzero_si256();
+    for (int half = 0; half < BLOCK; half += 32) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(w.values + half));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(x.values + half));
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+#if LANES == 16
+    return (vec)_mm512_insertf32x8(_mm512_setzero_ps(), _mm256_cvtepi32_ps(total), 0);
+#else
+    return (vec)_mm256_cvtepi32_ps(total);
+#endif
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+INLINE vec dot(block w, block x) {
+    int32x4_t total = vdupq_n_s32(0);
+    for (int i = 0; i < BLOCK; i += 16)
+        total = vdotq_s32(total, vld1q_s8(w.values + i), vld1q_s8(x.values + i));
+    return (vec)vcvtq_f32_s32(total);
+}
+#else
+INLINE vec dot(block w, block x) {
+    int32_t total = 0;
+    for (int i = 0; i < BLOCK; i++) total += (int32_t)w.values[i] * x.values[i];
+    vec only_first = {0};
+    only_first[0] = (float)total;
+    return only_first;
+}
+#endif
+#endif
+
+// int8 weights by quantized activations, in units of the weights' scales.
+INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, const float *offsets,
+                      int64_t K, int n, int m, float out[TILE][TILE]) {
+    const int64_t n_blocks = blocks(K);
+    vec sums[TILE][TILE];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
+    for (int64_t b = 0; b < n_blocks; b++) {
+        UNROLL for (int i = 0; i < n; i++) {
+            const int8_t *from = w + i * K + b * BLOCK;
+            int8_t rest[BLOCK] = {0};
+            if (K - b * BLOCK < BLOCK) from = memcpy(rest, from, (size_t)(K - b * BLOCK));
+            __builtin_prefetch(w + (n + i) * K + b * BLOCK);
+            const block v = load_weights(from);
+            UNROLL for (int j = 0; j < m; j++) {
+                const int64_t at = j * n_blocks + b;
+                const block high = load_block(x + at * 2 * BLOCK);
+                const block low = load_block(x + at * 2 * BLOCK + BLOCK);
+                sums[i][j] += (dot(v, high) + dot(v, low) * (1 / LOW)) * scales[at];
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
+}
+
+// Quantizes BLOCK activations to (high + low / 254) · scale, terms of 8 bits each. Returns the sum
+// of the rounded activations. The scale is NaN if one of the activations is not finite.
+INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
+    vec magnitudes = {0}, not_finite = {0}, total = {0};
+    for (int l = 0; l < BLOCK; l += LANES) {
+        const vec v = load(x + l), magnitude = choose((bits)(v < 0), -v, v);
+        magnitudes = choose((bits)(magnitude > magnitudes), magnitude, magnitudes);
+        not_finite += 0 * v;
+    }
+    const float most = largest(magnitudes);
+    *scale = most / 127 + sum(not_finite);
+    const float per_scale = most > 1e-30f && *scale == *scale ? 127 / most : 0;
+    for (int l = 0; l < BLOCK; l += LANES) {
+        const vec exact = per_scale ? load(x + l) * per_scale : (vec){0};
+        const vec high = exact + ROUNDING, low = (exact - (high - ROUNDING)) * LOW + ROUNDING;
+        total += (high - ROUNDING) + (low - ROUNDING) * (1 / LOW);
+        *(unaligned_bytes *)(q + l) = __builtin_convertvector((bits)high, bytes);  // the last bits
+        *(unaligned_bytes *)(q + BLOCK + l) = __builtin_convertvector((bits)low, bytes);
+    }
+    return *scale * sum(total);
+}
+
+// Quantizes activations (M, K): blocks of 64 with a scale each, so that a channel with outliers
+// costs the precision of its own block only.
+static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
+    const int64_t n_blocks = blocks(K);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        float total = 0;
+        for (int64_t b = 0; b < n_blocks; b++) {
+            const float *in = x + r * K + b * BLOCK;
+            float rest[BLOCK] = {0};
+            if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
+            const int64_t at = r * n_blocks + b;
+            total += quantize_block(in, s->quantized + at * 2 * BLOCK, s->scales + at);
+        }
+        s->offsets[r] = OFFSET * total;
+    }
+}
+
+// Multiplies n rows of a weight, from row o on, by m rows of activations, from row r on.
+INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scratch *s, int64_t o,
+                     int n, int64_t r, int m, float out[TILE][TILE]) {
+    const int64_t K = w->n_in, b = blocks(K);
+    if (type == FLOAT32) {
+        tile_float32((const float *)w->weight + o * K, x + r * K, K, n, m, out);
+    } else if (type == INT8) {
+        tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * 2 * BLOCK,
+                  s->scales + r * b, s->offsets + r, K, n, m, out);
+    } else {
+        tile_bfloat16((const bfloat16 *)w->weight + o * K, x + r * K, K, n, m, out);
+    }
+}
+
+// y (M, O) = x (M, K) · wᵀ + bias, added to y itself for a residual connection.
+INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
+                      float *y, int residual) {
+#pragma omp for schedule(static)
+    for (int64_t group = 0; group < (w->n_out + TILE - 1) / TILE; group++) {
+        const int64_t o = group * TILE, n = min(TILE, w->n_out - o);
+        for (int64_t r = 0, m; r < rows; r += m) {
+            float out[TILE][TILE];
+            m = n == TILE && rows - r >= TILE ? TILE : 1;
+            if (n < TILE)
+                for (int64_t i = 0; i < n; i++) multiply(w, type, x, s, o + i, 1, r, 1, out + i);
+            else if (m == TILE)
+                multiply(w, type, x, s, o, TILE, r, TILE, out);
+            else
+                multiply(w, type, x, s, o, TILE, r, 1, out);
+            for (int64_t j = 0; j < m; j++)
+                for (int64_t i = 0; i < n; i++) {
+                    float value = out[i][j] * (type == INT8 ? w->scale[o + i] : 1.0f);
+                    if (w->bias) value += w->bias[o + i];
+                    float *to = y + (r + j) * w->n_out + o + i;
+                    *to = residual ? *to + value : value;
+                }
+        }
+    }
+}
+
+static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
+                   float *y, int residual) {
+    if (type == FLOAT32) {
+        matmul_of(w, FLOAT32, x, rows, s, y, residual);
+    } else if (type == INT8) {
+        quantize(x, rows, w->n_in, s);
+        matmul_of(w, INT8, x, rows, s, y, residual);
+    } else {
+        matmul_of(w, BFLOAT16, x, rows, s, y, residual);
+    }
+}
+
+// Layer normalization (Ba et al. 2016): (M, C) → (M, C).
+static void layernorm(const Norm *norm, const float *x, int64_t rows, int64_t C, float *y) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *in = x + r * C;
+        float *out = y + r * C, mean = 0, variance = 0;
+        int64_t c = 0;
+        vec total = {0};
+        for (; c + LANES <= C; c += LANES) total += load(in + c);
+        for (mean = sum(total); c < C; c++) mean += in[c];
+        mean /= (float)C;
+        vec squares = {0};
+        for (c = 0; c + LANES <= C; c += LANES) {
+            const vec centred = load(in + c) - mean;
+            squares += centred * centred;
+        }
+        for (variance = sum(squares); c < C; c++) variance += (in[c] - mean) * (in[c] - mean);
+        const float scale = 1.0f / sqrtf(variance / (float)C + norm->eps);
+        for (c = 0; c < C; c++) {
+            const float normed = (in[c] - mean) * scale * norm->weight[c];
+            out[c] = norm->bias ? normed + norm->bias[c] : normed;
+        }
+    }
+}
+
+INLINE vec activate(enum activation kind, vec x) {
+    if (kind == GELU_TANH)  // 0.5x(1 + tanh u) = x · sigmoid(2u), Hendrycks & Gimpel 2016
+        return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    if (kind == QUICK_GELU) return x * sigmoid(1.702f * x);
+    if (kind == SILU) return x * sigmoid(x);
+    if (kind == RELU) return choose((bits)(x < 0), (vec){0}, x);
+    for (int i = 0; i < LANES; i++)
+        x[i] = kind == TANH ? tanhf(x[i]) : 0.5f * x[i] * (1 + erff(x[i] * 0.70710678f));
+    return x;
+}
+
+static void activation(enum activation kind, float *x, int64_t count) {
+#pragma omp for schedule(static)
+    for (int64_t start = 0; start < count; start += CHUNK) {
+        const int64_t end = min(start + CHUNK, count);
+        int64_t i = start;
+        for (; i + LANES <= end; i += LANES) store(x + i, activate(kind, load(x + i)));
+        if (i < end) {
+            float rest[LANES] = {0};
+            memcpy(rest, x + i, (size_t)(end - i) * sizeof *rest);
+            store(rest, activate(kind, load(rest)));
+            memcpy(x + i, rest, (size_t)(end - i) * sizeof *rest);
+        }
+    }
+}
+
+// The cache of one head of one sequence: keys (N, D); values follow at a distance of `kv_stride`.
+INLINE int64_t head_of(const Model *model, const Batch *batch, int64_t layer, int64_t row,
+                       int64_t head) {
+    const int64_t D = model->n_embd / model->n_head;
+    return layer * batch->layer_stride + batch->sequences[row] * batch->sequence_stride +
+           head * model->n_positions * D;
+}
+
+// Adds keys and values of all rows to the cache.
+static void append(const Model *model, const Batch *batch, int64_t layer, const Scratch *s) {
+    const int64_t H = model->n_head, C = model->n_embd, D = C / H;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < batch->n_rows * H; i++) {
+        const int64_t row = i / H, head = i % H;
+        const int64_t at = head_of(model, batch, layer, row, head) + batch->positions[row] * D;
+        for (int64_t part = 0; part < 2; part++) {
+            const float *from = s->qkv + row * 3 * C + (1 + part) * C + head * D;
+            const int64_t to = at + part * batch->kv_stride;
+            if (model->stored == FLOAT32)
+                memcpy((float *)batch->kv + to, from, (size_t)D * sizeof *from);
+            else
+                for (int64_t d = 0; d < D; d++)
+                    ((bfloat16 *)batch->kv)[to + d] = to_bfloat16(from[d]);
+        }
+    }
+}
+
+// Softmax of S scores, in place. The sum of the exponentials is applied to the result later.
+static float softmax(float *scores, int64_t S) {
+    float most = scores[0], total = 0;
+    for (int64_t i = 1; i < S; i++) most = scores[i] > most ? scores[i] : most;
+    int64_t j = 0;
+    vec totals = {0};
+    for (; j + LANES <= S; j += LANES) {
+        const vec e = exponential(load(scores + j) - most);
+        store(scores + j, e);
+        totals += e;
+    }
+    for (total = sum(totals); j < S; j++) {
+        scores[j] = exponential(broadcast(scores[j] - most))[0];
+        total += scores[j];
+    }
+    return total;
+}
+
+INLINE vec load_stored(enum type type, const void *p, int64_t at) {
+    return type == FLOAT32 ? load((const float *)p + at) : load_bfloat16((const bfloat16 *)p + at);
+}
+INLINE float stored(enum type type, const void *p, int64_t at) {
+    return type == FLOAT32 ? ((const float *)p)[at] : to_float(((const bfloat16 *)p)[at]);
+}
+
+// Scores (S,) of a query (D,) and keys (S, D).
+INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query, int64_t S,
+                       int64_t D, float *scores) {
+    float out[TILE][TILE];
+    for (int64_t j = 0; j < S; j += TILE) {
+        const int64_t n = min(TILE, S - j), at = keys + j * D;
+        if (type == FLOAT32) {
+            const float *k = (const float *)kv + at;
+            if (n == TILE) tile_float32(k, query, D, TILE, 1, out);
+            else
+                for (int64_t i = 0; i < n; i++) tile_float32(k + i * D, query, D, 1, 1, out + i);
+        } else {
+            const bfloat16 *k = (const bfloat16 *)kv + at;
+            if (n == TILE) tile_bfloat16(k, query, D, TILE, 1, out);
+            else
+                for (int64_t i = 0; i < n; i++) tile_bfloat16(k + i * D, query, D, 1, 1, out + i);
+        }
+        for (int64_t i = 0; i < n; i++) scores[j + i] = out[i][0];
+    }
+}
+
+// The mean (D,) of values (S, D), weighted by probabilities (S,) whose sum is `total`.
+INLINE void mean_of_values(enum type type, const void *kv, int64_t values, const float *p,
+                           float total, int64_t S, int64_t D, float *out) {
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) {
+        vec sums[TILE] = {0};  // independent sums hide the latency of the additions
+        int64_t j = 0;
+        for (; j + TILE <= S; j += TILE)
+            for (int i = 0; i < TILE; i++)
+                sums[i] += p[j + i] * load_stored(type, kv, values + (j + i) * D + d);
+        for (; j < S; j++) sums[0] += p[j] * load_stored(type, kv, values + j * D + d);
+        store(out + d, ((sums[0] + sums[1]) + (sums[2] + sums[3])) / total);
+    }
+    for (; d < D; d++) {
+        float value = 0;
+        for (int64_t j = 0; j < S; j++) value += p[j] * stored(type, kv, values + j * D + d);
+        out[d] = value / total;
+    }
+}
+
+// Attention of every row over the positions of its sequence up to its own.
+static void attention(const Model *model, const Batch *batch, int64_t layer, float scale,
+                      Scratch *s) {
+    const int64_t H = model->n_head, C = model->n_embd, D = C / H, N = model->n_positions;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < batch->n_rows * H; i++) {
+        const int64_t row = i / H, head = i % H, S = batch->positions[row] + 1;
+        const int64_t keys = head_of(model, batch, layer, row, head);
+        const int64_t values = keys + batch->kv_stride;
+        float *query = s->qkv + row * 3 * C + head * D, *scores = s->scores + i * N;
+        float *out = s->heads + row * C + head * D;
+        for (int64_t d = 0; d < D; d++) query[d] *= scale;
+        if (model->stored == FLOAT32) {
+            query_keys(FLOAT32, batch->kv, keys, query, S, D, scores);
+            const float total = softmax(scores, S);
+            mean_of_values(FLOAT32, batch->kv, values, scores, total, S, D, out);
+        } else {
+            query_keys(BFLOAT16, batch->kv, keys, query, S, D, scores);
+            const float total = softmax(scores, S);
+            mean_of_values(BFLOAT16, batch->kv, values, scores, total, S, D, out);
+        }
+    }
+}
+
+static void embed(const Model *model, const Batch *batch, float *x) {
+    const int64_t C = model->n_embd;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < batch->n_rows; r++)
+        for (int64_t c = 0; c < C; c++)
+            x[r * C + c] = stored(model->stored, model->wte, batch->tokens[r] * C + c) +
+                           stored(model->stored, model->wpe, batch->positions[r] * C + c);
+}
+
+// One pre-norm layer. Its input and output are s->x (M, C), the residual stream.
+static void block_forward(const Model *model, const Batch *batch, int64_t layer, Scratch *s) {
+    const Block *h = &model->h[layer];
+    const int64_t M = batch->n_rows, C = model->n_embd;
+    const enum type type = (enum type)model->weights;
+    layernorm(&h->ln_1, s->x, M, C, s->normed);
+    matmul(&h->c_attn, type, s->normed, M, s, s->qkv, 0);
+    append(model, batch, layer, s);
+    attention(model, batch, layer, h->scale, s);
+    matmul(&h->attn_proj, type, s->heads, M, s, s->x, 1);
+    layernorm(&h->ln_2, s->x, M, C, s->normed);
+    matmul(&h->c_fc, type, s->normed, M, s, s->fc, 0);
+    activation((enum activation)h->activation, s->fc, M * model->n_inner);
+    matmul(&h->mlp_proj, type, s->fc, M, s, s->x, 1);
+}
+
+// Hidden states (M, C) of a batch, whose keys and values are added to the cache, and the logits
+// (M, V) of the token after each row.
+//
+// Without a batch, the hidden states are read. Without logits, these are not computed. `memory` has
+// `scratch_size(model, rows)` bytes.
+void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden, float *logits,
+            void *memory, int32_t threads) {
+    char *free = (char *)memory;
+    Scratch s = divide(&free, model, rows);
+    s.x = hidden;
+    (void)threads;
+#pragma omp parallel num_threads(threads)
+    {
+        if (batch) {
+            embed(model, batch, s.x);
+            for (int64_t layer = 0; layer < model->n_layer; layer++)
+                block_forward(model, batch, layer, &s);
+        }
+        if (logits) {
+            layernorm(&model->ln_f, s.x, rows, model->n_embd, s.normed);
+            matmul(&model->lm_head, (enum type)model->weights, s.normed, rows, &s, logits, 0);
+        }
+    }
+}
