@@ -280,8 +280,9 @@ def fill(
 
         Other devices get contiguous tensors: there a view may be slow, or even wrong.
         """
-        on_cpu = torch.device(device or "cpu").type == "cpu"
-        return checkpoint.mmap and on_cpu and all(parameters[name].is_meta for name in row.ours)
+        if not checkpoint.is_mapped or torch.device(device or "cpu").type != "cpu":
+            return False
+        return all(parameters[name].is_meta for name in row.ours)
 
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:

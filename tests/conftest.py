@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +23,10 @@ from compat.parity import check
 from compat.parity.reference import Reference
 from tests.command_line import Cli, run
 from tests.shared_reference import SharedReference
+
+# No verdict depends on how fast the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 pytest.register_assert_rewrite("tests.checkpoint_files", "tests.loading_common")
 

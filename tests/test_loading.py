@@ -117,11 +117,15 @@ def test_a_stored_head_that_differs_is_loaded_untied(
 
 @both_dialects
 def test_a_loaded_model_is_complete_and_in_eval_mode(tiny: Path, dialect: str) -> None:
+    copied = load_pretrained(tiny, dialect, mmap=False)
+    assert all(tensor.is_contiguous() for tensor in copied.state_dict().values())
     model = load_pretrained(tiny, dialect)
     assert not any(module.training for module in model.modules())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert tensor.device == torch.device("cpu"), name
-        assert tensor.is_contiguous(), name
+        # The matrices of a mapped file are views: [out, in] of [in, out], q, k and v of one tensor.
+        is_view = dialect == "linear" and tensor.dim() == 2 and tensor.stride(0) == 1
+        assert tensor.is_contiguous() or is_view, name
     assert all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(ids()), model(ids()))

@@ -65,6 +65,11 @@ class Checkpoint:
         dtypes = {info.dtype for info in self.infos.values() if isinstance(info.dtype, torch.dtype)}
         return reduce(torch.promote_types, dtypes)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether tensors are views of the file's pages, as only safetensors allows."""
+        return self.mmap and ".safetensors" in self.weights.name
+
     def read(self, name: str) -> Tensor:
         """Return one tensor, in its own memory or, with `mmap`, in the file's pages.
 
