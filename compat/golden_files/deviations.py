@@ -183,6 +183,10 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
     together = [("unbiased_var", {}), ("eps_outside_sqrt", {"found": expected, **usual})]
     yield Hypothesis(together, formula(both))
     yield one("rmsnorm", formula(rms), found=expected, **usual)
+    scaled_only = _norm_pieces(kinds, lambda w, name, x: rms(x) * w[f"{name}.weight"])
+    codes = [("rmsnorm", {"found": expected, **usual}),
+             ("no_ln_bias", {"tensors": f"{_norm_name(s)}.bias"})]  # fmt: skip
+    yield Hypothesis(codes, scaled_only)
     for eps in (*EPSILONS, *_fitted_eps(s)):
         if abs(eps - expected) > 1e-3 * expected:
             yield one("eps_value", formula(NormFormula(eps=eps)), found=eps, **usual)
@@ -743,10 +747,15 @@ def output_projection(s: Situation) -> Iterator[Hypothesis]:
     def without_bias(w: Weights, i: int, x: Tensor) -> Tensor:
         return x @ w[f"{module(i)}.weight"]
 
+    def reversed_heads(w: Weights, i: int, x: Tensor) -> Tensor:
+        return linear(w, module(i), merge_heads(split_heads(w, x).flip(1)))
+
+    order = ", ".join(map(str, reversed(range(s.weights.config.n_head))))
     for code, run, values in (
         ("transposed_weight", transposed, {"tensors": f"{name}.weight"}),
         ("no_proj_bias", without_bias, {"tensors": f"{name}.bias"}),
         ("no_head_merge_transpose", unmerged, {}),
+        ("head_order", reversed_heads, {"found": order}),
         ("no_out_proj", lambda w, i, x: x,
          {"tensors": f"{name}.weight", "n_embd": s.weights.config.n_embd}),
     ):  # fmt: skip

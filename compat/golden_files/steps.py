@@ -57,6 +57,9 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
     ):
         if positions.max() < w.config.n_positions:
             yield found, {"embed": _at(torch.cat([past, positions]))}
+    if T + N < w.config.n_positions:
+        found = "with a cache, the positions of the text and of the steps begin at 1"
+        yield found, {"embed": _at(1 + torch.cat([past, T + n]))}
     usual = attention_formula(w, 0).allowed  # (T + N, T + N)
     own = torch.eye(T + N, dtype=torch.bool)
     row, column = torch.arange(T + N)[:, None], torch.arange(T + N)

@@ -201,11 +201,12 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
     right, n = torch.arange(T + N), torch.arange(N)
     assert reference.check({"decode.logits": decoded(ids, right[None])}, model=tiny).passed
     for positions, words in (
-        (0 * n, "every step has position 0"),
-        (n, "begin at 0 again"),
-        (T + 1 + n, f"the first step has position {T + 1}"),
+        (torch.cat([right[:T], 0 * n]), "every step has position 0"),
+        (torch.cat([right[:T], n]), "begin at 0 again"),
+        (torch.cat([right[:T], T + 1 + n]), f"the first step has position {T + 1}"),
+        (1 + right, "of the text and of the steps begin at 1"),
     ):
-        wrong = decoded(ids, torch.cat([right[:T], positions])[None])
+        wrong = decoded(ids, positions[None])
         [finding] = reference.check({"decode.logits": wrong}, model=tiny).findings
         assert finding.code == "kv_cache" and words in finding.message
         [finding] = reference.check({"decode.logits": wrong}).findings  # without the weights
