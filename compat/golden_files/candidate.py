@@ -249,7 +249,11 @@ def _named(
         raise _unknown_names(unknown, known)
     others = _add_recognised(found, recognised)
     if recognised:
-        read = [f"{label} as {own}" for own, (label, _) in found.items() if own in recognised]
+        read = [
+            f"{label} as {own}"
+            for own, (label, _) in found.items()
+            if own in recognised and (own.startswith("h.0.") or not own.startswith("h."))
+        ]
         notes.append(f"names were recognised, such as {listed(read, 2)}")
     if others:
         notes.append(f"not compared, because others hold the same: {_shown(others)}")
