@@ -44,6 +44,15 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def reaching(name: str, gradient: Tensor) -> Tensor:
+    """A gradient without the entries that reach nothing.
+
+    The probabilities of later keys are 0, whatever the scores. Autograd computes gradients for them
+    too, but implementations that skip these keys do not.
+    """
+    return gradient.tril() if name.endswith(".probs") else gradient
+
+
 def readers_of(name: str, config: GPT2Config) -> list[str]:
     """The taps that are computed from a tap or from a parameter; the loss for the logits."""
     names = tap_names(config.n_layer)
@@ -92,7 +101,7 @@ class Backward:
         Raises:
             MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
         """
-        return torch.stack(list(self.shares(name).values())).sum(0)
+        return reaching(name, torch.stack(list(self.shares(name).values())).sum(0))
 
     def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
         """What reaches a tap or a parameter through each of its readers.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from compat.errors import CompatError, ParityError, described, lines, listed
+from compat.errors import CompatError, ParityError, collapse_layers, described, lines, listed
 from compat.golden_files.arrays import Array, Arrays, as_array, describe, open_arrays
 from compat.golden_files.contents import (
     BOUND,
@@ -27,11 +28,15 @@ from compat.golden_files.contents import (
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.layouts import LAYOUTS, Layout, layouts_of
+from compat.golden_files.names import LENS, layer_of, recognise
 from compat.golden_files.pieces import split_name
 from compat.tap import BLOCK_TAPS, tap_names
 from compat.user_code import exception_summary
 
 FUSED = ("qkv", "c_attn")  # names of q, k and v side by side
+HEADS = ("wte.weight", "lm_head.weight")
+# In TransformerLens, a norm's weight and bias come before this point, after it, or are folded away.
+PLAIN_NORMS = [label for label in LENS.taps if label.endswith(".hook_normalized")]
 KEPT = 32  # arrays in memory
 FEWEST = 64  # values from which a data type can be recognised
 NARROW = (torch.float16, torch.bfloat16)
@@ -47,7 +52,11 @@ class Entry:
         layouts: the orders of axes that its shape allows; empty for a scalar.
         third: 0, 1 or 2 for q, k or v of a fused array.
         vocab: the number of columns that are logits, if there are more.
+        rows: the same for the rows of the token embedding.
         last_only: whether it holds the logits of the last position only.
+        short: whether it lacks the last position, whose id is only a target when a model trains.
+        padding: as of `torch.nn.functional.pad`, for a gradient that lacks it: it is zero there.
+        norm: a norm whose weight and bias may not have been applied yet.
     """
 
     label: str
@@ -55,7 +64,11 @@ class Entry:
     layouts: list[Layout]
     third: int | None = None
     vocab: int | None = None
+    rows: int | None = None
     last_only: bool = False
+    short: bool = False
+    padding: tuple[int, ...] | None = None
+    norm: str | None = None
 
     def read(self, layout: Layout | None) -> Tensor:
         """The values in the golden file's order of axes.
@@ -72,8 +85,10 @@ class Entry:
             return tensor.reshape(())
         if self.vocab is not None:
             tensor = tensor[..., : self.vocab]
+        tensor = tensor[: self.rows]
         tensor = layout.arrange(tensor)
-        return tensor if self.third is None else tensor.chunk(3, dim=-1)[self.third]
+        tensor = tensor if self.third is None else tensor.chunk(3, dim=-1)[self.third]
+        return tensor if self.padding is None else F.pad(tensor, self.padding)
 
 
 @dataclass
@@ -136,9 +151,9 @@ def as_candidate(
             f"the candidate is {described(candidate)}; expected a file, a folder, arrays by name, "
             "or a function of the ids."
         )
-    named = _renamed(arrays, rename or {}, golden)
-    _check_ids(golden, named)
     notes: list[str] = []
+    named = _named(arrays, rename or {}, golden, notes)
+    _check_ids(golden, named)
     entries: dict[str, Entry] = {}
     faults: list[str] = []
     for golden_name, (label, array) in named.items():
@@ -151,7 +166,8 @@ def as_candidate(
             except ParityError as error:
                 faults.append(str(error))
     if faults:
-        raise ParityError(lines("these arrays are not what their names say:", faults))
+        text = lines("these arrays are not what their names say:", collapse_layers(faults))
+        raise ParityError(f"{text}{_of_more_tokens(golden, named)}")
     if not any(entry in golden.judged for entry in entries):
         raise ParityError(
             f"{name} has none of the golden arrays. Name its arrays like taps, such as h.0.act or "
@@ -191,36 +207,117 @@ def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
     return {"logits": as_array("the result of the function", getattr(found, "logits", found))}
 
 
-def _renamed(
-    arrays: Arrays, rename: Mapping[str, str | None], golden: Golden
+def _named(
+    arrays: Arrays, rename: Mapping[str, str | None], golden: Golden, notes: list[str]
 ) -> dict[str, tuple[str, Array]]:
     """The arrays by golden name, each with the name that it has in the candidate.
 
     Raises:
         ParityError: a name is unknown, or two arrays get the same one.
     """
-    known = _known_names(golden)
+    known, n_layer = _known_names(golden), golden.config.n_layer
     found: dict[str, tuple[str, Array]] = {}
-    unknown: list[str] = []
+    unknown: list[tuple[str, str]] = []
+    recognised: dict[str, list[tuple[int, str, Array]]] = {}  # by golden name
+    ignored: list[str] = []
     for label, array in arrays.items():
         name = _new_name(label, rename)
         if name is None or name.startswith((WEIGHT, BOUND)) or name == "metadata":
             continue
-        if name not in known:
-            unknown.append(_unknown(label, name, known))
-        elif name in found:
-            raise ParityError(
-                f"{found[name][0]} and {label} are both {name}. Rename one of them, or ignore it "
-                "by renaming it to null."
-            )
+        if name.replace("{i}", "0") in known:
+            for own, part, layer in _by_layer(label, array, name, n_layer):
+                if own in found:
+                    raise ParityError(
+                        f"{found[own][0]} and {part} are both {own}. Rename one of them, or "
+                        "ignore it by renaming it to null."
+                    )
+                found[own] = part, layer
+            continue
+        # A name in the map that is not a tap is an error, and is not interpreted any further.
+        readings = recognise(label, n_layer) if name == label else ()
+        for reading in readings:
+            if reading.golden is None:
+                ignored.append(label)
+                break
+            if reading.golden.replace("{i}", "0") in known:
+                for own, part, layer in _by_layer(label, array, reading.golden, n_layer):
+                    recognised.setdefault(own, []).append((reading.rank, part, layer))
+                break
         else:
-            found[name] = label, array
+            unknown.append((label, name))
     if unknown:
-        head = "these arrays have names that are not taps:"
-        tail = 'Rename them, as with --rename map.json and {"their name": "h.{i}.act"}; null ' \
-               "ignores an array."  # fmt: skip
-        raise ParityError(f"{lines(head, unknown)}\n{tail}")
+        raise _unknown_names(unknown, known)
+    others = _add_recognised(found, recognised)
+    if recognised:
+        read = [
+            f"{label} as {own}"
+            for own, (label, _) in found.items()
+            if own in recognised and (own.startswith("h.0.") or not own.startswith("h."))
+        ]
+        notes.append(f"names were recognised, such as {listed(read, 2)}")
+    if others:
+        notes.append(f"not compared, because others hold the same: {_shown(others)}")
+    if ignored:
+        notes.append(f"not compared, because they are not taps: {_shown(ignored)}")
     return found
+
+
+def _add_recognised(
+    found: dict[str, tuple[str, Array]], recognised: dict[str, list[tuple[int, str, Array]]]
+) -> list[str]:
+    """Add the arrays whose names were recognised, and return those that others hold as well."""
+    others: list[str] = []
+    for own, entries in sorted(recognised.items(), key=lambda item: item[0].endswith(FUSED)):
+        entries.sort(key=lambda entry: entry[0])
+        block = own.rpartition(".")[0]
+        known = [own, *(f"{block}.{part}" for part in "qkv" if own.endswith(FUSED))]
+        if not any(name in found for name in known):
+            _, label, array = entries.pop(0)
+            found[own] = label, array
+        others += [label for _, label, _ in entries]
+    return others
+
+
+def _by_layer(
+    label: str, array: Array, name: str, n_layer: int
+) -> Iterator[tuple[str, str, Array]]:
+    """An array, or its parts if the first axis is the layer: golden name, own name and array.
+
+    Raises:
+        ParityError: the first axis has another size.
+    """
+    if "{i}" not in name:
+        yield name, label, array
+        return
+    if array.shape[:1] != (n_layer,):
+        raise ParityError(
+            f"{label} is {describe(array)}; expected all {n_layer} blocks along the first axis, "
+            f"as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
+        )
+    for i in range(n_layer):
+        part = replace(array, shape=array.shape[1:], load=partial(_load_layer, array, i))
+        yield name.replace("{i}", str(i)), f"{label}[{i}]", part
+
+
+def _shown(labels: list[str]) -> str:
+    return listed(collapse_layers([label.replace("/", ".") for label in labels]), 4)
+
+
+def _load_layer(array: Array, i: int) -> Tensor:
+    return array.load()[i]
+
+
+def _unknown_names(unknown: list[tuple[str, str]], known: set[str]) -> ParityError:
+    """The error about names that are not taps, each with one that may be meant."""
+    collapsed = dict.fromkeys(collapse_layers([label for label, _ in unknown]))
+    if len(collapsed) < len(unknown):
+        faults = list(collapsed)
+    else:
+        faults = [_unknown(label, name, known) for label, name in unknown]
+    head = "these arrays have names that are not taps:"
+    tail = 'Rename them, as with --rename map.json and {"their name": "h.{i}.act"}, where {i} is ' \
+           "the layer; null ignores an array."  # fmt: skip
+    return ParityError(f"{lines(head, faults)}\n{tail}")
 
 
 def _known_names(golden: Golden) -> set[str]:
@@ -232,15 +329,15 @@ def _known_names(golden: Golden) -> set[str]:
 
 
 def _new_name(label: str, rename: Mapping[str, str | None]) -> str | None:
-    """The name that a map gives an array; `{i}` stands for the same number on both sides."""
+    """The name that a map gives an array; `{i}` stands for the same number on both sides.
+
+    A `{i}` that only the new name has stands for all layers, see `_by_layer`.
+    """
     if label in rename:
         return rename[label]
     for pattern, name in rename.items():
-        if "{i}" in pattern:
-            before, _, after = pattern.partition("{i}")
-            regex = re.escape(before) + r"(\d+)" + re.escape(after).replace(r"\{i\}", r"\1")
-            if match := re.fullmatch(regex, label):
-                return None if name is None else name.replace("{i}", str(int(match[1])))
+        if "{i}" in pattern and (i := layer_of(label, pattern)) is not None:
+            return None if name is None else name.replace("{i}", i)
     return label
 
 
@@ -257,6 +354,8 @@ def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
             continue
         label, array = named[name]
         ours = golden.read(name)
+        if name == IDS and math.prod(array.shape) == ours[:, :-1].numel():
+            ours = ours[:, :-1]  # as when a model trains
         if math.prod(array.shape) != ours.numel():
             raise ParityError(
                 f"{label} has shape {list(array.shape)}; expected {list(ours.shape)}. Run the "
@@ -282,36 +381,40 @@ def _entries(
     """
     prefix = GRADIENT if name.startswith(GRADIENT) else ""
     tap, config = name.removeprefix(prefix), golden.config
-    B, T = golden.ids.shape
-    N = golden.arrays[DECODE_IDS].shape[1] if DECODE_IDS in golden.arrays else 0
-    sizes = {
-        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "D": config.d_head,
-        "F": config.d_inner, "V": config.vocab_size, "N": N, "3": 3,
-    }  # fmt: skip
-    shape = array.shape
+    sizes, shape = _sizes(golden), array.shape
+    T = sizes["T"]
     if name == LOSS:
         if array.shape in ((), (1,)):
             return {name: Entry(label, array, [])}
         raise _wrong_shape(label, array, [()])
     if tap not in tap_names(config.n_layer) and tap != DECODE_LOGITS and not tap.endswith(FUSED):
-        return {name: _parameter(golden, name, label, array)}
-    vocab = None
+        return {name: _parameter(golden, name, label, array, notes)}
+    vocab, entry = None, Entry(label, array, [])
     if tap in ("logits", DECODE_LOGITS) and shape and shape[-1] > config.vocab_size:
         vocab, shape = config.vocab_size, (*shape[:-1], config.vocab_size)
         extra = array.shape[-1] - vocab
         notes.append(f"{label}: the last {extra:,} columns were ignored (a padded vocabulary)")
+        entry = replace(entry, vocab=vocab)
+    block = tap.rpartition(".")[0]
+    kind = f"{block}.qkv" if tap.endswith(FUSED) else tap
+    found = layouts_of(kind, shape, sizes)
+    if not found and T > 1 and tap != DECODE_LOGITS:
+        found = layouts_of(kind, shape, {**sizes, "T": T - 1, "S": T - 1})
+        if found and prefix:
+            entry = replace(entry, padding=(0, 1, 0, 1) if tap.endswith("probs") else (0, 0, 0, 1))
+        entry = replace(entry, short=bool(found) and not prefix)
+    entry = replace(entry, layouts=found)
+    if any(layer_of(label, each) is not None for each in PLAIN_NORMS):
+        entry = replace(entry, norm=tap)
     if tap.endswith(FUSED):
-        block = tap.rpartition(".")[0]
-        found = layouts_of(f"{block}.qkv", shape, sizes)
         if not found:
             raise _wrong_shape(label, array, _shapes("qkv", sizes))
         note = "fused arrays were divided into q, k and v"
         notes += [] if note in notes else [note]
         return {
-            f"{prefix}{block}.{part}": Entry(label, array, found, third)
+            f"{prefix}{block}.{part}": replace(entry, third=third)
             for third, part in enumerate("qkv")
         }
-    found = layouts_of(tap, shape, sizes)
     if (
         not found
         and tap == "logits"
@@ -326,20 +429,47 @@ def _entries(
     if not found:
         kind = tap if tap == DECODE_LOGITS else split_name(tap)[1]
         raise _wrong_shape(label, array, _shapes(kind, sizes))
-    return {name: Entry(label, array, found, vocab=vocab)}
+    return {name: entry}
 
 
-def _parameter(golden: Golden, name: str, label: str, array: Array) -> Entry:
+def _sizes(golden: Golden) -> dict[str, int]:
+    """The size of every axis, see `compat.golden_files.layouts`."""
+    (B, T), config = golden.ids.shape, golden.config
+    N = golden.arrays[DECODE_IDS].shape[1] if DECODE_IDS in golden.arrays else 0
+    return {
+        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "D": config.d_head,
+        "F": config.d_inner, "V": config.vocab_size, "N": N, "3": 3,
+    }  # fmt: skip
+
+
+def _of_more_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
+    """A sentence if the arrays are right but for one token that each sequence has more."""
+    T, own = golden.ids.shape[1] + 1, set(golden.taps)
+    for name, (_, array) in named.items():
+        if name in own and layouts_of(name, array.shape, {**_sizes(golden), "T": T, "S": T}):
+            return (
+                f"\nThey have {T} positions, and input_ids {T - 1}. Run the candidate without a "
+                "token before the text, such as with prepend_bos=False."
+            )
+    return ""
+
+
+def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[str]) -> Entry:
     """The gradient of a parameter, which may be stored [out, in]."""
-    expected = golden.arrays[name].shape
+    expected, shape = golden.arrays[name].shape, array.shape
+    rows = None
+    if name.endswith(HEADS) and len(shape) == 2 and shape[0] > expected[0]:
+        rows, shape = expected[0], (expected[0], shape[1])
+        extra = array.shape[0] - rows
+        notes.append(f"{label}: the last {extra:,} rows were ignored (a padded vocabulary)")
     axes = "IO" if len(expected) == 2 else "I"
     sizes = dict(zip(axes, expected, strict=True))
     texts = LAYOUTS["matrix"] if len(expected) == 2 else ("I",)
     found = [Layout(text, texts[0], sizes) for text in texts]
-    found = [layout for layout in found if layout.shape == array.shape]
+    found = [layout for layout in found if layout.shape == shape]
     if not found:
         raise _wrong_shape(label, array, [expected])
-    return Entry(label, array, found)
+    return Entry(label, array, found, rows=rows)
 
 
 def _shapes(kind: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:

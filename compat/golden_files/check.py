@@ -13,14 +13,21 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source
 from compat.errors import ParityError, listed
-from compat.golden_files.backward import Backward, readers_of
+from compat.golden_files.backward import Backward, reaching, readers_of
 from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
 from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import Golden
 from compat.golden_files.layouts import LAYOUTS, Layout
-from compat.golden_files.pieces import GPT2, MissingWeightError, Weights, run_segment, segment
+from compat.golden_files.pieces import (
+    GPT2,
+    MissingWeightError,
+    Weights,
+    cut,
+    run_segment,
+    segment,
+)
 from compat.golden_files.report import GoldenReport
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
 from compat.tap import tap_names
@@ -85,8 +92,17 @@ class Comparison:
     """
 
     def __init__(self, golden: Golden, candidate: Candidate, weights: Weights) -> None:
-        self.golden, self.candidate, self.weights = golden, candidate, weights
+        B, T = golden.ids.shape
+        short = any(entry.short for entry in candidate.entries.values())
+        self.length = T - 1 if short else T  # of the sequences
+        self.golden, self.candidate, self.golden_weights = golden, candidate, weights
+        self.weights = weights.cut(B, self.length)
         self.notes: list[str] = []
+        if short:
+            self.notes.append(
+                f"compared at {T - 1} of {T} positions, as of a model that gets input_ids[:, :-1]"
+            )
+        self._plain: list[str] = []  # norms without weight and bias
         self.logits: Difference | None = None
         self.bounds: dict[str, Bound] = {}
         self._precision = torch.float64  # the narrowest one up to here, in execution order
@@ -118,6 +134,11 @@ class Comparison:
                     f"nothing can be compared: {text}. Compute and store them in float32."
                 )
             self.notes.append(f"not compared, because {text}")
+        if self._plain:
+            self.notes.append(
+                "weight and bias were applied to norms that are stored without them: "
+                + listed(self._plain, 3)
+            )
         for text, names in self._layouts.items():
             self.notes.append(
                 f"read as [{text}]: {', '.join(names[:3])}"
@@ -127,7 +148,7 @@ class Comparison:
 
     def _compare(self, name: str) -> TapResult:
         entry = self.candidate.entries[name]
-        expected = self.golden.read(name)
+        expected = self.expected(name)
         expected = expected[:, -1:] if entry.last_only else expected
         options: list[Layout | None] = [*entry.layouts] or [None]
         if len(options) > 1 and self._stored_as is not None:
@@ -135,13 +156,22 @@ class Comparison:
         measured = []
         for layout in options:
             self.candidate.choose(name, layout)
-            measured.append((error(self.candidate.read(name), expected), layout))
+            value = self._value(name)
+            if name.startswith(GRADIENT):  # what reaches nothing is not compared
+                value = reaching(name, value) + (expected - reaching(name, expected))
+            measured.append((error(value, expected), layout))
         # Several layouts have the same shape where sizes are equal, such as B and T.
         best, layout = measured[0]
         for other, second in measured[1:]:
             if not best.rms <= other.rms:
                 best, layout = other, second
         self.candidate.choose(name, layout)
+        if entry.norm is not None:
+            self._plain.append(name)
+            if (other := error(self._value(name), expected)).rms < best.rms:
+                best = other
+            else:
+                self._plain.pop()
         if layout is not None and layout.text != layout.canonical:
             self._layouts.setdefault(layout.text, []).append(name)
         bound = self.bounds[name] = self._bound(name)
@@ -169,13 +199,34 @@ class Comparison:
         return entry is not None and not entry.last_only
 
     def value(self, name: str) -> Tensor:
-        """The candidate's tap in float64."""
-        return self.candidate.read(name).double()
+        """The candidate's array in float64."""
+        value = self._value(name).double()
+        return reaching(name, value) if name.startswith(GRADIENT) else value
+
+    def expected(self, name: str) -> Tensor:
+        """The golden array, at the positions that are compared."""
+        expected = self.golden.read(name)
+        if name in self.golden.taps:
+            expected = cut(name, expected, len(expected), self.length)
+        return expected
+
+    def _value(self, name: str) -> Tensor:
+        value = self.candidate.read(name)
+        if name in self.golden.taps:
+            value = cut(name, value, len(value), self.length)
+        if name in self._plain:
+            norm = self.candidate.entries[name].norm
+            value = value * self.weights[f"{norm}.weight"] + self.weights[f"{norm}.bias"]
+        return value
 
     @cached_property
     def _stored_as(self) -> str | None:
         """The layout of the candidate's matrices, from those that are not square."""
-        texts = [[x.text for x in entry.layouts] for entry in self.candidate.entries.values()]
+        texts = [
+            [x.text for x in entry.layouts]
+            for name, entry in self.candidate.entries.items()
+            if not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
+        ]
         known = {text for [text] in (t for t in texts if len(t) == 1) if text in LAYOUTS["matrix"]}
         return known.pop() if len(known) == 1 else None
 
@@ -189,7 +240,7 @@ class Comparison:
             return self.value(name) if name in self.candidate.entries else None
 
         return Backward(
-            self.weights,
+            self.golden_weights,
             forward=lambda tap: golden.read(tap).double(),
             known=known,
             golden=lambda tap: golden.read(GRADIENT + tap).double(),

@@ -40,7 +40,7 @@ ARRAYS_ONLY = {
     "qkv_order": (
         Code(
             "breaks",
-            "q, k and v hold GPT-2's {found}: the projection is divided in another order",
+            "GPT-2's {found} are used as q, k and v: the projection is divided in another order",
             "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)",
         ),
         "The three have the same shape, so that an exchange shows in the numbers only. The columns "
@@ -186,6 +186,26 @@ ARRAYS_ONLY = {
         ),
         "Both orders have the same shapes. In GPT-2, the channels of a head are side by side.",
     ),
+    "zeroed": (
+        Code(
+            "breaks",
+            "{found} of {tensors} is 0 everywhere, and all other values are right",
+            "Remove the hook or the mask that sets it to 0.",
+        ),
+        "Ablation and pruning set heads or neurons to 0. Unlike dropout, they do not scale what "
+        "is left.",
+    ),
+    "processed_weights": (
+        Code(
+            "breaks",
+            "the weights were changed so that the model predicts the same through other hidden "
+            "states: {found}",
+            "HookedTransformer.from_pretrained_no_processing(…)",
+        ),
+        "TransformerLens by default folds the norms' weights and the biases of the values into the "
+        "projections, and centres everything that writes to the residual stream, and the logits. "
+        "Probabilities stay the same, but hidden states and logits are not GPT-2's.",
+    ),
     "extra_factor": (
         Code(
             "breaks",
@@ -278,8 +298,8 @@ def explain(code: str) -> str:
 
 # `adapt` maps these by their use, so that they do not change its numbers; in arrays they do.
 MESSAGES = {
-    "qk_swapped": "the queries and the keys are exchanged: q, k and v hold GPT-2's {found}",
-    "kv_swapped": "the keys and the values are exchanged: q, k and v hold GPT-2's {found}",
+    "qk_swapped": "the queries and the keys are exchanged: GPT-2's {found} are used as q, k and v",
+    "kv_swapped": "the keys and the values are exchanged: GPT-2's {found} are used as q, k and v",
     "head_interleaved_qkv": "the columns of c_attn are read head by head, but Hugging Face stores "
     "all of q, then k, then v",
     "swapped_ln": "the two norms of the block have each other's weights",

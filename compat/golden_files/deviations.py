@@ -37,6 +37,9 @@ from compat.golden_files.pieces import (
 
 TANH_GELU = "0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))"
 EPSILONS = (1e-6, 1e-12, 1e-8, 1e-3, 0.0, 1e-5)
+ORDERS = ("kqv", "qvk", "vkq", "kvq", "vqk")
+CODE_OF_ORDER = {"kqv": "qk_swapped", "qvk": "kv_swapped"}
+SPLIT = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)"
 Values = dict[str, Any]
 
 
@@ -180,6 +183,10 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
     together = [("unbiased_var", {}), ("eps_outside_sqrt", {"found": expected, **usual})]
     yield Hypothesis(together, formula(both))
     yield one("rmsnorm", formula(rms), found=expected, **usual)
+    scaled_only = _norm_pieces(kinds, lambda w, name, x: rms(x) * w[f"{name}.weight"])
+    codes = [("rmsnorm", {"found": expected, **usual}),
+             ("no_ln_bias", {"tensors": f"{_norm_name(s)}.bias"})]  # fmt: skip
+    yield Hypothesis(codes, scaled_only)
     for eps in (*EPSILONS, *_fitted_eps(s)):
         if abs(eps - expected) > 1e-3 * expected:
             yield one("eps_value", formula(NormFormula(eps=eps)), found=eps, **usual)
@@ -287,13 +294,11 @@ def qkv(s: Situation) -> Iterator[Hypothesis]:
         return {name: _third(run, third, source) for third, name in enumerate("qkv")}
 
     name = f"h.{s.layer}.attn.c_attn"
-    for order in ("kqv", "qvk", "vkq", "kvq", "vqk"):
-        codes = {"kqv": "qk_swapped", "qvk": "kv_swapped"}
+    for order in ORDERS:
         roles = ["qkv".index(letter) for letter in order]
         found = {"found": f"{order[0]}, {order[1]} and {order[2]}"}
-        fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)"
         moved = thirds(_permuted(roles))
-        yield Hypothesis([(codes.get(order, "qkv_order"), found)], moved, fix)
+        yield Hypothesis([(CODE_OF_ORDER.get(order, "qkv_order"), found)], moved, SPLIT)
     by_head = thirds(_head_by_head)
     fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd); then split each into heads"
     yield one("head_interleaved_qkv", by_head, fix)
@@ -364,6 +369,36 @@ def _unit_length(w: Weights, q: Tensor) -> Tensor:
 def _unit_rms(w: Weights, q: Tensor) -> Tensor:
     x = split_heads(w, q)
     return merge_heads(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
+@about("probs", "heads")
+def reading_of_qkv(s: Situation) -> Iterator[Hypothesis]:
+    """Right q, k and v side by side, which attention divides in another way."""
+    H, D = s.weights.config.n_head, s.weights.config.d_head
+
+    def by_head(w: Weights, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The columns as q, k and v of the first head, then of the second, and so on."""
+        fused = torch.cat([q, k, v], dim=-1).view(*q.shape[:2], H, 3, D)
+        return [part.flatten(-2) for part in fused.unbind(-2)]
+
+    def pieces(read: Callable[..., list[Tensor]]) -> dict[str, Piece]:
+        def probs(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = read(w, q, k, v)
+            return probabilities(w, q, k, attention_formula(w, i))
+
+        def heads(w: Weights, i: int, probs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return merge_heads(probs @ split_heads(w, read(w, q, k, v)[2]))
+
+        inputs = ("q", "k", "v")
+        return {"probs": Piece(inputs, probs), "heads": Piece(("probs", *inputs), heads)}
+
+    fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd); then split each into heads"
+    yield one("head_interleaved_qkv", pieces(by_head), fix)
+    for order in ORDERS:
+        roles = ["qkv".index(letter) for letter in order]
+        found = {"found": f"{order[0]}, {order[1]} and {order[2]}"}
+        moved = pieces(lambda w, *x, roles=roles: [x[role] for role in roles])
+        yield Hypothesis([(CODE_OF_ORDER.get(order, "qkv_order"), found)], moved, SPLIT)
 
 
 # The attention pattern
@@ -712,10 +747,15 @@ def output_projection(s: Situation) -> Iterator[Hypothesis]:
     def without_bias(w: Weights, i: int, x: Tensor) -> Tensor:
         return x @ w[f"{module(i)}.weight"]
 
+    def reversed_heads(w: Weights, i: int, x: Tensor) -> Tensor:
+        return linear(w, module(i), merge_heads(split_heads(w, x).flip(1)))
+
+    order = ", ".join(map(str, reversed(range(s.weights.config.n_head))))
     for code, run, values in (
         ("transposed_weight", transposed, {"tensors": f"{name}.weight"}),
         ("no_proj_bias", without_bias, {"tensors": f"{name}.bias"}),
         ("no_head_merge_transpose", unmerged, {}),
+        ("head_order", reversed_heads, {"found": order}),
         ("no_out_proj", lambda w, i, x: x,
          {"tensors": f"{name}.weight", "n_embd": s.weights.config.n_embd}),
     ):  # fmt: skip
@@ -865,6 +905,38 @@ def _reshaped_head(w: Weights, i: int, x: Tensor) -> Tensor:
     """The memory of the head [vocabulary, width] read as [width, vocabulary]."""
     weight = w[_head_name(w)]
     return x @ weight.reshape(weight.shape[1], weight.shape[0])
+
+
+# Weights that were changed without an effect on predictions
+
+
+@about("embed", "v", "attn", "mlp")
+def processed_weights(s: Situation) -> Iterator[Hypothesis]:
+    """What TransformerLens makes of a checkpoint by default (`load_and_process_state_dict`)."""
+
+    def centred(run: Run) -> Run:
+        def result(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+            y = run(w, i, *inputs)
+            return y - _mean(y)
+
+        return result
+
+    def bias(w: Weights, i: int) -> Tensor:
+        """Of the values, with what the bias of the norm adds to them."""
+        return project(w, i, w[f"h.{i}.ln_1.bias"], 2)
+
+    def with_value_bias(w: Weights, i: int, x: Tensor) -> Tensor:
+        return linear(w, f"h.{i}.attn.c_proj", x + bias(w, i))
+
+    without = Piece(("ln_1",), lambda w, i, x: project(w, i, x, 2) - bias(w, i))
+    yield one("processed_weights", {"v": without}, found="the values have no bias")
+    for tap, run in (
+        ("embed", GPT2["embed"].run),
+        ("attn", with_value_bias),
+        ("mlp", GPT2["mlp"].run),
+    ):
+        found = "the channels of what is written to the residual stream have the mean 0"
+        yield one("processed_weights", {tap: Piece(GPT2[tap].inputs, centred(run))}, found=found)
 
 
 # Precision

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.golden_files.backward import Backward, Loss, next_token_loss, readers_of
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
@@ -118,15 +119,20 @@ class Case:
         return self.name not in tap_names(self.backward.weights.config.n_layer)
 
 
-def proposals(case: Case) -> Iterator[Proposal]:
-    """What is known to go wrong with a gradient, as far as its weights and taps are recorded."""
+def proposals(case: Case, only: str | None = None) -> Iterator[Proposal]:
+    """What is known to go wrong with a gradient, as far as its weights and taps are recorded.
+
+    Args:
+        case: the gradient.
+        only: a code; others are not computed.
+    """
     if not case.found.any():
         yield Proposal("no_gradient", torch.zeros_like(case.expected), {"tensors": case.name})
         return
-    cheap = (_other_losses, _missing_shares, _factor, _decay, _of_some_tokens)
-    for kind in (*cheap, _other_functions):
-        with suppress(LookupError):
-            yield from kind(case)
+    for code, kind in KINDS:  # the expensive ones last
+        if only in (None, code):
+            with suppress(LookupError):
+                yield from kind(case)
 
 
 def _other_losses(case: Case) -> Iterator[Proposal]:
@@ -172,10 +178,12 @@ def _of_some_tokens(case: Case) -> Iterator[Proposal]:
     if not case.is_parameter:
         return
     B, T = case.backward.weights.ids.shape
+    last = slice(max(T - 2, 0), T)  # the last id is only a target, and its position has no gradient
     for words, b, t in (
         ("the last sequence", slice(B - 1, B), slice(T)),
         ("the first sequence", slice(0, 1), slice(T)),
-        ("the last position", slice(B), slice(T - 1, T)),
+        ("the last position", slice(B), last),
+        ("the last token of the last sequence", slice(B - 1, B), last),
     ):
         only = torch.zeros(B, T, dtype=torch.float64)
         only[b, t] = 1
@@ -183,11 +191,46 @@ def _of_some_tokens(case: Case) -> Iterator[Proposal]:
         yield Proposal("partial_gradient", value, {"found": words, "tensors": case.name})
 
 
+def _typed_derivatives(case: Case) -> Iterator[Proposal]:
+    """Errors that are made when the derivative of tanh GELU is written out."""
+    readers = readers_of(case.name, case.backward.weights.config)
+    if [split_name(reader)[1] for reader in readers] != ["act"]:
+        return
+    x, arriving = case.backward.forward(case.name), case.backward.known(readers[0])
+    if arriving is None or canonical_activation(case.backward.weights.config) != "gelu_new":
+        return
+    root = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(root * (x + 0.044715 * x**3))
+    inner = root * (1 + 3 * 0.044715 * x**2)  # the derivative of what the tanh is applied to
+    slope = root * (1 + 0.044715 * x**2)
+    for found, value in (
+        ("without the factor 3 of the cube", 1 + tanh + x * (1 - tanh**2) * slope),
+        ("without the square of the tanh", 1 + tanh + x * (1 - tanh) * inner),
+        ("without the factor √(2/π)", 1 + tanh + x * (1 - tanh**2) * inner / root),
+        ("without the factor x", 1 + tanh + (1 - tanh**2) * inner),
+        ("without the derivative of the tanh", 1 + tanh),
+    ):  # fmt: skip
+        text = f"the derivative of tanh GELU, {found}"
+        values = {"found": text, "tensors": case.name}
+        yield Proposal("wrong_backward", 0.5 * value * arriving, values)
+
+
 def _other_functions(case: Case) -> Iterator[Proposal]:
     for text, pieces in _other_pieces(case.backward, case.name):
         with suppress(LookupError, RuntimeError):  # such as shapes that do not fit
             value = case.backward.of(pieces).gradient(case.name)
             yield Proposal("wrong_backward", value, {"found": text, "tensors": case.name})
+
+
+KINDS: tuple[tuple[str, Callable[[Case], Iterator[Proposal]]], ...] = (
+    ("other_loss", _other_losses),
+    ("missing_gradient", _missing_shares),
+    ("scaled_gradient", _factor),
+    ("weight_decay", _decay),
+    ("partial_gradient", _of_some_tokens),
+    ("wrong_backward", _typed_derivatives),
+    ("wrong_backward", _other_functions),
+)
 
 
 def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
@@ -210,6 +253,8 @@ def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
     steps = round(1 / factor) if 0 < factor < 1 else 0
     if steps > 1 and math.isclose(1 / factor, steps, rel_tol=1e-4):
         return f", as by {steps} steps of gradient accumulation"
+    if factor > 1.5 and math.isclose(factor, round(factor), rel_tol=1e-4):
+        return f", as if the gradients of {round(factor)} backward passes were added up"
     return ", as by clipping or loss scaling"
 
 

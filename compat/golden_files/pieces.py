@@ -166,6 +166,12 @@ def split_name(tap: str) -> tuple[int, str]:
     return int(layer), name
 
 
+def cut(tap: str, value: Tensor, rows: int, length: int) -> Tensor:
+    """A tap for the first rows and positions of the ids: GPT-2 is causal."""
+    value = value[:rows, :, :length, :length] if tap.endswith("probs") else value[:rows, :length]
+    return value
+
+
 def inputs_of(tap: str, pieces: Pieces, n_layer: int) -> list[str]:
     """The full names of the taps that a tap is computed from."""
     i, name = split_name(tap)

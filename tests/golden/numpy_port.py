@@ -86,6 +86,9 @@ FAULTS = {
     "ids from 1": ("other_ids", "embed"),
     "head reshaped": ("transposed_head", "logits"),
     "late logits": ("time_shift", "logits"),
+    "centred embedding": ("processed_weights", "embed"),
+    "head 1 ablated": ("zeroed", "h.0.heads"),
+    "columns read by head": ("head_interleaved_qkv", "h.0.probs"),
 }
 
 
@@ -155,7 +158,10 @@ def embed(w: Mapping[str, Array], ids: NDArray[np.int64], fault: str) -> Array:
     if fault == "sinusoids":
         angles = np.arange(T)[:, None] / 10000 ** (np.arange(0, C, 2) / C)
         positions = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(T, C)
-    return (tokens + positions).astype(np.float32)
+    x = tokens + positions
+    if fault == "centred embedding":
+        x = x - x.mean(-1, keepdims=True)
+    return x.astype(np.float32)
 
 
 def forward(
@@ -221,6 +227,9 @@ def forward(
                 merge(t / np.linalg.norm(t, axis=-1, keepdims=True)) for t in map(split, (q, k))
             )
         tap["q"], tap["k"], tap["v"] = q, k, v
+        if fault == "columns read by head":
+            by_head = qkv.reshape(B, T, n_head, 3, D)
+            q, k, v = (by_head[..., n, :].reshape(B, T, C) for n in range(3))
         scale = {"no scale": 1, "scale by width": 1 / math.sqrt(C), "scaled query": 1,
                  "smaller scale": 0.7 / math.sqrt(D)}.get(fault, 1 / math.sqrt(D))  # fmt: skip
         if fault == "scale by layer":
@@ -252,6 +261,8 @@ def forward(
             tap["heads"] = merge((probs @ split(v))[:, ::-1])
         if fault == "interleaved":
             tap["heads"] = (probs @ split(v)).transpose(0, 2, 3, 1).reshape(B, T, C)
+        if fault == "head 1 ablated":
+            tap["heads"][..., D : 2 * D] = 0
         tap["attn"] = linear(tap["heads"], f"{h}.attn.c_proj")
         shortcut = tap["ln_1"] if fault == "residual from norm" else x
         mid = tap["attn"] if fault == "no residual" else shortcut + tap["attn"]

@@ -22,9 +22,19 @@ FAULTS = {
     "norm": ("wrong_backward", "grad.h.2.out"),
     "softmax": ("wrong_backward", "grad.h.2.k"),
     "last row": ("partial_gradient", "grad.wpe.weight"),
+    "overwritten": ("partial_gradient", "grad.ln_f.bias"),
+    "typing error": ("wrong_backward", "grad.h.2.fc"),
     "decay": ("weight_decay", "grad.ln_f.bias"),
     "no bias": ("no_gradient", "grad.h.2.attn.c_proj.bias"),
 }
+
+
+def mistyped(x: Tensor) -> Tensor:
+    """A function whose derivative is that of tanh GELU without the 3 of the cube's derivative."""
+    root = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(root * (x + 0.044715 * x**3)).detach()
+    slope = (1 + tanh + x * (1 - tanh**2) * root * (1 + 0.044715 * x**2)).detach() / 2
+    return slope * x
 
 
 def replaced(value: Tensor, other: Tensor) -> Tensor:
@@ -77,7 +87,9 @@ def gradients(
         x = tap(f"{h}.resid_mid", x + tap(f"{h}.attn", linear(heads, f"{h}.attn.c_proj")))
         fc = tap(f"{h}.fc", linear(tap(f"{h}.ln_2", norm(x, f"{h}.ln_2")), f"{h}.mlp.c_fc"))
         act = F.gelu(fc, approximate="tanh")
-        act = tap(f"{h}.act", replaced(act, F.gelu(fc)) if fault == "erf" else act)
+        if fault in ("erf", "typing error"):
+            act = replaced(act, F.gelu(fc) if fault == "erf" else mistyped(fc))
+        act = tap(f"{h}.act", act)
         x = tap(f"{h}.out", x + tap(f"{h}.mlp", linear(act, f"{h}.mlp.c_proj")))
     head = w["wte.weight"].detach() if fault == "head forgotten" else w["wte.weight"]
     logits = tap("logits", tap("ln_f", norm(x, "ln_f")) @ head.T)
@@ -93,6 +105,8 @@ def gradients(
         gradient = torch.zeros_like(value) if value.grad is None else value.grad
         if fault == "last row" and name == "wpe.weight":
             gradient = F.pad(found["grad.embed"][-1], (0, 0, 0, len(value) - T))
+        if fault == "overwritten" and name == "ln_f.bias":
+            gradient = found["grad.ln_f"][-1, -2]
         if fault == "decay" and name in w:
             gradient = gradient + 0.1 * value.detach()
         if fault == "no bias" and name.endswith("attn.c_proj.bias"):

@@ -1,0 +1,194 @@
+"""The names that other implementations give to taps, so that their arrays need no map.
+
+Sources: `llm.c/train_gpt2.c`, HookedTransformer of TransformerLens, and the modules of
+`transformers`, its Flax models and nanoGPT, which forward hooks and `capture_intermediates` name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from compat.golden_files.contents import GRADIENT
+
+
+@dataclass(frozen=True)
+class Convention:
+    """The names of one family of implementations.
+
+    Args:
+        name: as it is shown.
+        taps: golden names by the names of the family. `{i}` is the layer; if only the golden name
+            has it, one array holds all layers along its first axis. Of several names of one tap,
+            the first one that is present is compared.
+        parameters: the same for gradients of parameters.
+        others: names of arrays that are not taps.
+    """
+
+    name: str
+    taps: Mapping[str, str]
+    parameters: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+MODULES = Convention(
+    "modules of GPT-2",
+    {
+        "drop": "embed",
+        "dropout": "embed",
+        "h.{i}.attn.c_attn": "h.{i}.qkv",
+        "attentions.{i}": "h.{i}.probs",
+        "h.{i}.attn.__call__.1": "h.{i}.probs",
+        "h.{i}.attn.attn_dropout": "h.{i}.probs",
+        "h.{i}.attn.resid_dropout": "h.{i}.attn",
+        "h.{i}.attn.c_proj": "h.{i}.attn",
+        "h.{i}.mlp.c_fc": "h.{i}.fc",
+        "h.{i}.mlp.act": "h.{i}.act",
+        "h.{i}.mlp.gelu": "h.{i}.act",
+        "h.{i}.mlp.dropout": "h.{i}.mlp",
+        "h.{i}.mlp.c_proj": "h.{i}.mlp",
+        "h.{i}": "h.{i}.out",
+        "lm_head": "logits",
+    },
+    {},
+    ("wte", "wpe", "h", "h.{i}.__call__.1", "h.__call__.{i}", "__call__.{i}"),
+)
+LLM_C = Convention(
+    "llm.c",
+    {
+        "encoded": "embed",
+        "ln1": "h.{i}.ln_1",
+        "qkv": "h.{i}.qkv",
+        "att": "h.{i}.probs",
+        "atty": "h.{i}.heads",
+        "attproj": "h.{i}.attn",
+        "residual2": "h.{i}.resid_mid",
+        "ln2": "h.{i}.ln_2",
+        "fch": "h.{i}.fc",
+        "fch_gelu": "h.{i}.act",
+        "fcproj": "h.{i}.mlp",
+        "residual3": "h.{i}.out",
+        "lnf": "ln_f",
+        "logits": "logits",
+    },
+    {
+        "wte": "wte.weight",
+        "wpe": "wpe.weight",
+        "ln1w": "h.{i}.ln_1.weight",
+        "ln1b": "h.{i}.ln_1.bias",
+        "qkvw": "h.{i}.attn.c_attn.weight",
+        "qkvb": "h.{i}.attn.c_attn.bias",
+        "attprojw": "h.{i}.attn.c_proj.weight",
+        "attprojb": "h.{i}.attn.c_proj.bias",
+        "ln2w": "h.{i}.ln_2.weight",
+        "ln2b": "h.{i}.ln_2.bias",
+        "fcw": "h.{i}.mlp.c_fc.weight",
+        "fcb": "h.{i}.mlp.c_fc.bias",
+        "fcprojw": "h.{i}.mlp.c_proj.weight",
+        "fcprojb": "h.{i}.mlp.c_proj.bias",
+        "lnfw": "ln_f.weight",
+        "lnfb": "ln_f.bias",
+    },
+    ("ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd", "lnf_mean", "lnf_rstd", "preatt", "probs",
+     "losses"),
+)  # fmt: skip
+LENS = Convention(
+    "TransformerLens",
+    {
+        "blocks.0.hook_resid_pre": "embed",
+        "blocks.{i}.ln1.hook_normalized": "h.{i}.ln_1",
+        "blocks.{i}.attn.hook_q": "h.{i}.q",
+        "blocks.{i}.attn.hook_k": "h.{i}.k",
+        "blocks.{i}.attn.hook_v": "h.{i}.v",
+        "blocks.{i}.attn.hook_pattern": "h.{i}.probs",
+        "blocks.{i}.attn.hook_z": "h.{i}.heads",
+        "blocks.{i}.hook_attn_out": "h.{i}.attn",
+        "blocks.{i}.hook_resid_mid": "h.{i}.resid_mid",
+        "blocks.{i}.ln2.hook_normalized": "h.{i}.ln_2",
+        "blocks.{i}.mlp.hook_pre": "h.{i}.fc",
+        "blocks.{i}.mlp.hook_post": "h.{i}.act",
+        "blocks.{i}.hook_mlp_out": "h.{i}.mlp",
+        "blocks.{i}.hook_resid_post": "h.{i}.out",
+        "ln_final.hook_normalized": "ln_f",
+    },
+    {},
+    ("hook_embed", "hook_pos_embed", "blocks.{i}.hook_resid_pre", "blocks.{i}.hook_attn_in",
+     "blocks.{i}.hook_mlp_in", "blocks.{i}.hook_q_input", "blocks.{i}.hook_k_input",
+     "blocks.{i}.hook_v_input", "blocks.{i}.ln1.hook_scale", "blocks.{i}.ln2.hook_scale",
+     "blocks.{i}.attn.hook_attn_scores", "blocks.{i}.attn.hook_result", "ln_final.hook_scale"),
+)  # fmt: skip
+CONVENTIONS = (MODULES, LLM_C, LENS)
+
+# What frameworks put around the names of modules, and what they call gradients.
+WRAPPERS = re.compile(r"^(?:(?:_orig_mod|module|model|transformer|acts)\.)+")
+CALL = re.compile(r"\.__call__(?:\.0)?$")
+GRADIENTS = re.compile(r"^(?:grads_acts|gradients|grads?)\.")
+FLAX = re.compile(r"\.(?:kernel|scale|embedding)$")  # what Flax calls `weight`
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a name stands for.
+
+    Args:
+        golden: the golden name, with `{i}` for an array of all layers; None for an array that is
+            not a tap.
+        rank: the smallest of several names of one tap is compared.
+    """
+
+    golden: str | None
+    rank: int = 0
+
+
+def recognise(label: str, n_layer: int) -> Iterator[Recognised]:
+    """What the name of an array may stand for, the likeliest first.
+
+    Args:
+        label: in the candidate's file.
+        n_layer: the number of blocks.
+    """
+    plain = label.replace("/", ".")
+    prefix = ""
+    if GRADIENTS.match(plain):
+        prefix, plain = GRADIENT, GRADIENTS.sub("", plain)
+        yield from _of_llm_c(plain, prefix)
+    elif plain.startswith("d"):
+        yield from _of_llm_c(plain[1:], GRADIENT)
+    plain = CALL.sub("", WRAPPERS.sub("", plain))
+    plain = FLAX.sub(".weight", plain) if prefix else plain
+    if plain != label:
+        yield Recognised(prefix + plain)
+    if match := re.fullmatch(r"hidden_states\.(\d+)", plain):
+        i = int(match[1])  # the last one is the result of the final norm
+        found = "ln_f" if i == n_layer else f"h.{i - 1}.out" if i else "embed"
+        yield Recognised(prefix + found, len(MODULES.taps))
+    for convention in CONVENTIONS:
+        for rank, (pattern, golden) in enumerate(convention.taps.items()):
+            if (layer := layer_of(plain, pattern)) is not None:
+                found = golden.replace("{i}", layer or "{i}")
+                yield Recognised(prefix + found, rank)
+        if any(layer_of(plain, pattern) is not None for pattern in convention.others):
+            yield Recognised(None)
+
+
+def _of_llm_c(name: str, prefix: str) -> Iterator[Recognised]:
+    """Gradients of llm.c, whose names are those of the values."""
+    for names in (LLM_C.parameters, LLM_C.taps):
+        if name in names:
+            yield Recognised(prefix + names[name])
+    if name in LLM_C.others:
+        yield Recognised(None)
+
+
+def layer_of(name: str, pattern: str) -> str | None:
+    """The number that `{i}` stands for if a pattern matches; "" without one, None if it does not.
+
+    `{i}` stands for the same number in all places.
+    """
+    if "{i}" not in pattern:
+        return "" if name == pattern else None
+    before, _, after = pattern.partition("{i}")
+    regex = re.escape(before) + r"(\d+)" + re.escape(after).replace(r"\{i\}", r"\1")
+    match = re.fullmatch(regex, name)
+    return None if match is None else str(int(match[1]))

@@ -1,0 +1,106 @@
+"""Deviations of the steps through the KV cache, where the whole sequence is computed rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compat.adaptation.diagnosis.attention_formula import AttentionFormula
+from compat.golden_files.contents import TOKENS
+from compat.golden_files.pieces import (
+    GPT2,
+    Piece,
+    Pieces,
+    Weights,
+    attention_formula,
+    chain,
+    merge_heads,
+    probabilities,
+    split_heads,
+)
+
+
+def step_logits(weights: Weights, steps: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What wrong caches compute: a description, and logits (B, N, V).
+
+    Args:
+        weights: of the checkpoint, with the ids before the steps.
+        steps: the ids (B, N) that are fed one by one.
+
+    Raises:
+        MissingWeightError: a weight is not available.
+    """
+    (_, T), N = weights.ids.shape, steps.shape[1]
+    ids = torch.cat([weights.ids, steps], dim=1)
+
+    def read(name: str) -> Tensor:
+        return weights.read("wte.weight")[ids] if name == TOKENS else weights.read(name)
+
+    extended = replace(weights, ids=ids, read=read, dtype=torch.float32)
+    for found, pieces in _deviations(extended, T, N):
+        for tap, value in chain(extended, {**GPT2, **pieces}):
+            if tap == "logits":
+                yield found, value[:, T:].double()
+
+
+def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
+    past, n = torch.arange(T), torch.arange(N)
+    for found, positions in (
+        ("every step has position 0", 0 * n),
+        (f"every step has position {T}", T + 0 * n),
+        ("the positions of the steps begin at 0 again", n),
+        (f"the first step has position {T - 1}, but in GPT-2 {T}", T - 1 + n),
+        (f"the first step has position {T + 1}, but in GPT-2 {T}", T + 1 + n),
+    ):
+        if positions.max() < w.config.n_positions:
+            yield found, {"embed": _at(torch.cat([past, positions]))}
+    if T + N < w.config.n_positions:
+        found = "with a cache, the positions of the text and of the steps begin at 1"
+        yield found, {"embed": _at(1 + torch.cat([past, T + n]))}
+    usual = attention_formula(w, 0).allowed  # (T + N, T + N)
+    own = torch.eye(T + N, dtype=torch.bool)
+    row, column = torch.arange(T + N)[:, None], torch.arange(T + N)
+    step = row >= T
+    for found, hidden in (
+        ("a step attends to itself only", step),
+        ("a step attends to the text and to itself, but not to the steps before it",
+         step & (column >= T)),
+        ("a step attends to the steps only, but not to the text", step & (column < T)),
+        ("a step does not attend to the first token", step & (column == 0)),
+        ("a step does not attend to the last token of the text", step & (column == T - 1)),
+    ):  # fmt: skip
+        yield found, {"probs": _with_mask(usual & (~hidden | own))}
+    for token, found in ((0, "the first token"), (T - 1, "the last token of the text")):
+        yield f"keys and values of {found} are 0 in the cache", _with_zeros(T, token)
+
+
+def _at(positions: Tensor) -> Piece:
+    return Piece((), lambda w, i: w[TOKENS] + w["wpe.weight"][positions])
+
+
+def _with_mask(allowed: Tensor) -> Piece:
+    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        return probabilities(w, q, k, AttentionFormula(allowed, attention_formula(w, i).scale))
+
+    return Piece(("q", "k"), run)
+
+
+def _with_zeros(T: int, token: int) -> Pieces:
+    """For the positions from T on, key and value of a token are zero."""
+
+    def without(x: Tensor) -> Tensor:
+        return x.index_fill(1, torch.tensor([token]), 0.0)
+
+    def probs(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        formula = attention_formula(w, i)
+        before, after = (probabilities(w, q, keys, formula) for keys in (k, without(k)))
+        return torch.cat([before[:, :, :T], after[:, :, T:]], dim=2)
+
+    def heads(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
+        before, after = (merge_heads(probs @ split_heads(w, x)) for x in (v, without(v)))
+        return torch.cat([before[:, :T], after[:, T:]], dim=1)
+
+    return {"probs": Piece(("q", "k"), probs), "heads": Piece(("probs", "v"), heads)}
