@@ -18,8 +18,8 @@ from torch import Tensor
 from compat.golden_files.pieces import Weights, split_name
 from compat.parity.compare import MAX_ERROR_RATIO
 
-# In half precision, the simulated run rounds every tap once. Implementations round inside a piece
-# too, for example before the softmax.
+# In half precision, implementations differ in what they round: some keep a product in float32 until
+# its bias is added, others round inside of a norm. The simulated run is one of them.
 HALF_ROUNDINGS = 4.0
 # The worst position may have this many times the error of the reference at its worst position.
 MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO

@@ -993,7 +993,7 @@ def _of_few_bits(name: str, bits: int, axis: int | None, size: int) -> Run:
             back: Tensor = rounded.T if name == "logits" else rounded
             return back
 
-        return GPT2[name].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
+        return GPT2[name].run(replace(w, read=read), i, *inputs)
 
     return run
 
@@ -1011,7 +1011,7 @@ def _of_rounded_factors(name: str, bits: int, to_integer: Callable[[Tensor], Ten
             tensor = w.read(label)
             return rounded(tensor) if tensor.ndim == 2 else tensor
 
-        narrow = Weights(w.config, w.ids, read, w.dtype)
+        narrow = replace(w, read=read)
         return GPT2[name].run(narrow, i, *(rounded(x) for x in inputs))
 
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -11,28 +11,21 @@ from torch import Tensor
 from compat.checkpoint.layout import EMBEDDING
 from compat.golden_files.backward import next_token_loss
 from compat.golden_files.contents import LOSS, TOKENS
-from compat.golden_files.pieces import GPT2, Pieces, Weights, chain, inputs_of, run_piece
+from compat.golden_files.pieces import GPT2, Weights, chain, inputs_of, run_piece
 from compat.parity.trace import Trace
 from compat.tap import BLOCK_TAPS, tap_names
 
 
-def gradients(
-    weights: Weights, pieces: Pieces = GPT2, rounded: Callable[[Tensor], Tensor] = lambda x: x
-) -> Iterator[tuple[str, Tensor]]:
+def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """The loss and its gradients, by the name of the tap or of the parameter, in backward order.
 
     Only the residual stream is kept from the forward pass, and each block is computed again, so
     that the memory does not grow with the depth.
-
-    Args:
-        weights: of the checkpoint.
-        pieces: what to compute.
-        rounded: applied to every tap and gradient, to simulate a narrower data type.
     """
-    config = weights.config
+    config, rounded = weights.config, weights.rounded
     names = tap_names(config.n_layer)
     stream: Trace = {}  # what enters each block, the final norm and the head
-    for tap, value in chain(weights, pieces, rounded):
+    for tap, value in chain(weights):
         if tap in ("embed", "ln_f", "logits") or tap.endswith(".out"):
             stream[tap] = value
     with torch.enable_grad():
@@ -45,12 +38,12 @@ def gradients(
     for taps in [["ln_f", "logits"], *reversed(blocks), ["embed"]]:
         values = dict(stream)
         for tap in taps[:-1]:
-            values[tap] = rounded(run_piece(tap, pieces, weights, values))
+            values[tap] = rounded(run_piece(tap, GPT2, weights, values))
         parameters: Trace = {}
         for tap in reversed(taps):
             gradient = arriving.pop(tap)
             yield tap, gradient
-            for name, share in _shares(tap, pieces, weights, values, gradient):
+            for name, share in _shares(tap, weights, values, gradient):
                 total = arriving if name in names else parameters
                 total[name] = rounded(total[name] + share if name in total else share)
         if TOKENS in parameters:
@@ -63,7 +56,7 @@ def gradients(
 
 
 def _shares(
-    tap: str, pieces: Pieces, weights: Weights, values: Trace, gradient: Tensor
+    tap: str, weights: Weights, values: Trace, gradient: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """What the gradient at a tap adds to those of the taps and parameters before it.
 
@@ -71,7 +64,7 @@ def _shares(
     """
     leaves = {
         name: values[name].detach().requires_grad_()
-        for name in inputs_of(tap, pieces, weights.config.n_layer)
+        for name in inputs_of(tap, GPT2, weights.config.n_layer)
     }
     inputs = dict(leaves)
 
@@ -83,6 +76,6 @@ def _shares(
         return leaves[name]
 
     with torch.enable_grad():
-        found = run_piece(tap, pieces, replace(weights, read=read), inputs)
+        found = run_piece(tap, GPT2, replace(weights, read=read), inputs)
         shares = torch.autograd.grad(found, list(leaves.values()), gradient)
     yield from zip(leaves, shares, strict=True)

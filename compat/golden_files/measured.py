@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ def _in_block(kind: str, j: int, endings: tuple[str, ...]) -> Run:
             moved = name.startswith(f"h.{i}.") and name.endswith(endings)
             return w.read(name.replace(f"h.{i}.", f"h.{j}.", 1) if moved else name)
 
-        return GPT2[kind].run(Weights(w.config, w.ids, read, w.dtype), i, *inputs)
+        return GPT2[kind].run(replace(w, read=read), i, *inputs)
 
     return run
 

@@ -9,8 +9,9 @@ Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,12 +39,14 @@ class Weights:
         read: returns a tensor by its Hugging Face name, or raises MissingWeightError. The name
             "token_embedding" stands for the rows (B, T, C) of wte.weight that the ids select.
         dtype: in which pieces are computed.
+        rounded: applied to the result of every operation, to simulate a narrower data type.
     """
 
     config: GPT2Config
     ids: Tensor
     read: Callable[[str], Tensor]
     dtype: torch.dtype = torch.float64
+    rounded: Callable[[Tensor], Tensor] = lambda x: x
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name).to(self.dtype)
@@ -55,7 +58,7 @@ class Weights:
             tensor = self.read(name)
             return tensor[:rows, :length] if name == "token_embedding" else tensor
 
-        return Weights(self.config, self.ids[:rows, :length], read, self.dtype)
+        return replace(self, ids=self.ids[:rows, :length], read=read)
 
 
 Run = Callable[..., Tensor]  # (weights, layer, *inputs) → the tap
@@ -81,12 +84,13 @@ Pieces = Mapping[str, Piece]  # by the name of a tap without its layer
 def norm(weights: Weights, name: str, x: Tensor, formula: NormFormula | None = None) -> Tensor:
     """A LayerNorm of the channels, (…, C) → (…, C)."""
     formula = formula or NormFormula(eps=weights.config.layer_norm_epsilon)
-    return formula(x) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    normalized = weights.rounded(formula(x))
+    return weights.rounded(normalized * weights[f"{name}.weight"]) + weights[f"{name}.bias"]
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
     """A projection with the weight [in, out] of the checkpoint, (B, T, in) → (B, T, out)."""
-    return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return weights.rounded(x @ weights[f"{name}.weight"]) + weights[f"{name}.bias"]
 
 
 def project(weights: Weights, i: int, x: Tensor, third: int) -> Tensor:
@@ -94,7 +98,7 @@ def project(weights: Weights, i: int, x: Tensor, third: int) -> Tensor:
     name, C = f"h.{i}.attn.c_attn", weights.config.n_embd
     columns = slice(third * C, (third + 1) * C)
     weight, bias = weights.read(f"{name}.weight"), weights.read(f"{name}.bias")
-    return x @ weight[:, columns].to(x.dtype) + bias[columns].to(x.dtype)
+    return weights.rounded(x @ weight[:, columns].to(x.dtype)) + bias[columns].to(x.dtype)
 
 
 def split_heads(weights: Weights, x: Tensor) -> Tensor:
@@ -115,7 +119,7 @@ def attention_formula(weights: Weights, i: int) -> AttentionFormula:
 
 def probabilities(weights: Weights, q: Tensor, k: Tensor, formula: AttentionFormula) -> Tensor:
     """q and k (B, T, C) → the weights of attention (B, H, T, T)."""
-    scores = split_heads(weights, q) @ split_heads(weights, k).mT
+    scores = weights.rounded(split_heads(weights, q) @ split_heads(weights, k).mT)
     return formula.probabilities(scores)
 
 
@@ -132,7 +136,11 @@ def _heads(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
 
 
 def _act(w: Weights, i: int, x: Tensor) -> Tensor:
-    return ACTIVATIONS[canonical_activation(w.config)](x)
+    name, rounded = canonical_activation(w.config), w.rounded
+    if name == "gelu_new":  # written out, as in many ports, for the sake of its roundings
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return rounded(x / 2) * rounded(1 + rounded(torch.tanh(inner)))
+    return ACTIVATIONS[name](x)
 
 
 def _logits(w: Weights, i: int, x: Tensor) -> Tensor:
@@ -191,22 +199,19 @@ def run_piece(tap: str, pieces: Pieces, weights: Weights, values: Mapping[str, T
     return pieces[name].run(weights, i, *inputs)
 
 
-def chain(
-    weights: Weights, pieces: Pieces = GPT2, rounded: Callable[[Tensor], Tensor] = lambda x: x
-) -> Iterator[tuple[str, Tensor]]:
+def chain(weights: Weights, pieces: Pieces = GPT2) -> Iterator[tuple[str, Tensor]]:
     """Every tap in execution order, computed from the ids on.
 
     Args:
         weights: of the checkpoint.
         pieces: what to compute.
-        rounded: applied to every tap, to simulate a narrower data type.
     """
     values: Trace = {}
     for tap in tap_names(weights.config.n_layer):
         if tap.endswith(".ln_1"):  # a new block, of which only the residual stream is known
             n_layer = weights.config.n_layer
             values = {name: values[name] for name in inputs_of(tap, GPT2, n_layer)}
-        values[tap] = rounded(run_piece(tap, pieces, weights, values))
+        values[tap] = weights.rounded(run_piece(tap, pieces, weights, values))
         yield tap, values[tap]
 
 

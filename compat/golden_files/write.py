@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,14 +43,10 @@ from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
 from compat.golden_files.pieces import (
     GPT2,
-    Piece,
-    Pieces,
     Weights,
-    attention_formula,
     chain,
     inputs_of,
     run_piece,
-    split_heads,
 )
 from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
@@ -204,7 +200,7 @@ class _Recording:
         self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
         runs = [chain(self.weights)]
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
-        runs += [chain(*_half(self.weights, dtype)) for dtype in HALF]
+        runs += [chain(_half(self.weights, dtype)) for dtype in HALF]
         before: dict[str, Tensor] = {}  # the residual stream that enters the block
         for group in taps_in_layers(stream_taps(self.model, taps, self.ids)):
             names = sorted(group, key=tap_names(self.config.n_layer).index)
@@ -250,7 +246,7 @@ class _Recording:
         calibration.sums = self.calibration.sums
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
         runs = [gradients(self.weights)]
-        runs += [gradients(*_half(self.weights, dtype)) for dtype in HALF]
+        runs += [gradients(_half(self.weights, dtype)) for dtype in HALF]
         recorded = {LOSS, *self.selected, *self.parameters}
         for name, ours, (exact, *halves) in in_pairs(
             stream_gradients(self.model, taps, self.ids), *runs
@@ -296,22 +292,16 @@ def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
     arrays[name] = Array(shape, str(dtype).removeprefix("torch."), lambda: kept)
 
 
-def _half(
-    weights: Weights, dtype: torch.dtype
-) -> tuple[Weights, Pieces, Callable[[Tensor], Tensor]]:
-    """What to run in half precision: weights, taps and scores are rounded, sums are in float32."""
+def _half(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Half precision, simulated: all but the sums inside of an operation is rounded."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
 
-    def probs(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        scores = rounded(split_heads(w, q) @ split_heads(w, k).mT)
-        return attention_formula(w, i).probabilities(scores)
-
-    pieces: Pieces = {**GPT2, "probs": Piece(("q", "k"), probs)}
     read = weights.read
-    narrow = Weights(weights.config, weights.ids, lambda name: rounded(read(name)), torch.float32)
-    return narrow, pieces, rounded
+    return replace(
+        weights, read=lambda name: rounded(read(name)), dtype=torch.float32, rounded=rounded
+    )
 
 
 @torch.no_grad()
