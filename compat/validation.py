@@ -96,9 +96,20 @@ def check_own_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
             "the model that its `merge_and_unload()` returns."
         )
     if quantized := [name for name, parameter in parameters.items() if is_quantized(parameter)]:
+        left = [
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if not isinstance(module, nn.Linear | nn.Embedding)
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 2
+        ]
+        also = (
+            f", and left {listed(collapse_layers(left))}: it knows nn.Linear only" if left else ""
+        )
         raise NameMapError(
-            f"torchao quantized {listed(collapse_layers(quantized))} of {type(model).__name__}; "
-            "expected floating-point weights. Use the model as it was before `quantize_`."
+            f"torchao quantized {listed(collapse_layers(quantized))} of {type(model).__name__}"
+            f"{also}. Expected floating-point weights. Use the model as it was before `quantize_`; "
+            'Engine(model, dtype="int8") quantizes every layer.'
         )
 
 

@@ -38,6 +38,7 @@ from compat import (
 )
 from compat.cli import main
 from compat.dialects import DIALECTS
+from compat.parity.state import state_digests
 from compat.parity.trace import record
 from compat.sharding import whole
 from scripts import finetune
@@ -402,6 +403,15 @@ def as_torchrun(ranks: Ranks, main: Callable[[], object], argv: list[str]) -> tu
         except SystemExit as exited:
             return exited.code, printed.getvalue()
     return 0, printed.getvalue()
+
+
+@check
+def what_fsdp_gathers_is_not_state(ranks: Ranks) -> None:
+    model = fsdp(ranks)
+    before = state_digests(model)
+    with torch.no_grad():
+        model(IDS)
+    assert state_digests(model) == before
 
 
 @check

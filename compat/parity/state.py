@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compat.sharding import reshard
 from compat.user_code import is_users
 
 MAX_VALUES = 20_000  # that are read
@@ -45,17 +46,30 @@ _REFERENCES: dict[type, tuple[str, ...]] = {
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
+# Attributes in which FSDP2 keeps what it gathered. It gathers by hooks, which are skipped as well.
+_OF_FSDP = "__composable_api_state_key_"
+
+
 def state_digests(model: nn.Module) -> dict[str, str]:
     """Return a digest of each value that a call of the model could change, by the value's name.
 
     The values are attributes of its modules, of their classes and of objects in them, and what
     functions of the user's code refer to: closures, default arguments and global variables.
     """
+    reshard(model)
     walk = _Walk()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        own = {name: v for name, v in vars(module).items() if name not in _OF_EVERY_MODULE}
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        own = {
+            name: v
+            for name, v in vars(module).items()
+            if name not in _OF_EVERY_MODULE and not name.startswith(_OF_FSDP)
+        }
+        hooks = [
+            hook
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+        ]
         numbered = {f"hooks[{number}]": hook for number, hook in enumerate(hooks)}
         for name, value in (own | module._buffers | module._parameters | numbered).items():
             walk.add(f"{prefix}{name}", value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from compat.evaluation import CompatLM
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 
+ROOT = Path(__file__).parents[2]
 DEMO = Path(demo_path[0])  # its 256 positions are fewer than the tokens of LONG
 QUESTION = "ROMEO:\nBut soft, what light through yonder window"
-LONG = (Path(__file__).parents[2] / "scripts" / "benchmarks" / "held_out.txt").read_text()[:2000]
+LONG = (ROOT / "scripts" / "benchmarks" / "held_out.txt").read_text()[:2000]
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +149,25 @@ def test_what_cannot_be_done_is_said(
     with pytest.raises((ConfigError, GenerationError), match=message):
         lm = CompatLM(**{"source": "demo", **arguments})
         lm.generate_until(requests("generate_until", [(QUESTION, settings)]))
+
+
+def test_the_benchmark_finds_equal_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bench.py evaluate, with its runs in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    from benchmarks import evaluate
+
+    def run(file: str, *arguments: str) -> Any:
+        monkeypatch.setattr("sys.argv", [file, *arguments])
+        runpy.run_path(file)
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(evaluate, "in_fresh_process", run)
+    evaluate.evaluate_command("demo", runs=1, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [*rows] == ["hf 1", "hf 8", "compat 8"]
+    for row in rows.values():
+        assert row["largest_difference"] < 1e-5 and row["same_texts"] == 8
+        assert all(seconds > 0 for seconds in row["seconds"].values())

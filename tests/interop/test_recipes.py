@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compat import Engine, generate, load_pretrained, load_tokenizer, trace
+from compat import Engine, NameMapError, generate, load_pretrained, load_tokenizer, trace
 from compat.decoding.fast_path import is_unmodified
 from compat.demo import __path__ as demo_path
+from compat.validation import is_quantized
 from tests.conftest import MakeCheckpoint, noisy_reference
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
@@ -26,8 +27,8 @@ README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 RECIPES = dict(
     re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", README, re.DOTALL | re.MULTILINE)
 )
-# Not in the extra interop: they take long to install, and where torchao is installed, transformers
-# imports it in every process. Their recipes run where they are installed.
+# Not in the extra interop: where torchao is installed, transformers imports it in every process.
+# Their recipes run where they are installed, in CI in a process of their own.
 OPTIONAL = {"lm_eval", "lightning", "nnsight", "torchao", "transformer_lens"}
 SMALL = {"vocab_size": 1024, "n_layer": 1}
 IDS = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(4))
@@ -94,6 +95,16 @@ def check_torchao(left: dict[str, Any]) -> None:
         Engine(model)
 
 
+def check_torchao_of_conv1d(left: dict[str, Any]) -> None:
+    """It quantizes the head, which is an nn.Linear, and nothing else."""
+    model, expected = left["model"], logits_of(noisy_reference(**SMALL))
+    assert 0 < (logits_of(model) - expected).norm() / expected.norm() < 0.02
+    changed = {name for name, value in model.named_parameters() if is_quantized(value)}
+    assert changed == {"lm_head.weight"}
+    with pytest.raises(NameMapError, match=r"quantized lm_head.weight .* left h.0.attn.c_attn"):
+        Engine(model)
+
+
 def check_any_length(run: Callable[[Tensor], Tensor]) -> None:
     reference = noisy_reference(**SMALL)
     for length in (1, 2, 17, 32):
@@ -157,9 +168,19 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("title", [title for title in RECIPES if runs_here(title)])
+CHECKS_OF_CONV1D = {
+    "torchao": check_torchao_of_conv1d,
+    "ONNX": check_onnx,
+    "AOTInductor": check_compiled,
+}
+RUNS = [("linear", title) for title in CHECKS] + [("conv1d", title) for title in CHECKS_OF_CONV1D]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "title"), [(dialect, title) for dialect, title in RUNS if runs_here(title)]
+)
 def test_a_recipe_runs(
-    title: str, one_layer: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, title: str, one_layer: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in packages(RECIPES[title]):
         pytest.importorskip(package)
@@ -167,9 +188,12 @@ def test_a_recipe_runs(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(workplace / "cache"))
     torch.manual_seed(0)
     code = RECIPES[title].replace('"gpt2"', repr(str(one_layer)))
+    if dialect == "conv1d":
+        code = code.replace("load_pretrained(", f"load_pretrained(dialect={dialect!r}, source=")
     file = workplace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
     file.write_text(code, encoding="utf-8")
-    CHECKS[title](runpy.run_path(str(file)))
+    checks = CHECKS if dialect == "linear" else CHECKS_OF_CONV1D
+    checks[title](runpy.run_path(str(file)))
 
 
 def test_recipes_are_short_and_checked() -> None:
