@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ from compat.user_models.synonyms import (
     role_of,
     value_of,
 )
-from compat.user_models.usage import Usage, modules_text
+from compat.user_models.usage import Usage, modules_text, source_of, user_modules
 
 Parameter = inspect.Parameter
 # Parts of a config that have entries of their own: `config.model.n_layer`.
@@ -41,7 +42,10 @@ AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens".s
 
 
 class ReadableDict(dict[str, Any]):
-    """A dictionary whose entries are attributes as well."""
+    """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -89,12 +93,14 @@ def make_config(
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
         form = dict
-    elif usage.attributes and not usage.items:
+    elif usage.attributes and not usage.items and not _exports(cls):
         form = SimpleNamespace
     for name in SECTIONS & {*usage.names}:
         inner = template.get(name, {})
         if isinstance(inner, Mapping):
             values[name] = form(**{**inner, **values})
+    if embeddings := _embeddings(cls, parameter, config):
+        values |= {"config": form(**values), **embeddings}
     return merged(form(**values), entries), []
 
 
@@ -128,7 +134,24 @@ def _instance(
         if not hasattr(made, name):
             with contextlib.suppress(*REFUSED):
                 setattr(made, name, made)
+    if _exports(cls) and not hasattr(made, "to_dict"):
+        exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
+        with contextlib.suppress(*REFUSED):
+            made.to_dict = lambda: exported
     return made, []
+
+
+def _embeddings(cls: type, parameter: Parameter, config: GPT2Config) -> dict[str, nn.Module]:
+    """The embeddings that a constructor takes from its argument, a GPT-2 of transformers."""
+    own = source_of(inspect.getattr_static(cls, "__init__"))
+    read = re.findall(rf"\b{parameter.name}\.(wte|wpe)\b", own)
+    rows = {"wte": config.vocab_size, "wpe": config.n_positions}
+    return {name: nn.Embedding(rows[name], config.n_embd) for name in read}
+
+
+def _exports(cls: type) -> bool:
+    """Whether the user's code calls a config's `to_dict`, as configs of transformers have it."""
+    return ".to_dict()" in modules_text(cls)
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
@@ -180,16 +203,17 @@ def _config_class(cls: type, parameter: Parameter) -> type | None:
 
 
 def _similar(cls: type, parameter: Parameter, usage: Usage) -> type | Mapping[str, Any]:
-    """The config class or dictionary in the class's module that fits best what is read, or {}.
+    """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
-    It has at least half of the sizes that are read.
+    It has at least half of the sizes that are read. Of several that fit equally well, the one that
+    is nearest to the class is taken.
     """
     if isinstance(parameter.default, Mapping):
         return parameter.default
     sizes = {name for name in usage.names if role_of(name) in SIZES}
     best: type | Mapping[str, Any] = {}
     most = 0
-    for name, value in vars(sys.modules[cls.__module__]).items():
+    for name, value in (item for m in user_modules(cls) for item in list(vars(m).items())):
         names: set[str] = set()
         if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
             names = {*inspect.signature(value).parameters, *dir(value)}

@@ -137,11 +137,20 @@ def _inferred(
     small, chosen = small_config(config), dict[str, Value]()
     try:
         arguments = _found_arguments(target, small, kwargs, None)
-        chosen = better(run, _alternatives(target, arguments, kwargs or {}), config)
+        chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
-        chosen = tried(run, error.names, chosen, modules_text(target), config)
+        text = modules_text(target)
+        chosen = tried(run, error.names, chosen, text, config)
+        with contextlib.suppress(AdaptError):
+            given = merged(arguments_with(chosen, small), kwargs or {})
+            arguments = _found_arguments(target, small, given, None)
+            meanings = _alternatives(target, arguments, kwargs or {})
+            meanings = {name: roles for name, roles in meanings.items() if name not in chosen}
+            other = better(run, meanings, chosen, config)
+            if other:  # what was found beside the wrong meaning may be wrong too
+                chosen = tried(run, chosen, other, text, config) or chosen
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)

@@ -2,18 +2,23 @@
 
 The model may not need them. Their names can be imported, stand in annotations, and be called at
 module level while files are loaded, as in `config = load("config.yaml")`; what such a call returns
-has any attribute. Any other use raises the error of the import.
+has any attribute. Any other use raises the error of the import. A module of an installed library
+that cannot be imported without another one, such as `torch.utils.tensorboard`, is missing as well.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
+
+from compat.user_code import is_users
 
 Loaded = TypeVar("Loaded")
 
@@ -38,6 +43,10 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 name = ""
                 if isinstance(error, ModuleNotFoundError) and not isinstance(error, _UsedError):
                     name = (error.name or "").partition(".")[0]
+                if finder.names and (not name or name in finder.names):
+                    name = _failed_module(error)
+                    if name and name not in finder.names:  # other finders would find it
+                        sys.modules[name] = module_from_spec(finder.spec(name))
                 if not name or name in finder.names:
                     if first is None or isinstance(error, _UsedError):
                         raise
@@ -46,8 +55,19 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 finder.names.add(name)
     finally:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n.partition(".")[0] in finder.names]:
+        for name in [n for n in sys.modules if finder.covers(n)]:
             del sys.modules[name]
+
+
+def _failed_module(error: BaseException) -> str:
+    """The module of a library that the user's code imports and that raised the error, or ""."""
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            module = ""
+        elif not module and frame.f_code.co_name == "<module>":
+            module = str(frame.f_globals.get("__name__", ""))
+    return module
 
 
 def is_missing(value: object) -> bool:
@@ -64,11 +84,16 @@ class _Finder:
     def __init__(self) -> None:
         self.names: set[str] = set()
 
+    def covers(self, name: str) -> bool:
+        """Whether a module is missing: one of the names, or in such a package."""
+        return any(f"{name}.".startswith(f"{missing}.") for missing in self.names)
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in self.names:
-            return None
+        return self.spec(name) if self.covers(name) else None
+
+    def spec(self, name: str) -> importlib.machinery.ModuleSpec:
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -1,7 +1,9 @@
 """Sizes at module level: `n_embd = 384`, `CONFIG["emb_dim"]`, `Config.n_embd`.
 
-What was computed from them when the module was imported follows: other globals, such as
-`inner = 4 * n_embd`, and default arguments, such as `def __init__(self, dim=n_embd)`.
+A number whose name says too little, such as `A = 8` of `Block(n_embd, n_head=A)`, has the role of
+the parameter that it is passed as. What was computed from them when the module was imported
+follows: other globals, such as `inner = 4 * n_embd`, and default arguments, such as
+`def __init__(self, dim=n_embd)`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import inspect
 import linecache
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -42,7 +44,7 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     """
     with _LOCK, contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
-        changed = False
+        changed, by_use = False, _roles_by_use(modules)
         for module in modules:
             for value in list(vars(module).values()):
                 if isinstance(value, dict):
@@ -51,7 +53,7 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                     members = {n: inspect.getattr_static(value, n) for n in dir(value)}
                     owner = value if isinstance(value, type) else vars(value)
                     changed |= _resize(owner, members, config, undo)
-            changed |= _resize(vars(module), vars(module), config, undo)
+            changed |= _resize(vars(module), vars(module), config, undo, by_use)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
@@ -63,14 +65,16 @@ def _resize(
     entries: Mapping[Any, Any],
     config: GPT2Config,
     undo: contextlib.ExitStack,
+    by_use: Mapping[str, str] | None = None,
 ) -> bool:
-    """Write the checkpoint's value for each integer whose name stands for a size.
+    """Write the checkpoint's value for each integer whose name, or else use, stands for a size.
 
     Returns:
         Whether there was one.
     """
     numbers = {n: v for n, v in entries.items() if type(v) is int and isinstance(n, str)}
-    sizes = {n: role for n in numbers if (role := role_of(n, among=numbers)) in SIZES}
+    roles = {n: role_of(n, among=numbers) or (by_use or {}).get(n) for n in numbers}
+    sizes = {name: role for name, role in roles.items() if role in SIZES}
     for name, role in sizes.items():
         own = owner if isinstance(owner, dict) else vars(owner)
         undo.callback(_write, owner, name, own.get(name, _ABSENT))
@@ -78,16 +82,53 @@ def _resize(
     return bool(sizes)
 
 
+def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
+    """The roles of globals that are passed as a parameter whose name stands for a size.
+
+    Those that are computed from others are left out, and those that are passed as different ones.
+    """
+    found: dict[str, set[str | None]] = {}
+    own = {module.__name__ for module in modules}
+    for module in modules:
+        tree = _tree(module)
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            passed = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+            callee = vars(module).get(call.func.id) if isinstance(call.func, ast.Name) else None
+            if getattr(callee, "__module__", None) in own:
+                passed += zip(_positional(callee), call.args, strict=False)
+            names = [name for name, _ in passed]
+            for name, value in passed:
+                if isinstance(value, ast.Name):
+                    found.setdefault(value.id, set()).add(role_of(name, among=names))
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in found:
+                    if not isinstance(value, ast.Constant):
+                        found[name].add(None)
+    return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
+
+
+def _positional(function: Any) -> list[str]:
+    """The names of a function's or a class's parameters that take positional arguments."""
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return []
+
+
+def _tree(module: ModuleType) -> ast.Module:
+    """The syntax of a module's source; empty if it has none."""
+    with contextlib.suppress(SyntaxError):
+        return ast.parse("".join(linecache.getlines(str(module.__file__))))
+    return ast.Module(body=[], type_ignores=[])
+
+
 def _recompute_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:
     """Compute other integers, such as `fused = 3 * n_embd`, from the new sizes."""
     own = vars(module)
     numbers = {name for name, value in own.items() if type(value) is int}
     others = {name for name in numbers if role_of(name, among=numbers) not in SIZES}
-    try:
-        tree = ast.parse("".join(linecache.getlines(str(module.__file__))))
-    except SyntaxError:
-        return
-    for node in tree.body:
+    for node in _tree(module).body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in others:
                 found = _computed(value, module)

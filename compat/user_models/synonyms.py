@@ -55,7 +55,7 @@ _PATTERNS = {
     r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
-_WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?")
+_WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim")
 # What a name of one letter may mean.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop"
@@ -64,10 +64,10 @@ _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd",
 _NEUTRAL: dict[str, Any] = {
     # No id is −1, so that a mask for padding hides nothing.
     "padid": -1, "ipad": -1, "padidx": -1, "paddingidx": -1, "padtokenid": -1, "padtoken": -1,
-    "modeltype": None, "batchsize": 1, "learningrate": 1e-3, "lr": 1e-3, "weightdecay": 0.0,
-    "verbose": False, "debug": False, "seed": 0, "usecache": False, "kvcache": False,
-    "gradientcheckpointing": False, "outputattentions": False, "outputhiddenstates": False,
-    "usereturndict": False, "betas": None,
+    "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
+    "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
+    "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
+    "outputhiddenstates": False, "usereturndict": False, "betas": None,
     "tokenizer": None, "tokeniser": None, "logger": None,
     "ropebase": 10000.0, "ropetheta": 10000.0,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import importlib.abc
 import importlib.machinery
 import itertools
 import re
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, is_users, translated
+from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
 from compat.user_models.missing import despite_missing_libraries
 from compat.user_models.notebook import LazyModule, read_source
 from compat.user_models.usage import SIBLINGS
@@ -131,16 +132,25 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
         parts.insert(0, root.name)
         root = root.parent
     folders = [path.parent, root]
+    deferred = _DeferredFinder()
 
     def execute(lazily: bool, folders: list[Path] = folders) -> Callable[..., nn.Module]:
+        while True:
+            try:
+                return execute_once(lazily, folders)
+            except Exception as error:
+                if not deferred.defers(error, path):
+                    raise
+
+    def execute_once(lazily: bool, folders: list[Path]) -> Callable[..., nn.Module]:
         if lazily:
             lazy = LazyModule(".".join([*parts, unique]), path)
             lazy.module.__package__ = ".".join(parts)
-            with _importing(lazy.module, folders):
+            with _importing(lazy.module, folders, deferred):
                 return _chosen(lazy.module, [s.node for s in lazy.statements], place, name)
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
-        with _importing(module, folders):
+        with _importing(module, folders, deferred):
             exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
             return _chosen(module, tree.body, place, name)
 
@@ -180,7 +190,9 @@ def _package_module(place: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
+def _importing(
+    module: ModuleType, folders: list[Path], deferred: _DeferredFinder
+) -> Iterator[None]:
     """Execute a module's code in the body, with its folders on the import path.
 
     What is found nowhere else is looked for in the folders above them and in their `src`. A parser
@@ -191,6 +203,7 @@ def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
     sys.argv = [str(module.__file__)]
     above = _AboveFinder(folders[0])
     sys.meta_path.append(above)
+    sys.meta_path.insert(0, deferred)
     try:
         with _import_path(folders):
             yield
@@ -200,6 +213,7 @@ def _importing(module: ModuleType, folders: list[Path]) -> Iterator[None]:
     finally:
         sys.argv = argv
         sys.meta_path.remove(above)
+        sys.meta_path.remove(deferred)
         for name in set(sys.modules) - before:
             imported = sys.modules[name]
             places = getattr(imported, "__path__", ())  # of a package without __init__.py
@@ -234,6 +248,46 @@ class _AboveFinder:
                 if any(any(place.glob(pattern)) for pattern in code):
                     return importlib.machinery.PathFinder.find_spec(name, [str(place)])
         return None
+
+
+class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of the project that raise an exception when they are imported.
+
+    One that opens a data file which is missing is imported as a module that executes only what is
+    read from it.
+    """
+
+    def __init__(self) -> None:
+        self._files: set[str] = set()
+
+    def defers(self, error: Exception, path: Path) -> bool:
+        """Add the file that raised an error while it was imported, unless it is the target's."""
+        cause = error.__cause__ or error if isinstance(error, AdaptError) else error
+        importing = [f.filename for f in users_frames(cause) if f.name == "<module>"]
+        if isinstance(cause, ModuleNotFoundError) or not importing:
+            return False
+        file = importing[-1]
+        fresh = file.endswith(".py") and file not in (str(path), *self._files)
+        self._files |= {file} if fresh else set()
+        return fresh
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path if self._files else ():
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.origin in self._files:
+                spec.loader = self
+                return spec
+            if spec is not None:
+                break
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return LazyModule(spec.name, Path(str(spec.origin))).module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 @contextlib.contextmanager

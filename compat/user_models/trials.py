@@ -76,20 +76,24 @@ def tried(
 
 
 def better(
-    run: Run, alternatives: Mapping[str, tuple[str, ...]], config: GPT2Config
+    run: Run,
+    alternatives: Mapping[str, tuple[str, ...]],
+    chosen: Mapping[str, Value],
+    config: GPT2Config,
 ) -> dict[str, Value]:
     """Values for names of two meanings, if another meaning fits the number of parameters better.
 
     Args:
         run: builds and calls the user's model.
         alternatives: for each argument or entry the roles that it may have.
+        chosen: values of other arguments and entries.
         config: the config of the checkpoint.
     """
-    first, _ = _distance(run, config, {}) if alternatives else (0.0, [])
+    first, _ = _distance(run, config, chosen) if alternatives else (0.0, [])
     if first == 0:
         return {}
     every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
-    best, _ = _best(run, config, {}, every, first)
+    best, _ = _best(run, config, chosen, every, first)
     return best
 
 
@@ -151,11 +155,11 @@ def _distance(
 
 
 def _counts(config: GPT2Config) -> Iterable[int]:
-    """The numbers of parameters of a GPT-2: with a tied head, and heads of its own."""
+    """The numbers of parameters of a GPT-2: with a tied head or another, with a bias or without."""
     C, V, inner = config.n_embd, config.vocab_size, config.d_inner
     layer = 4 * C + 4 * C * C + 4 * C + 2 * C * inner + inner + C
     tied = (V + config.n_positions) * C + config.n_layer * layer + 2 * C
-    return tied, tied + V * C, tied + V * C + V
+    return tied, tied + V, tied + V * C, tied + V * C + V
 
 
 def _candidates(entry: str, text: str) -> list[Value]:

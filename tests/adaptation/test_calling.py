@@ -114,16 +114,22 @@ class Positions(Plain):
         return {"logits": self.table(ids) + 0 * position_ids[:, None]}
 
 
+class Batch(Plain):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
+
+
 class Last(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids)[:, -1]
 
 
-@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions])
+@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions, Batch])
 def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
     signature = find_signature(model, IDS)
     assert signature.targets is (cls is Targets) and not signature.last
+    assert signature.batch is (cls is Batch)
     logits = signature(model, IDS)
     if cls is Mask:
         assert torch.equal(model.calls[-1]["mask"], torch.ones(5, 5, dtype=torch.bool).tril())

@@ -245,6 +245,18 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["missing_residual"],
         "+ self.ff.shift + x",
     ),
+    "scores with two factors": (
+        [("queries @ keys.transpose(2, 3) / self.head_dim ** 0.5",
+          "queries @ keys.transpose(2, 3) * keys.shape[-1] * C**-0.5")],
+        ["wrong_scale"],
+        "(queries @ keys.transpose(2, 3)) * self.head_dim**-0.5",
+    ),
+    "a projection that forward creates": (
+        [("return self.out_proj(out)", "return nn.Linear(C, C)(out)"),
+         ("        self.out_proj = nn.Linear(dim, dim)\n", "")],
+        ["no_out_proj", "random_in_forward"],
+        "self.out_proj = nn.Linear(dim, dim)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

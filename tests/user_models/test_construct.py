@@ -141,6 +141,32 @@ def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> Non
     assert vars(sys.modules[type(model).__module__])["n_ctx"] == 1
 
 
+@pytest.mark.parametrize("config", ["", DATACLASS], ids=["namespace", "dataclass"])
+def test_a_config_is_exported_as_those_of_transformers(tmp_path: Path, config: str) -> None:
+    annotation = ", c: GPTConfig" if config else ", config"
+    read = READ if config else READ.replace("c.", "config.")
+    saved = "self.saved = c.to_dict()" if config else "self.saved = config.to_dict()"
+    model = build(tmp_path, config + gpt(annotation, read, saved))
+    assert model.sizes == SIZES
+    assert set(SIZES) <= set(model.saved.values()) and "to_dict" not in model.saved
+
+
+def test_embeddings_that_are_taken_from_a_model_of_transformers(tmp_path: Path) -> None:
+    sizes = "b.config.vocab_size, b.wpe.num_embeddings, b.wte.embedding_dim, depth, heads"
+    model = build(tmp_path, gpt(", b, depth, heads", sizes, "wte = b.wte"))
+    assert model.sizes == SIZES
+
+
+def test_a_config_class_of_a_module_that_is_imported(tmp_path: Path) -> None:
+    """It is the one that fits, although the model's own module does not name it."""
+    text = f"from dataclasses import dataclass\n{DATACLASS}"
+    (tmp_path / "own_settings.py").write_text(text)
+    (tmp_path / "own_parts.py").write_text("from own_settings import GPTConfig\nPART = 1\n")
+    sizes = f"{READ}, c.flash".replace("c.", "config.")
+    model = build(tmp_path, f"import own_parts\n{gpt(', config', sizes)}")
+    assert (model.sizes, model.extra) == (SIZES, "auto")
+
+
 def test_globals_are_restored_when_the_constructor_raises(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(

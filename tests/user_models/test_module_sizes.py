@@ -147,6 +147,33 @@ class Own(MyGPT):
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
 
 
+def test_a_name_that_says_too_little_has_the_role_of_its_parameter(tmp_path: Path) -> None:
+    """`a2` is passed as `n_head`, `b6` as the second parameter, and `c7` as two different ones.
+
+    `d3` is computed from another.
+    """
+    path = tmp_path / "used.py"
+    text = """
+a2, b6, c7 = 2, 6, 7
+n_embd = 5
+d3 = n_embd // 5 * 3
+
+
+class Part:
+    def __init__(self, width, n_layer, n_head, n_embd=0):
+        self.built_for = width, n_layer, n_head, n_embd
+
+
+class Own(MyGPT):
+    def __init__(self):
+        super().__init__(5, 5, 8, 2, 1)
+        self.parts = Part(c7, b6, n_head=a2), Part(1, c7, d3, n_embd=c7)
+"""
+    path.write_text(GPT + text)
+    first, second = construct(load_target(f"{path}:Own"), CONFIG).parts
+    assert first.built_for == (7, 3, 4, 0) and second.built_for == (1, 7, 12, 7)
+
+
 def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
     before = state(modules)
     cls, built = load_target("own_package.models:Own"), {}

@@ -172,6 +172,35 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     refused(f"{path}:Logged", "pip install no_such_logger", "class Logged(no_such_logger.Module)")
 
 
+def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `torch.utils.tensorboard` is, which raises an ImportError of its own without it."""
+    library = tmp_path / "site-packages"
+    needs = "import no_such_logger\nif no_such_logger.__version__ < '2':\n    raise ImportError\n"
+    write(library / "own_lib" / "log.py", f"{needs}class Writer:\n    pass\n")
+    write(library / "own_lib" / "__init__.py", "SIZE = 5")
+    monkeypatch.syspath_prepend(library)
+    text = f"import own_lib\nfrom own_lib.log import Writer\n{GPT}    size = own_lib.SIZE"
+    path = write(tmp_path / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+    assert not any(name.startswith(("own_lib.log", "no_such")) for name in sys.modules)
+    path.write_text(f"{text}\n\nclass Logged(GPT):\n    log = Writer()()\n")
+    refused(f"{path}:Logged", "own_lib")
+    del sys.modules["own_lib"]
+
+
+def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
+    """`vocab_size = len(chars)` is the checkpoint's, and what else needs the data is refused."""
+    read = "text = open('no such file').read()\nchars = set(text)\nvocab_size = len(chars)\n"
+    write(tmp_path / "own_data.py", f"{read}width = 7\n")
+    text = f"from own_data import vocab_size, width\n{GPT}    size = width\n"
+    path = write(tmp_path / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 7
+    path.write_text(text.replace("vocab_size, width", "width, chars"))
+    refused(f"{path}:GPT", "own_data.py", "no such file")
+
+
 def test_the_call_of_a_model(tmp_path: Path) -> None:
     def model(ids: torch.Tensor) -> tuple[torch.Tensor, str]:
         return ids * 2, "more"

@@ -67,6 +67,25 @@ def test_a_name_of_two_meanings_is_what_fits(tmp_path: Path, width: str) -> None
     assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)  # type: ignore[union-attr]
 
 
+def test_an_unknown_size_beside_a_name_of_two_meanings(tmp_path: Path) -> None:
+    """The vocabulary is found again after the width of the MLP was found to be that of a head."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace("cfg.vocab_size", "cfg.words_known").replace(
+        "self.tok(ids)", "self.tok(ids) + 0 * self.pos(ids * 0)"
+    )
+    source = source.replace(
+        "3 * width), nn.Linear(width, width)", "3 * wide), nn.Linear(wide, width)"
+    )
+    source = source.replace("(self, width, inner)", "(self, width, wide, inner)")
+    source = source.replace(
+        "Block(width, INNER)", "Block(width, cfg.n_head * cfg.hidden_size, 4 * width)"
+    )
+    model, call = construct_with_call(load_target(written(tmp_path, "n_embd", "", source)), CONFIG)
+    assert model.tok.num_embeddings == 97  # type: ignore[union-attr]
+    assert model.blocks[0].out.in_features == 24  # type: ignore[index,union-attr]
+    assert "cfg.hidden_size=6" in call and "cfg.words_known=97" in call
+
+
 def test_what_no_value_helps_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):

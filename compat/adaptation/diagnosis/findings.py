@@ -26,6 +26,7 @@ from compat.parity import LogitsProof, ParityReport
 from compat.parity.gradients import wrong_gradients
 from compat.parity.reference import Reference
 from compat.tap import tap_names
+from compat.user_code import exception_summary, users_frames
 
 # Deviations with which no change to the reference makes up for the difference.
 NOT_MODELLED = frozenset(
@@ -221,11 +222,17 @@ def fused_kernels(
 
 
 def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tensor) -> list[Finding]:
-    """Whether the logits differ in the mode in which the constructor leaves the model."""
+    """Whether the model differs, or fails, in the mode in which the constructor leaves it."""
     if not training:
         return []
-    with torch.no_grad():
-        as_left = call(model, ids).detach()
+    try:
+        with torch.no_grad():
+            as_left = call(model, ids).detach()
+    except Exception as error:
+        places = [Place(frame.filename, frame.lineno or 0) for frame in users_frames(error)]
+        deviation = Deviation("embed", next(reversed(places), None), code="train_mode")
+        evidence = f"in the mode that the constructor leaves, {exception_summary(error)}"
+        return [finding(deviation, "info", evidence)]
     with eval_mode(model):
         quiet, again = call(model, ids).detach(), call(model, ids).detach()
     if torch.equal(as_left, quiet) or not torch.equal(quiet, again):

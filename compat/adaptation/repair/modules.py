@@ -45,6 +45,14 @@ def without_projection(site: Site) -> Iterator[Edits]:
             yield [site.source.replace(call, site.source.code(call.args[0]))]
 
 
+@fixes("random_in_forward")
+def without_new_module(site: Site) -> Iterator[Edits]:
+    """Remove a module that `forward` creates: `nn.Linear(C, C)(x)` becomes `x`."""
+    for call in site.calls:
+        if isinstance(call.func, ast.Call) and len(call.args) == 1:
+            yield [site.source.replace(call, site.source.code(call.args[0]))]
+
+
 @fixes("time_shift")
 def without_shift(site: Site) -> Iterator[Edits]:
     """Remove the assignment that shifts, or replace the call by the tensor that it shifts."""

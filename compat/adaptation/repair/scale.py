@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 from compat.adaptation.repair.fixes import Edits, Site, called, fixes, settings
 from compat.adaptation.repair.source import Edit, Source
@@ -295,6 +296,8 @@ def _other_scales(site: Site) -> Iterator[Edits]:
         factors = [f for f in factors if _is_one(site, f.node)]
     change = math.log(expected / found) / math.log(values["d_head"]) if found > 0 else math.nan
     inverse = found > 0 and abs(found * expected - 1) < 1e-5
+    if code != "no_attn_scale":
+        yield from _one_of_two(site, factors)
     for factor in factors:
         if inverse:
             yield from _turned(source, factor)
@@ -327,6 +330,16 @@ def _other_scales(site: Site) -> Iterator[Edits]:
                 yield [_replaced(source, part, _root(site, other, divides, root))]
         if factor.rest is not None:
             yield from _without(source, factor)
+
+
+def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
+    """Write one factor in place of two, as in `scores * k.shape[-1] * C**-0.5`."""
+    for outer, inner in permutations(factors, 2):
+        if outer.rest is inner.whole:
+            for size in _head_sizes(site, outer.node)[:3]:
+                root = _replaced(site.source, outer.node, _root(site, size, outer.divides))
+                for removed in _without(site.source, inner):
+                    yield [*removed, root]
 
 
 def _is_one(site: Site, node: ast.expr) -> bool:

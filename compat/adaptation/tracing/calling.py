@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
 from compat.user_code import is_users, users_frames
+from compat.user_models.usage import source_of
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
@@ -135,15 +136,18 @@ class CallSignature:
         last: accept logits (B, 1, V) of the last position alone.
         targets: the ids are passed as targets too, without which only the last position is
             returned.
+        batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
     last: bool = False
     targets: bool = False
+    batch: bool = False
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         arguments = {name: value(model, ids) for name, value in self.arguments}
-        return find_logits(model(ids, **arguments), ids, self.last)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return find_logits(model(batch if self.batch else ids, **arguments), ids, self.last)
 
 
 def _values(name: str) -> tuple[Value, ...]:
@@ -240,6 +244,9 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
         if "logits" in name and parameter.default is False:
             asked = [*((n, _values(n)[0]) for n in required), (name, _yes)]
             found.append((f"model(ids, {name}=True)", CallSignature(tuple(asked), last)))
+    if re.search(r"""["']input_ids["']""", source_of(model.forward)):
+        text = 'model({"input_ids": ids, "attention_mask": ones})'
+        found.append((text, CallSignature(last=last, batch=True)))
     return found
 
 
