@@ -206,11 +206,12 @@ def _random_transformers(
         return [transformer_class(pack)(config, embedding, read, pack, dtype) for pack in packs]
 
 
-def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 7) -> list[float]:
+def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 5) -> list[float]:
     """The cost of a token with each kernel: of a decode step, and of its part in a prefill.
 
-    They run a quarter of gpt2. Each cost is the best of several times. The kernels are timed in
-    turns, so that noise affects all of them alike.
+    They run a quarter of gpt2. Each cost is the best of several times, of fewer for the prefill,
+    which takes longer and counts less. The kernels are timed in turns, so that noise affects all
+    of them alike.
     """
     config = GPT2Config(n_layer=LAYERS, n_positions=2 * PROMPT, vocab_size=50257 * LAYERS // 12)
     built = _random_transformers(config, packs, dtype)
@@ -224,10 +225,11 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
 
     costs = [0.0] * len(packs)
     # The rows of a decode step are tokens of several texts, those of a prefill of one text.
-    for run, batch, share in ((decode_step, rows, 1), (prefill, 1, 1 / PROMPT)):
+    kinds = (decode_step, rows, 1, repeats), (prefill, 1, 1 / PROMPT, 2)
+    for run, batch, share, times_each in kinds:
         runs = [partial(run, transformer, transformer.new_cache(batch)) for transformer in built]
         times: list[list[float]] = [[] for _ in packs]
-        for _ in range(repeats):
+        for _ in range(times_each):
             for results, one in zip(times, runs, strict=True):
                 start = time.perf_counter()
                 with torch.inference_mode():
