@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -40,6 +42,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keeps Python's garbage collector from running.
+
+    Building a model would set it off, and visiting all of torch's objects takes it as long as
+    loading a small GPT-2 does.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def load_pretrained(
     source: Source,
     dialect: str = "linear",
