@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
@@ -17,6 +16,7 @@ from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
 from compat.decoding.matrices import Pack
 from compat.decoding.native import transformer_class
+from compat.decoding.scoring import Score, score_requests
 from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
 from compat.errors import ConfigError, GenerationError, short_repr
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Precision = Literal["float32", "bfloat16", "int8"]
-SCORING_CHUNK = 128  # positions whose logits are held at once in scoring
 
 
 class EngineOptions(TypedDict, total=False):
@@ -220,27 +219,22 @@ class Engine:
             GenerationError: ids that the vocabulary lacks, or more than `n_positions` + 1.
         """
         given = as_ids(input_ids, self.config.vocab_size)
-        (B, T), ids, n = given.shape, given.to(self.device), self.config.n_positions
+        (B, T), n = given.shape, self.config.n_positions
         if T > n + 1:
             raise GenerationError(
                 f"{T} ids; the model has {n} positions, and scores up to {n + 1} ids. Score a "
                 "longer text in parts."
             )
-        cache = self.transformer.new_cache(B)
-        scores = torch.zeros(B, T - 1, device=self.device)
-        is_greedy = torch.zeros(B, T - 1, dtype=torch.bool, device=self.device)
-        for start in range(0, T - 1, SCORING_CHUNK):
-            positions = slice(start, min(start + SCORING_CHUNK, T - 1))
-            hidden = self.transformer(ids[:, positions], cache.kv, start)
-            following = ids[:, 1:][:, positions]  # (B, T of this chunk)
-            scores[:, positions], is_greedy[:, positions] = self._scores(hidden, following)
-        scores, is_greedy = scores.to(given.device), is_greedy.to(given.device)
+        scores = torch.zeros(B, max(0, T - 1), device=given.device)
+        is_greedy = torch.zeros_like(scores, dtype=torch.bool)
+        requests = [(row[:1], [row[1:]]) for row in given.cpu()] if T > 1 else []
+        for (row, _), score in score_requests(self.transformer, requests):
+            scores[row], is_greedy[row] = score.logprobs, score.is_greedy
         return (scores, is_greedy) if greedy else scores
 
-    @torch.no_grad()
     def score_continuations(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[Score]:
         """Scores of several continuations of one context, which is read once.
 
         Args:
@@ -256,6 +250,29 @@ class Engine:
             GenerationError: an empty context or continuation, ids that the vocabulary lacks, or
                 more than `n_positions` + 1.
         """
+        found = dict(self.score_requests([(context, continuations)]))
+        return [found[0, number] for number in range(len(continuations))]
+
+    @torch.no_grad()
+    def score_requests(
+        self, requests: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
+    ) -> Iterator[tuple[tuple[int, int], Score]]:
+        """Yield the scores of several contexts' continuations, in the order of their computation.
+
+        Contexts of similar lengths are read together; otherwise as `score_continuations`.
+
+        Args:
+            requests: contexts with their continuations.
+
+        Returns:
+            pairs of the numbers of a request and of the continuation in it, and its score.
+        """
+        checked = [self._checked_request(*request) for request in requests]
+        yield from score_requests(self.transformer, checked)
+
+    def _checked_request(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[Tensor]]:
         if not (len(context) and len(continuations) and all(map(len, continuations))):
             raise GenerationError(
                 "the context, a continuation or their list is empty; expected one continuation or "
@@ -268,30 +285,11 @@ class Engine:
                 f"the context and its longest continuation have {T} ids; the model has {n} "
                 f"positions, and scores up to {n + 1} ids. Leave out the beginning of the context."
             )
-        vocab_size, S = self.config.vocab_size, len(context)
-        texts = [as_ids([[*context, *ids]], vocab_size)[0] for ids in continuations]  # (S + T,)
-        # A single continuation is read together with its context.
-        start = S - 1 if len(texts) > 1 else 0
-        cache = self.transformer.new_cache(len(texts))
-        if start:
-            first = self.transformer.new_cache(1)
-            self.transformer(texts[0][None, :start].to(self.device), first.kv, 0)
-            cache.kv[..., :start, :] = first.kv[..., :start, :]
-        rows = pad_sequence([text[start:-1] for text in texts], batch_first=True)
-        hidden = self.transformer(rows.to(self.device), cache.kv, start)
-        lengths = [len(text) - S for text in texts]
-        before = torch.cat([h[S - 1 - start :][:n] for h, n in zip(hidden, lengths, strict=True)])
-        following = torch.cat([text[S:] for text in texts]).to(self.device)
-        chunks = zip(*(torch.split(t, SCORING_CHUNK) for t in (before, following)), strict=True)
-        found = zip(*(self._scores(*chunk) for chunk in chunks), strict=True)
-        scores, is_greedy = (torch.split(torch.cat(part), lengths) for part in found)
-        return list(zip(scores, is_greedy, strict=True))
-
-    def _scores(self, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of tokens after hidden states (…, C), and whether each is greedy."""
-        logits = self.transformer.logits(hidden)
-        scores = logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
-        return scores, logits.max(dim=-1).indices == following
+        texts = (
+            as_ids([ids], self.config.vocab_size)[0].cpu() for ids in (context, *continuations)
+        )
+        first, *others = texts
+        return first, others
 
 
 def _usable(device: str | torch.device) -> torch.device:

@@ -30,7 +30,6 @@ from compat.tokenizer import Tokenizer, load_tokenizer
 Ids = list[int]
 Score = tuple[float, bool]
 
-POSITIONS = 4096  # of contexts and continuations that are scored together, to bound the cache
 BATCH = 8  # texts that are generated together, unless batch_size is a number
 NEW_TOKENS = 256  # of a text whose task sets no limit, as in lm-eval's `hf`
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -188,7 +187,7 @@ class CompatLM(TemplateLM):
 
     def _scores(self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool) -> list[Score]:
         """Scores of continuations of contexts, in this order."""
-        by_context: dict[tuple[int, ...], Ids] = defaultdict(list)
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (context, ids) in enumerate(pairs):
             if not 0 < len(ids) <= self.max_length:
                 raise GenerationError(
@@ -198,16 +197,12 @@ class CompatLM(TemplateLM):
             whole = [*context, *ids][-(self.max_length + 1) :]  # the last id is only predicted
             by_context[tuple(whole[: -len(ids)])].append(number)
         found: dict[int, Score] = {}
+        contexts = list(by_context.items())
+        requests = [(context, [pairs[i][1] for i in numbers]) for context, numbers in contexts]
         bar = tqdm(total=len(pairs), desc="compat: scoring", disable=disable_tqdm)
-        for shared, numbers in by_context.items():
-            waiting = sorted(numbers, key=lambda number: -len(pairs[number][1]))
-            while waiting:
-                rows = max(1, POSITIONS // (len(shared) + len(pairs[waiting[0]][1])))
-                batch, waiting = waiting[:rows], waiting[rows:]
-                scores = self.engine.score_continuations(shared, [pairs[i][1] for i in batch])
-                for number, (values, is_greedy) in zip(batch, scores, strict=True):
-                    found[number] = float(values.sum()), bool(is_greedy.all())
-                bar.update(len(batch))
+        for (request, i), (logprobs, is_greedy) in self.engine.score_requests(requests):
+            found[contexts[request][1][i]] = float(logprobs.sum()), bool(is_greedy.all())
+            bar.update()
         return [found[number] for number in range(len(pairs))]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
 from compat.checkpoint import open_checkpoint
-from compat.decoding import transformer
+from compat.decoding import scoring, transformer
 from compat.decoding.matrices import Blas
 from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS
@@ -170,8 +169,8 @@ def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
 def test_scores_are_those_of_transformers(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("compat.engine")
-    monkeypatch.setattr(module, "SCORING_CHUNK", 10)
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
+    monkeypatch.setattr(scoring, "BATCH_POSITIONS", 130)
     ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         logits = noisy_reference(n_positions=64)(ids).logits[:, :-1]
@@ -195,7 +194,8 @@ def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
 def test_greedy_choices_are_reported_beside_the_scores(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("compat.engine"), "SCORING_CHUNK", 10)
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
+    monkeypatch.setattr(scoring, "ROW_POSITIONS", 70)
     engine = Engine.from_pretrained(source)
     ids = engine.generate(torch.tensor([[5, 17], [9, 44]]), max_new_tokens=62, temperature=0,
                           stop_ids=())  # fmt: skip
@@ -349,7 +349,8 @@ def test_logits_that_are_not_finite_name_the_first_layer(
 def test_continuations_are_scored_as_whole_texts(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("compat.engine"), "SCORING_CHUNK", 10)
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
+    monkeypatch.setattr(scoring, "ROW_POSITIONS", 70)
     engine, generator = Engine.from_pretrained(source), torch.Generator().manual_seed(8)
     context = torch.randint(97, (length,), generator=generator).tolist()
     drawn = [torch.randint(97, (n,), generator=generator).tolist() for n in (1, 12, 25, 3)]
@@ -363,6 +364,24 @@ def test_continuations_are_scored_as_whole_texts(
             torch.testing.assert_close(scores, whole[0][0, length - 1 :], rtol=1e-5, atol=1e-5)
             assert torch.equal(is_greedy, whole[1][0, length - 1 :])
     assert found[-1][1].all() and not found[1][1].all()
+
+
+def test_requests_of_several_contexts_are_scored_together(source: Path) -> None:
+    engine, generator = Engine.from_pretrained(source), torch.Generator().manual_seed(9)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(97, (n,), generator=generator).tolist()
+
+    requests = [(draw(S), [draw(T) for T in lengths]) for S, lengths in
+                ((1, [64]), (30, [1, 1, 7]), (7, [20, 3]), (30, [5]))]  # fmt: skip
+    found = dict(engine.score_requests(requests))
+    assert len(found) == 7
+    for (request, i), score in found.items():
+        context, continuations = requests[request]
+        whole = engine.score([[*context, *continuations[i]]], greedy=True)
+        expected = [part[0, len(context) - 1 :] for part in whole]
+        torch.testing.assert_close(score.logprobs, expected[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(score.is_greedy, expected[1])
 
 
 @pytest.mark.parametrize(

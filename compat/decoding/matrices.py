@@ -20,6 +20,8 @@ from torch.nn import functional as F
 # Packs a weight and a bias. The module maps x (M, in) to x · weight + bias (M, out).
 Pack = Callable[[Tensor, Tensor | None], nn.Module]
 QUANTIZED_AT_ONCE = 256  # columns, so that they stay in the processor's cache
+WIDE = 8192  # columns from which on a product is computed in parts
+COLUMNS_AT_ONCE = 1024  # of such a product
 
 
 def private_memory(size: int) -> mmap.mmap:
@@ -57,7 +59,7 @@ class Concatenated(nn.Module):
 
 
 class Linear(nn.Module):
-    """`F.linear` on the layout `[out, in]`."""
+    """`F.linear` on the layout `[out, in]`; a wide float32 product is faster in parts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -65,7 +67,14 @@ class Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        n_out = len(self.weight)
+        if n_out < WIDE or len(x) == 1 or not (x.is_cpu and x.dtype == torch.float32):
+            return F.linear(x, self.weight, self.bias)
+        product = x.new_empty(len(x), n_out)
+        for start in range(0, n_out, COLUMNS_AT_ONCE):
+            columns = slice(start, start + COLUMNS_AT_ONCE)
+            torch.mm(x, self.weight[columns].t(), out=product[:, columns])
+        return product if self.bias is None else product.add_(self.bias)
 
 
 class OneDnn(nn.Module):

@@ -217,11 +217,30 @@ class Transformer(nn.Module):
             index = (slice(None), rows, heads, positions[:, None])
             mask = self.causal[start, :S][:, None, None]  # (B, 1, 1, S)
         seen = kv[..., :S, :].unbind(0)
-        x = (self.wte[tokens].to(self.dtype) + self.wpe[positions]).view(B * T, -1)
+        x = self._embed(tokens, positions)
         with self.attention():
             for i, block in enumerate(self.h):
                 x = block(x, into[i], index, seen[i], mask)
         return x.view(B, T, -1)
+
+    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Hidden states (B, T, C) of whole sequences, whose keys and values are not kept.
+
+        Args:
+            tokens, positions: (B, T).
+            mask: True where a token may attend, (B, 1, T, T); None: causal.
+        """
+        (B, T), c = tokens.shape, self.config
+        kv = self.wte.new_empty(2, B, c.n_head, T, c.d_head)  # of one layer after the other
+        x = self._embed(tokens, positions)
+        with self.attention():
+            for block in self.h:
+                x = block(x, kv, ..., kv, mask)
+        return x.view(B, T, -1)
+
+    def _embed(self, tokens: Tensor, positions: Any) -> Tensor:
+        """(B, T) → (B·T, C)."""
+        return (self.wte[tokens].to(self.dtype) + self.wpe[positions]).flatten(0, 1)
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Hidden states (B, T, C) of prompts of one length, read in chunks to bound the memory."""
