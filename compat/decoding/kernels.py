@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -58,6 +60,7 @@ CPU = torch.device("cpu")
 REMEASURE_AFTER = 60.0  # seconds for which a measurement on a busy machine is valid
 LAYERS = 3  # of gpt2 for each candidate, which is more than the processor's caches hold
 PROMPT = 64  # tokens of the measured prefill
+TOO_SLOW = 8  # times the first decode step of the fastest, which may include warming up
 
 
 def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:
@@ -194,13 +197,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _random_transformers(
     config: GPT2Config, packs: Sequence[Pack], dtype: torch.dtype
 ) -> list[Transformer]:
-    """A transformer of the same random weights for each kernel."""
+    """A transformer of the same random weights for each kernel. All layers have those of the first,
+    of which each keeps a copy of its own."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
-    drawn = {name: draw(shape) / 20 for name, shape in expected_shapes(config).items()}
+    shapes = expected_shapes(replace(config, n_layer=1))
+    drawn = {name: draw(shape) / 20 for name, shape in shapes.items()}
     embedding = drawn["wte.weight"].to(dtype), drawn["wpe.weight"].to(dtype)
 
     def read(name: str) -> list[Tensor]:
-        return [drawn[name]]
+        return [drawn[re.sub(r"^h\.\d+", "h.0", name)].clone()]
 
     with torch.no_grad():
         return [transformer_class(pack)(config, embedding, read, pack, dtype) for pack in packs]
@@ -211,31 +216,38 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
 
     They run a quarter of gpt2. Each cost is the best of several times, of fewer for the prefill,
     which takes longer and counts less. The kernels are timed in turns, so that noise affects all
-    of them alike.
+    of them alike. One that is much slower in its first decode step is not timed further, since on
+    some processors an operator takes a thousand times as long; its cost is infinite.
     """
     config = GPT2Config(n_layer=LAYERS, n_positions=2 * PROMPT, vocab_size=50257 * LAYERS // 12)
     built = _random_transformers(config, packs, dtype)
     ids = torch.arange(PROMPT, device=CPU)
 
-    def decode_step(transformer: Transformer, past: Cache) -> None:
+    @torch.inference_mode()
+    def decode_step(transformer: Transformer, past: Cache) -> float:
+        start = time.perf_counter()
         transformer.next_logits(ids[:rows], past, PROMPT)
+        return time.perf_counter() - start
 
-    def prefill(transformer: Transformer, past: Cache) -> None:
+    @torch.inference_mode()
+    def prefill(transformer: Transformer, past: Cache) -> float:
+        start = time.perf_counter()
         transformer(ids[None], past.kv, 0)
+        return time.perf_counter() - start
 
-    costs = [0.0] * len(packs)
     # The rows of a decode step are tokens of several texts, those of a prefill of one text.
-    kinds = (decode_step, rows, 1, repeats), (prefill, 1, 1 / PROMPT, 2)
-    for run, batch, share, times_each in kinds:
-        runs = [partial(run, transformer, transformer.new_cache(batch)) for transformer in built]
-        times: list[list[float]] = [[] for _ in packs]
-        for _ in range(times_each):
-            for results, one in zip(times, runs, strict=True):
-                start = time.perf_counter()
-                with torch.inference_mode():
-                    one()
-                results.append(time.perf_counter() - start)
-        costs = [cost + min(results) * share for cost, results in zip(costs, times, strict=True)]
+    caches = [(transformer, transformer.new_cache(rows)) for transformer in built]
+    first = [decode_step(*each) for each in caches]
+    kept = [number for number, time_of in enumerate(first) if time_of < TOO_SLOW * min(first)]
+    costs = [math.inf] * len(packs)
+    steps = [[decode_step(*caches[number]) for number in kept] for _ in range(repeats)]
+    texts = [(transformer, transformer.new_cache(1)) for transformer in built]
+    prefills = [[prefill(*texts[number]) for number in kept] for _ in range(2)]
+    for number, *times in zip(
+        kept, zip(*steps, strict=True), zip(*prefills, strict=True), strict=True
+    ):
+        step, text = map(min, times)
+        costs[number] = step + text / PROMPT
     return costs
 
 

@@ -7,6 +7,7 @@ C channels, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -176,12 +177,21 @@ class Transformer(nn.Module):
             products = [pack(*parameters) for parameters in zip_longest(weights, biases)]
             return products[0] if len(products) == 1 else Concatenated(products)
 
-        # The head is packed first: it needs most memory, and nothing else is there yet.
-        shared = config.tie_word_embeddings and self.wte.dtype == dtype
-        head = self.wte if shared else cast("lm_head.weight")[0]
-        self.lm_head = pack(head.t(), None)
-        del head
-        self.h = nn.ModuleList(Block(config, i, norm, matrix) for i in range(config.n_layer))
+        @torch.no_grad()  # which holds in one thread only
+        def packed_head() -> nn.Module:
+            shared = config.tie_word_embeddings and self.wte.dtype == dtype
+            return pack((self.wte if shared else cast("lm_head.weight")[0]).t(), None)
+
+        @torch.no_grad()
+        def block(i: int) -> Block:
+            return Block(config, i, norm, matrix)
+
+        # First-touch page faults take most of the time; two threads halve it. The head is packed
+        # first: it needs most memory, and little else is there yet.
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            head = pool.submit(packed_head)
+            self.h = nn.ModuleList(pool.map(block, range(config.n_layer)))
+            self.lm_head = head.result()
         self.ln_f = norm("ln_f")
         N = config.n_positions
         self.causal = torch.ones(N, N, dtype=torch.bool, device=self.device).tril()
