@@ -11,8 +11,8 @@
 // Products therefore read four rows of a weight at a time and prefetch the next four. Activations are
 // float32, except the input of a product of int8 weights, which is quantized.
 //
-// Every function below `decode` is called by all threads of the team, which share its loops and
-// wait for each other at their ends. A result does not depend on the number of threads or rows.
+// Every function that `decode` calls is called by all threads of the team, which share its loops. A
+// result does not depend on the number of threads or rows.
 
 #include <math.h>
 #include <stdint.h>
@@ -20,7 +20,11 @@
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#define PAUSE() _mm_pause()  // in a loop that waits
+#else
+#define PAUSE()
+#endif
+#if defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -50,7 +54,8 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
 #define LOW 254.0f    // low terms of quantized activations to one of the high term
-#define CHUNK 256     // activations that a thread takes at a time
+#define CHUNK 256     // activations that are one index of a loop
+#define PARTS 3       // of a loop, for each thread; more are slower, as prefetching starts anew
 #define ALIGNMENT 64  // bytes
 #define ROUNDING 12582912.0f  // 1.5 · 2^23, whose addition rounds a float32 to an integer
 
@@ -166,37 +171,48 @@ typedef struct {
     int64_t layer_stride, kv_stride, sequence_stride;   // of the cache, in elements
 } Batch;
 
-// Activations of a pass, and the input of a product of int8 weights.
+// The state of a loop that the threads share.
+typedef struct {
+    _Alignas(ALIGNMENT) int64_t next, done;  // the next index to take, and the number of those done
+} Loop;
+
+// Activations of a pass, and the input of a product of int8 weights. Each thread has a copy.
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
     float *scores;                         // (M, H, N)
     int8_t *quantized;                     // (M, blocks of K, 2, BLOCK)
     float *scales;                         // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
+    Loop *loop;                            // the loop that this thread is in
+    int64_t taken, threads;                // indices of its current part, and size of the team
 } Scratch;
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
-static char *take(char **free, int64_t bytes) {
+static char *allot(char **free, int64_t bytes) {
     char *taken = *free;
     *free += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     return taken;
 }
 
+// No more loops than a pass has: up to 13 in a layer, if its products quantize their input.
+INLINE int64_t loops(const Model *model) { return 13 * model->n_layer + 4; }
+
 static Scratch divide(char **free, const Model *model, int64_t rows) {
     const int64_t C = model->n_embd, widest = max(C, model->n_inner), f = sizeof(float);
     Scratch s;
-    s.x = (float *)take(free, rows * C * f);
-    s.normed = (float *)take(free, rows * C * f);
-    s.qkv = (float *)take(free, rows * 3 * C * f);
-    s.heads = (float *)take(free, rows * C * f);
-    s.fc = (float *)take(free, rows * model->n_inner * f);
-    s.scores = (float *)take(free, rows * model->n_head * model->n_positions * f);
-    s.quantized = (int8_t *)take(free, rows * blocks(widest) * 2 * BLOCK);
-    s.scales = (float *)take(free, rows * blocks(widest) * f);
-    s.offsets = (float *)take(free, rows * f);
+    s.x = (float *)allot(free, rows * C * f);
+    s.normed = (float *)allot(free, rows * C * f);
+    s.qkv = (float *)allot(free, rows * 3 * C * f);
+    s.heads = (float *)allot(free, rows * C * f);
+    s.fc = (float *)allot(free, rows * model->n_inner * f);
+    s.scores = (float *)allot(free, rows * model->n_head * model->n_positions * f);
+    s.quantized = (int8_t *)allot(free, rows * blocks(widest) * 2 * BLOCK);
+    s.scales = (float *)allot(free, rows * blocks(widest) * f);
+    s.offsets = (float *)allot(free, rows * f);
+    s.loop = (Loop *)allot(free, loops(model) * (int64_t)sizeof(Loop));
     return s;
 }
 
@@ -206,6 +222,26 @@ int64_t scratch_size(const Model *model, int64_t rows) {
     divide(&end, model, rows);
     return (int64_t)(end - (char *)NULL);
 }
+
+// SHARED_LOOP(s, i, count) { … } runs its body for every i below `count`, on all threads together.
+// A thread takes one part of the loop after another, and goes on to the next loop when all parts are
+// done. It does not wait for the other threads: one whose processor is busy with another program
+// holds up the team only if that happens in the middle of a part.
+#define SHARED_LOOP(s, i, count)                                                       \
+    for (int64_t i = 0, end_of_##i = 0; take_part(s, count, &i, &end_of_##i); done(s)) \
+        for (; i < end_of_##i; i++)
+
+INLINE int take_part(Scratch *s, int64_t count, int64_t *start, int64_t *end) {
+    const int64_t part = count / (PARTS * s->threads) + 1;
+    *start = __atomic_fetch_add(&s->loop->next, part, __ATOMIC_RELAXED);
+    *end = min(*start + part, count);
+    s->taken = *end - *start;
+    if (*start < count) return 1;
+    while (__atomic_load_n(&s->loop->done, __ATOMIC_ACQUIRE) < count) PAUSE();
+    s->loop++;
+    return 0;
+}
+INLINE void done(Scratch *s) { __atomic_fetch_add(&s->loop->done, s->taken, __ATOMIC_RELEASE); }
 
 // Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K): one function for each
 // pair of types. n and m are constants of at most TILE wherever these are inlined, so that the
@@ -355,8 +391,7 @@ INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
 // costs the precision of its own block only.
 static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
     const int64_t n_blocks = blocks(K);
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    SHARED_LOOP(s, r, rows) {
         float total = 0;
         for (int64_t b = 0; b < n_blocks; b++) {
             const float *in = x + r * K + b * BLOCK;
@@ -386,8 +421,7 @@ INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scra
 // y (M, O) = x (M, K) · wᵀ + bias, added to y itself for a residual connection.
 INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
                       float *y, int residual) {
-#pragma omp for schedule(static)
-    for (int64_t group = 0; group < (w->n_out + TILE - 1) / TILE; group++) {
+    SHARED_LOOP(s, group, (w->n_out + TILE - 1) / TILE) {
         const int64_t o = group * TILE, n = min(TILE, w->n_out - o);
         for (int64_t r = 0, m; r < rows; r += m) {
             float out[TILE][TILE];
@@ -422,9 +456,9 @@ static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows
 }
 
 // Layer normalization (Ba et al. 2016): (M, C) → (M, C).
-static void layernorm(const Norm *norm, const float *x, int64_t rows, int64_t C, float *y) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+static void layernorm(const Norm *norm, const float *x, int64_t rows, int64_t C, Scratch *s,
+                      float *y) {
+    SHARED_LOOP(s, r, rows) {
         const float *in = x + r * C;
         float *out = y + r * C, mean = 0, variance = 0;
         int64_t c = 0;
@@ -457,10 +491,9 @@ INLINE vec activate(enum activation kind, vec x) {
     return x;
 }
 
-static void activation(enum activation kind, float *x, int64_t count) {
-#pragma omp for schedule(static)
-    for (int64_t start = 0; start < count; start += CHUNK) {
-        const int64_t end = min(start + CHUNK, count);
+static void activation(enum activation kind, float *x, int64_t count, Scratch *s) {
+    SHARED_LOOP(s, chunk, (count + CHUNK - 1) / CHUNK) {
+        const int64_t start = chunk * CHUNK, end = min(start + CHUNK, count);
         int64_t i = start;
         for (; i + LANES <= end; i += LANES) store(x + i, activate(kind, load(x + i)));
         if (i < end) {
@@ -481,10 +514,9 @@ INLINE int64_t head_of(const Model *model, const Batch *batch, int64_t layer, in
 }
 
 // Adds keys and values of all rows to the cache.
-static void append(const Model *model, const Batch *batch, int64_t layer, const Scratch *s) {
+static void append(const Model *model, const Batch *batch, int64_t layer, Scratch *s) {
     const int64_t H = model->n_head, C = model->n_embd, D = C / H;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < batch->n_rows * H; i++) {
+    SHARED_LOOP(s, i, batch->n_rows * H) {
         const int64_t row = i / H, head = i % H;
         const int64_t at = head_of(model, batch, layer, row, head) + batch->positions[row] * D;
         for (int64_t part = 0; part < 2; part++) {
@@ -569,8 +601,7 @@ INLINE void mean_of_values(enum type type, const void *kv, int64_t values, const
 static void attention(const Model *model, const Batch *batch, int64_t layer, float scale,
                       Scratch *s) {
     const int64_t H = model->n_head, C = model->n_embd, D = C / H, N = model->n_positions;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < batch->n_rows * H; i++) {
+    SHARED_LOOP(s, i, batch->n_rows * H) {
         const int64_t row = i / H, head = i % H, S = batch->positions[row] + 1;
         const int64_t keys = head_of(model, batch, layer, row, head);
         const int64_t values = keys + batch->kv_stride;
@@ -589,12 +620,11 @@ static void attention(const Model *model, const Batch *batch, int64_t layer, flo
     }
 }
 
-static void embed(const Model *model, const Batch *batch, float *x) {
+static void embed(const Model *model, const Batch *batch, Scratch *s) {
     const int64_t C = model->n_embd;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < batch->n_rows; r++)
+    SHARED_LOOP(s, r, batch->n_rows)
         for (int64_t c = 0; c < C; c++)
-            x[r * C + c] = stored(model->stored, model->wte, batch->tokens[r] * C + c) +
+            s->x[r * C + c] = stored(model->stored, model->wte, batch->tokens[r] * C + c) +
                            stored(model->stored, model->wpe, batch->positions[r] * C + c);
 }
 
@@ -603,14 +633,14 @@ static void block_forward(const Model *model, const Batch *batch, int64_t layer,
     const Block *h = &model->h[layer];
     const int64_t M = batch->n_rows, C = model->n_embd;
     const enum type type = (enum type)model->weights;
-    layernorm(&h->ln_1, s->x, M, C, s->normed);
+    layernorm(&h->ln_1, s->x, M, C, s, s->normed);
     matmul(&h->c_attn, type, s->normed, M, s, s->qkv, 0);
     append(model, batch, layer, s);
     attention(model, batch, layer, h->scale, s);
     matmul(&h->attn_proj, type, s->heads, M, s, s->x, 1);
-    layernorm(&h->ln_2, s->x, M, C, s->normed);
+    layernorm(&h->ln_2, s->x, M, C, s, s->normed);
     matmul(&h->c_fc, type, s->normed, M, s, s->fc, 0);
-    activation((enum activation)h->activation, s->fc, M * model->n_inner);
+    activation((enum activation)h->activation, s->fc, M * model->n_inner, s);
     matmul(&h->mlp_proj, type, s->fc, M, s, s->x, 1);
 }
 
@@ -622,18 +652,20 @@ static void block_forward(const Model *model, const Batch *batch, int64_t layer,
 void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden, float *logits,
             void *memory, int32_t threads) {
     char *free = (char *)memory;
-    Scratch s = divide(&free, model, rows);
-    s.x = hidden;
-    (void)threads;
+    Scratch shared = divide(&free, model, rows);
+    shared.x = hidden;
+    shared.threads = threads;
+    memset(shared.loop, 0, (size_t)loops(model) * sizeof *shared.loop);
 #pragma omp parallel num_threads(threads)
     {
+        Scratch s = shared;
         if (batch) {
-            embed(model, batch, s.x);
+            embed(model, batch, &s);
             for (int64_t layer = 0; layer < model->n_layer; layer++)
                 block_forward(model, batch, layer, &s);
         }
         if (logits) {
-            layernorm(&model->ln_f, s.x, rows, model->n_embd, s.normed);
+            layernorm(&model->ln_f, s.x, rows, model->n_embd, &s, s.normed);
             matmul(&model->lm_head, (enum type)model->weights, s.normed, rows, &s, logits, 0);
         }
     }
