@@ -120,12 +120,13 @@ class Engine:
             source = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
         engine = cls.__new__(cls)
         engine.config = source.config
-        engine._pack(source.read, **options)
+        engine._pack(source.read, in_order=False, **options)
         return engine
 
     def _pack(
         self,
         weight: Callable[[str], Tensor],
+        in_order: bool = True,
         *,
         dtype: Precision | torch.dtype = "float32",
         device: str | torch.device = "cpu",
@@ -163,12 +164,14 @@ class Engine:
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
             kind = transformer_class(pack)
-            self.transformer = kind(self.config, embedding, read, pack, ACTIVATIONS[precision])
+            self.transformer = kind(
+                self.config, embedding, read, pack, ACTIVATIONS[precision], in_order
+            )
             self._draft_sources = [DraftSource(prompt_lookup)]
             if speculate == "int8":
                 pack = fast("draft", rows=1)
                 kind = transformer_class(pack)
-                draft = kind(self.config, embedding, read, pack, ACTIVATIONS["draft"])
+                draft = kind(self.config, embedding, read, pack, ACTIVATIONS["draft"], in_order)
                 self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:

@@ -408,7 +408,8 @@ def test_a_library_that_computes_something_else_is_not_used(
     for precision, packs in kernels.CANDIDATES.items():
         for pack in packs:
             assert kernels.works(pack, precision) == (pack not in NATIVE)
-    assert capfd.readouterr().err.count("does not compute what torch computes") == 5
+    n_native = sum(pack in NATIVE for packs in kernels.CANDIDATES.values() for pack in packs)
+    assert capfd.readouterr().err.count("does not compute what torch computes") == n_native
 
 
 # The paths of other processors, and every access to memory.

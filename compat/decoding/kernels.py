@@ -35,6 +35,7 @@ from compat.decoding.native import (
     NATIVE,
     NativeInt8,
     NativeInt8Bfloat16,
+    NativeInt8TwoTerm,
     NativeLinear,
     transformer_class,
 )
@@ -45,7 +46,14 @@ from compat.decoding.transformer import Cache, Transformer
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
     "float32": (NativeLinear, OneDnn, Blas, Linear),
     "bfloat16": (NativeLinear, OneDnn, Blas, Linear),
-    "int8": (NativeInt8Bfloat16, NativeInt8, Int8TwoTerm, int8_weight_only, Int8),
+    "int8": (
+        NativeInt8TwoTerm,
+        NativeInt8Bfloat16,
+        NativeInt8,
+        Int8TwoTerm,
+        int8_weight_only,
+        Int8,
+    ),
     "draft": (NativeInt8, Int8DynamicActivations, Int8TwoTerm, int8_weight_only, Int8),
 }
 ACTIVATIONS = {

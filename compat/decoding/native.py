@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compat.decoding.matrices import Int8, Linear, Pack
+from compat.decoding.matrices import Int8, Linear, Pack, sum_of_terms, two_terms
 from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
@@ -44,13 +44,24 @@ class NativeInt8Bfloat16(NativeInt8):
         return torch.addcmul(self.bias, product, self.scale)
 
 
+class NativeInt8TwoTerm(NativeInt8Bfloat16):
+    """The same, but up to 64 rows of activations are multiplied as two terms of 8 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 64:
+            return super().forward(x)
+        terms, x_scale = two_terms(x)
+        products = torch._int_mm(terms, self.qweight.t()).float()
+        return torch.addcmul(self.bias, sum_of_terms(products), x_scale * self.scale)
+
+
 def _check_available(weight: Tensor) -> None:
     library()
     if not weight.is_cpu:
         raise NativeError(f"the weight is on {weight.device}")
 
 
-NATIVE: tuple[Pack, ...] = (NativeLinear, NativeInt8, NativeInt8Bfloat16)
+NATIVE: tuple[Pack, ...] = (NativeLinear, NativeInt8, NativeInt8Bfloat16, NativeInt8TwoTerm)
 
 
 def transformer_class(pack: Pack) -> type[Transformer]:

@@ -146,6 +146,8 @@ class Transformer(nn.Module):
         read: returns the other weights, one after another.
         pack: makes a matrix product of a weight and a bias.
         dtype: of the activations.
+        in_order: read one weight at a time, in the order of the layers, as the ranks of a divided
+            model have to. Otherwise two threads read and pack.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Transformer(nn.Module):
         read: Read,
         pack: Pack,
         dtype: torch.dtype,
+        in_order: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
@@ -177,21 +180,23 @@ class Transformer(nn.Module):
             products = [pack(*parameters) for parameters in zip_longest(weights, biases)]
             return products[0] if len(products) == 1 else Concatenated(products)
 
-        @torch.no_grad()  # which holds in one thread only
         def packed_head() -> nn.Module:
             shared = config.tie_word_embeddings and self.wte.dtype == dtype
             return pack((self.wte if shared else cast("lm_head.weight")[0]).t(), None)
 
-        @torch.no_grad()
-        def block(i: int) -> Block:
-            return Block(config, i, norm, matrix)
+        @torch.no_grad()  # which holds in one thread only
+        def made(part: Callable[[], nn.Module]) -> nn.Module:
+            return part()
 
-        # First-touch page faults take most of the time; two threads halve it. The head is packed
-        # first: it needs most memory, and little else is there yet.
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            head = pool.submit(packed_head)
-            self.h = nn.ModuleList(pool.map(block, range(config.n_layer)))
-            self.lm_head = head.result()
+        # The head is packed first: it needs most memory, and little else is there yet.
+        parts: list[Callable[[], nn.Module]] = [packed_head]
+        parts += [partial(Block, config, i, norm, matrix) for i in range(config.n_layer)]
+        if in_order:
+            self.lm_head, *blocks = map(made, parts)
+        else:  # first-touch page faults take most of the time; two threads halve it
+            with ThreadPoolExecutor(max_workers=2) as pool:
+                self.lm_head, *blocks = pool.map(made, parts)
+        self.h = nn.ModuleList(blocks)
         self.ln_f = norm("ln_f")
         N = config.n_positions
         self.causal = torch.ones(N, N, dtype=torch.bool, device=self.device).tril()
