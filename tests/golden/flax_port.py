@@ -57,7 +57,8 @@ def norm(module: Block | GPT2, x: jax.Array, name: str) -> jax.Array:
 
 
 def tap(module: Block | GPT2, name: str, x: jax.Array) -> jax.Array:
-    module.sow("taps", name, x, reduce_fn=lambda _, new: new)
+    # flax refuses the name of a submodule, such as ln_1.
+    module.sow("taps", f"tap_{name}", x, reduce_fn=lambda _, new: new)
     return x
 
 
@@ -130,7 +131,7 @@ def forward(
     for name, value in state["taps"].items():
         if isinstance(value, Mapping):
             layer = name.replace("h_", "h.")
-            found |= {f"{layer}.{tap}": array for tap, array in value.items()}
+            found |= {f"{layer}.{tap[4:]}": array for tap, array in value.items()}
         else:
-            found[name] = value
+            found[name[4:]] = value
     return found
