@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def test_a_checkpoint_is_restored_bit_by_bit(
     assert theirs.dtype == dtype
     assert theirs.config.to_dict() | NOT_KEPT == original.config.to_dict() | NOT_KEPT
     assert special_ids(theirs) == special_ids(original)
-    assert torch.equal(their_logits(theirs, ids()), their_logits(original, ids()))
+    # In memory of their own: mapped tensors lie as in their file, and some BLAS libraries round
+    # operands of another alignment differently.
+    copies = deepcopy(theirs), deepcopy(original)
+    assert torch.equal(*(their_logits(model, ids()) for model in copies))
     identical(to_hf_state_dict(load_pretrained(folder, dialect)), stored(source))
 
 

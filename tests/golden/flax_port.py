@@ -1,4 +1,4 @@
-"""A GPT-2 in flax, as somebody might port it, with faults to switch on.
+"""A GPT-2 in flax, as one writes a port by hand, with faults to switch on.
 
 It shares no code with compat. `sow` records the taps; parameters keep flax's own names and layouts.
 """

@@ -127,7 +127,21 @@ def test_parity_in_other_data_types(
     assert report.passed, report.headline
     assert report.dtype == str(dtype).removeprefix("torch.")
     if dialect == "conv1d":
-        assert all(result.accumulated.bit_identical for result in report.taps)
+        names = [result.tap for result in report.taps]
+        n_equal = names.index("h.0.probs") if strides_change_products(dtype) else len(names)
+        assert all(result.accumulated.bit_identical for result in report.taps[:n_equal])
+        assert n_equal > 4
+
+
+def strides_change_products(dtype: torch.dtype) -> bool:
+    """Whether this machine's BLAS rounds q·kᵀ of a strided k otherwise than of a contiguous one.
+
+    The keys of transformers are contiguous, since it concatenates them to its cache.
+    """
+    qkv = torch.randn(20, 32, 3, 4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, k, _ = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D)
+    strided = q @ k.transpose(-2, -1)
+    return not torch.equal(strided, q @ k.contiguous().transpose(-2, -1))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
