@@ -15,13 +15,13 @@ import linecache
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.synonyms import CONFIG_CLASSES, SIZES, role_of, value_of
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, SIZES, role_of, value_of
 from compat.user_models.usage import source_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
@@ -69,12 +69,18 @@ def _resize(
 ) -> bool:
     """Write the checkpoint's value for each integer whose name, or else use, stands for a size.
 
+    A global that is None, such as `vocab_size = None`, is set by the code that reads the data.
+
     Returns:
         Whether there was one.
     """
-    numbers = {n: v for n, v in entries.items() if type(v) is int and isinstance(n, str)}
+    kinds = (int, NoneType) if by_use is not None else (int,)
+    numbers = {n: v for n, v in entries.items() if type(v) in kinds and isinstance(n, str)}
     roles = {n: role_of(n, among=numbers) or (by_use or {}).get(n) for n in numbers}
-    sizes = {name: role for name, role in roles.items() if role in SIZES}
+    sizes = {
+        name: role for name, role in roles.items()
+        if role in SIZES and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
+    }  # fmt: skip
     for name, role in sizes.items():
         own = owner if isinstance(owner, dict) else vars(owner)
         undo.callback(_write, owner, name, own.get(name, _ABSENT))
