@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from compat.errors import AdaptError
 from compat.user_code import is_users
 
 Loaded = TypeVar("Loaded")
@@ -44,11 +45,13 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 finally:
                     _loading.pop()
             except Exception as error:
-                name = ""
-                if isinstance(error, ModuleNotFoundError) and not isinstance(error, _UsedError):
-                    name = (error.name or "").partition(".")[0]
+                name, cause = "", error
+                if isinstance(error, AdaptError) and isinstance(error.__cause__, Exception):
+                    cause = error.__cause__
+                if isinstance(cause, ModuleNotFoundError) and not isinstance(cause, _UsedError):
+                    name = (cause.name or "").partition(".")[0]
                 if finder.names and (not name or name in finder.names):
-                    name = _failed_module(error)
+                    name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it
                         sys.modules[name] = module_from_spec(finder.spec(name))
                 if not name or name in finder.names:

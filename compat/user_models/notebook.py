@@ -78,7 +78,7 @@ class LazyModule:
         self._executed: set[int] = set()
         self._broken: list[tuple[str, SyntaxError]] = []
         if path.suffix == ".py":
-            tree = ast.parse(read_source(path), str(path))
+            tree = python_tree(path)
             self.statements = [_statement(node, str(path), 0) for node in unguarded(tree)]
         else:
             self._read_cells(path)
@@ -137,6 +137,24 @@ def read_source(path: Path) -> str:
     linecache.checkcache(str(path))
     with tokenize.open(path) as file:
         return file.read()
+
+
+def python_tree(path: Path) -> ast.Module:
+    """The syntax of a Python file; magics in it, as Colab exports them, are replaced by `pass`.
+
+    Raises:
+        SyntaxError: The file is broken otherwise.
+    """
+    source = read_source(path)
+    text, tree, error = _parsed(source, str(path))
+    if error is not None:
+        raise error
+    if text != source:  # `inspect` has to parse the lines too
+        lines = text.splitlines(keepends=True)
+        linecache.cache[str(path)] = (len(text), None, lines, str(path))
+    elif str(path) not in EDITED:
+        linecache.cache.pop(str(path), None)
+    return tree
 
 
 def code_cells(path: Path) -> list[str]:
@@ -275,12 +293,13 @@ def _without_data(node: ast.stmt) -> ast.stmt:
     `vocab = sorted(set(text))` is left: what is computed under such a name may be no number.
     """
     match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if role_of(name) == "vocab_size":
+        case ast.Assign([ast.Name(id=name)], value) if role_of(name) == "vocab_size":
             computed = any(isinstance(n, (ast.Call, ast.Attribute)) for n in ast.walk(value))
             callee = value.func if isinstance(value, ast.Call) else value
             names = (name, ast.unparse(callee).rpartition(".")[2])
             if computed and any(_COUNT.search(plain(each)) for each in names):
-                node.value = ast.copy_location(ast.Constant(50257), value)
+                number = ast.copy_location(ast.Constant(50257), value)
+                return ast.copy_location(ast.Assign(node.targets, number), node)
     return node
 
 

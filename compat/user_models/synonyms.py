@@ -49,7 +49,7 @@ _PATTERNS = {
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
-    r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|maxt|tmax",
+    r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
     "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate"

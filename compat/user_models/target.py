@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
 from compat.user_models.missing import despite_missing_libraries
-from compat.user_models.notebook import LazyModule, is_main_guard, needs_main, read_source
+from compat.user_models.notebook import (
+    LazyModule,
+    is_main_guard,
+    needs_main,
+    python_tree,
+    read_source,
+)
 from compat.user_models.synonyms import takes_sizes
 from compat.user_models.usage import SIBLINGS
 
@@ -128,7 +134,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
     source = read_source(path) if path.suffix == ".py" else ""
-    tree = ast.parse(source, str(path))
+    tree = python_tree(path) if source else ast.Module(body=[], type_ignores=[])
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     root, parts = path.parent, list[str]()
     while len(parts) < max(levels, default=0) or (root / "__init__.py").is_file():
@@ -154,7 +160,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
-            exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return _chosen(module, tree.body, place, name)
 
     def lazily() -> Callable[..., nn.Module]:

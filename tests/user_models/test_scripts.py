@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from compat import AdaptError, GPT2Config
@@ -216,3 +220,48 @@ class GPT(nn.Module):
 """
     assert isinstance(model := build(tmp_path, source), nn.Module)
     assert model.found == (True, True)
+
+
+def test_a_missing_library_in_a_notebook(tmp_path: Path) -> None:
+    cells = ["import no_such_library\n", SIZED.format(signature=", vocab_size, n_embd, n_layer")]
+    cells[1] += "        self.trainer = no_such_library\n"
+    code = [{"cell_type": "code", "source": cell} for cell in cells]
+    path = tmp_path / "own.ipynb"
+    path.write_text(json.dumps({"cells": code, "nbformat": 4}))
+    assert len(construct(load_target(f"{path}:GPT"), CONFIG).h) == 3  # type: ignore[arg-type]
+
+
+def test_a_notebook_that_was_saved_as_a_script(tmp_path: Path) -> None:
+    script = (
+        "!pip install no_such_library\n%matplotlib inline\nvocab_size, n_embd, n_layer = 5, 6, 7\n"
+    )
+    path = tmp_path / "own.py"
+    path.write_text(script + SIZED.format(signature=""))
+    target = load_target(str(path))
+    assert len(construct(target, CONFIG).h) == 3  # type: ignore[arg-type]
+    assert inspect.getsource(target).startswith("class GPT")
+    path.write_text(script + "def broken(:\n")
+    with pytest.raises(AdaptError, match="SyntaxError"):
+        load_target(str(path))
+
+
+def test_devices_in_globals_are_the_cpu(tmp_path: Path) -> None:
+    source = """
+import torch
+from torch import nn
+
+device, DEVICE = "cuda:1", torch.device("mps")
+
+class Config:
+    device = "cuda"
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.found = device, DEVICE, Config.device
+"""
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    target = load_target(f"{path}:GPT")
+    assert vars(construct(target, CONFIG))["found"] == ("cpu", torch.device("cpu"), "cpu")
+    assert vars(sys.modules[target.__module__])["device"] == "cuda:1"
