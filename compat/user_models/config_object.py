@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.missing import is_missing
 from compat.user_models.synonyms import (
+    AMBIGUOUS,
     CONFIG_CLASSES,
     CONFIG_NAMES,
     SIZES,
@@ -37,8 +38,6 @@ SECTIONS = set(
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
-# A default of None for these may mean a module as well as a number.
-AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens".split())
 
 
 class ReadableDict(dict[str, Any]):
@@ -53,7 +52,9 @@ class ReadableDict(dict[str, Any]):
         return self[name]
 
 
-def known_values(cls: type, names: Iterable[str], config: GPT2Config) -> dict[str, Any]:
+def known_values(
+    cls: Callable[..., Any], names: Iterable[str], config: GPT2Config
+) -> dict[str, Any]:
     """The checkpoint's value for each name that has a role."""
     among = list(names)
     values = {n: value_of(role, config) for n in among if (role := role_of(n, among))}
@@ -64,7 +65,7 @@ def known_values(cls: type, names: Iterable[str], config: GPT2Config) -> dict[st
     return values
 
 
-def takes_config(cls: type, parameter: Parameter, usage: Usage) -> bool:
+def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
     """Whether a constructor's parameter takes a config and not a single value."""
     if _config_class(cls, parameter) or isinstance(parameter.default, Mapping):
         return True
@@ -73,7 +74,11 @@ def takes_config(cls: type, parameter: Parameter, usage: Usage) -> bool:
 
 
 def make_config(
-    cls: type, parameter: Parameter, usage: Usage, config: GPT2Config, entries: Mapping[str, Any]
+    cls: Callable[..., Any],
+    parameter: Parameter,
+    usage: Usage,
+    config: GPT2Config,
+    entries: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
     """A config with the checkpoint's values, and the names of fields whose value is unknown.
 
@@ -105,7 +110,11 @@ def make_config(
 
 
 def _instance(
-    cls: type, template: type, usage: Usage, config: GPT2Config, entries: Mapping[str, Any]
+    cls: Callable[..., Any],
+    template: type,
+    usage: Usage,
+    config: GPT2Config,
+    entries: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
     """An instance of the user's config class, with the attributes added that it lacks."""
     parameters = inspect.signature(template).parameters
@@ -127,7 +136,8 @@ def _instance(
     made = template(**{**arguments, **(entries if parameters else {})})
     # A class without parameters has its values in its body: these are replaced as well.
     for name, value in (known if parameters else {**known, **entries}).items():
-        if not parameters or (name in usage.names and not hasattr(made, name)):
+        needed = {*usage.names} - usage.optional
+        if not parameters or (name in needed and not hasattr(made, name)):
             with contextlib.suppress(*REFUSED):  # a property, or frozen
                 setattr(made, name, value)
     for name in SECTIONS & {*usage.names}:
@@ -141,7 +151,9 @@ def _instance(
     return made, []
 
 
-def _embeddings(cls: type, parameter: Parameter, config: GPT2Config) -> dict[str, nn.Module]:
+def _embeddings(
+    cls: Callable[..., Any], parameter: Parameter, config: GPT2Config
+) -> dict[str, nn.Module]:
     """The embeddings that a constructor takes from its argument, a GPT-2 of transformers."""
     own = source_of(inspect.getattr_static(cls, "__init__"))
     read = re.findall(rf"\b{parameter.name}\.(wte|wpe)\b", own)
@@ -149,7 +161,7 @@ def _embeddings(cls: type, parameter: Parameter, config: GPT2Config) -> dict[str
     return {name: nn.Embedding(rows[name], config.n_embd) for name in read}
 
 
-def _exports(cls: type) -> bool:
+def _exports(cls: Callable[..., Any]) -> bool:
     """Whether the user's code calls a config's `to_dict`, as configs of transformers have it."""
     return ".to_dict()" in modules_text(cls)
 
@@ -183,7 +195,7 @@ def merged(base: Any, entries: Any) -> Any:
     return changed
 
 
-def _config_class(cls: type, parameter: Parameter) -> type | None:
+def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
     """The user's config class, by the parameter's annotation or default."""
     try:
         hints = typing.get_type_hints(inspect.getattr_static(cls, "__init__"))
@@ -202,7 +214,9 @@ def _config_class(cls: type, parameter: Parameter) -> type | None:
     return None
 
 
-def _similar(cls: type, parameter: Parameter, usage: Usage) -> type | Mapping[str, Any]:
+def _similar(
+    cls: Callable[..., Any], parameter: Parameter, usage: Usage
+) -> type | Mapping[str, Any]:
     """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
     It has at least half of the sizes that are read. Of several that fit equally well, the one that

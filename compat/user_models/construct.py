@@ -35,6 +35,7 @@ from compat.user_models.synonyms import (
     neutral,
     plain,
     role_of,
+    takes_sizes,
 )
 from compat.user_models.trials import (
     IDS,
@@ -45,7 +46,7 @@ from compat.user_models.trials import (
     small_config,
     tried,
 )
-from compat.user_models.usage import modules_text, reads
+from compat.user_models.usage import items_of, modules_text, reads
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
@@ -263,7 +264,7 @@ def _found_arguments(
             raise AdaptError(f"{failed}. {MAKE_MODEL}")
         named[first] = merged(_config_named(target, config_name), given.pop(first, {}))
     with translated(f"the arguments of {target.__name__} cannot be determined"):
-        if isinstance(target, type):
+        if isinstance(target, type) or takes_sizes(parameters):
             arguments, missing = _arguments(target, parameters, config, given, named)
         else:
             arguments, missing = _function_arguments(parameters, config, given | named)
@@ -273,7 +274,10 @@ def _found_arguments(
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
-    """A function's parameters; a constructor's, and after its **kwargs those of the next base."""
+    """A function's parameters; a constructor's, and after its **kwargs those of the next base.
+
+    Sizes that it reads from its **kwargs are parameters too: `kwargs.get("block_size", 8)`.
+    """
     if not isinstance(target, type):
         return dict(inspect.signature(target).parameters)
     found: dict[str, Parameter] = {}
@@ -283,6 +287,9 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
         if "__init__" in vars(base):
             own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
             for parameter in own:
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    sizes = [n for n in items_of(base, parameter.name) if role_of(n) in SIZES]
+                    found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in sizes}
                 found.setdefault(parameter.name, parameter)
             if not any(p.kind is p.VAR_KEYWORD for p in own):
                 break
@@ -290,13 +297,16 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def _arguments(
-    cls: type,
+    cls: Callable[..., nn.Module],
     parameters: dict[str, Parameter],
     config: GPT2Config,
     given: dict[str, Any],
     named: dict[str, Any],
 ) -> tuple[dict[str, Any], list[str]]:
-    """A constructor's arguments, and the names of the unknown ones; `cfg.name` is a config's."""
+    """A constructor's arguments, and the names of the unknown ones; `cfg.name` is a config's.
+
+    A function that takes sizes is called like a constructor.
+    """
     arguments = given | named
     missing: list[str] = []
     sizes = known_values(cls, parameters, config)
@@ -324,7 +334,7 @@ def _arguments(
     return arguments, missing
 
 
-def _inner_class(cls: type, parameter: Parameter) -> type[nn.Module] | None:
+def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:
     """The class of a module that a constructor takes, such as GPT of `LMHead(gpt)`."""
     classes = {
         value for value in vars(sys.modules[cls.__module__]).values()

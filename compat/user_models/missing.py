@@ -1,23 +1,28 @@
 """Libraries that a user's files import and that are not installed, such as those for logging.
 
-The model may not need them. Their names can be imported, stand in annotations, and be called at
-module level while files are loaded, as in `config = load("config.yaml")`; what such a call returns
-has any attribute. Any other use raises the error of the import. A module of an installed library
-that cannot be imported without another one, such as `torch.utils.tensorboard`, is missing as well.
+The model may not need them. Their names can be imported and stand in annotations. While files are
+loaded, they can be called outside of functions, as in `config = load("config.yaml")`; what such a
+call returns has any attribute. As decorators they return what they decorate. A call whose result is
+not used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use
+raises the error of the import. A module of an installed library that cannot be imported without
+another one, such as `torch.utils.tensorboard`, is missing as well.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib.machinery
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.util import module_from_spec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
+from compat.errors import AdaptError
 from compat.user_code import is_users
 
 Loaded = TypeVar("Loaded")
@@ -40,11 +45,13 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 finally:
                     _loading.pop()
             except Exception as error:
-                name = ""
-                if isinstance(error, ModuleNotFoundError) and not isinstance(error, _UsedError):
-                    name = (error.name or "").partition(".")[0]
+                name, cause = "", error
+                if isinstance(error, AdaptError) and isinstance(error.__cause__, Exception):
+                    cause = error.__cause__
+                if isinstance(cause, ModuleNotFoundError) and not isinstance(cause, _UsedError):
+                    name = (cause.name or "").partition(".")[0]
                 if finder.names and (not name or name in finder.names):
-                    name = _failed_module(error)
+                    name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it
                         sys.modules[name] = module_from_spec(finder.spec(name))
                 if not name or name in finder.names:
@@ -104,12 +111,16 @@ class _Finder:
 
 
 class _MissingModule(ModuleType):
+    @property
+    def library(self) -> str:
+        return self.__name__.partition(".")[0]
+
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "LightningModule":  # what it adds to nn.Module is for training
             return nn.Module
-        return _Missing(name, (), {"library": self.__name__.partition(".")[0]})
+        return _Missing(name, (), {"library": self.library})
 
 
 class _UsedError(ModuleNotFoundError):
@@ -136,12 +147,34 @@ class _Missing(type):
         return cls  # Dataset[int]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if not _loading or sys._getframe(1).f_code.co_name != "<module>":
+        caller = sys._getframe(1)
+        if _loading and _line(caller).startswith("@"):
+            decorated = len(args) == 1 and not kwargs and not is_missing(args[0])
+            return args[0] if decorated and callable(args[0]) else cls._result()
+        if _loading and caller.f_code.co_name == "<module>":
+            return cls._result()
+        names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
+        imported = any(name.library == cls.library for name in names)
+        if not imported or _next_operation(caller) != "POP_TOP":  # which discards the result
             raise cls.error()
+        return None
+
+    def _result(cls) -> _Result:
         return _Result("result", (), {"library": cls.library})
 
     def error(cls) -> ModuleNotFoundError:
         return _UsedError(f"No module named {cls.library!r}", name=cls.library)
+
+
+def _line(frame: FrameType) -> str:
+    """The line that a frame executes."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def _next_operation(frame: FrameType) -> str:
+    """The name of the operation that follows the one that a frame executes."""
+    operations = (o for o in dis.get_instructions(frame.f_code) if o.offset > frame.f_lasti)
+    return next(operations).opname
 
 
 class _Result(_Missing):

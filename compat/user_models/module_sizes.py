@@ -15,13 +15,14 @@ import linecache
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.synonyms import CONFIG_CLASSES, SIZES, role_of, value_of
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, SIZES, role_of, value_of
 from compat.user_models.usage import source_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
@@ -69,14 +70,25 @@ def _resize(
 ) -> bool:
     """Write the checkpoint's value for each integer whose name, or else use, stands for a size.
 
+    Devices become the CPU, where models are compared.
+    A global that is None, such as `vocab_size = None`, is set by the code that reads the data.
+
     Returns:
         Whether there was one.
     """
-    numbers = {n: v for n, v in entries.items() if type(v) is int and isinstance(n, str)}
+    kinds = (int, NoneType) if by_use is not None else (int,)
+    numbers = {n: v for n, v in entries.items() if type(v) in kinds and isinstance(n, str)}
     roles = {n: role_of(n, among=numbers) or (by_use or {}).get(n) for n in numbers}
-    sizes = {name: role for name, role in roles.items() if role in SIZES}
+    own = owner if isinstance(owner, dict) else vars(owner)
+    for name, value in entries.items():
+        if isinstance(value, (str, torch.device)) and role_of(str(name)) == "device":
+            undo.callback(_write, owner, name, own.get(name, _ABSENT))
+            _write(owner, name, type(value)("cpu"))
+    sizes = {
+        name: role for name, role in roles.items()
+        if role in SIZES and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
+    }  # fmt: skip
     for name, role in sizes.items():
-        own = owner if isinstance(owner, dict) else vars(owner)
         undo.callback(_write, owner, name, own.get(name, _ABSENT))
         _write(owner, name, value_of(role, config))
     return bool(sizes)

@@ -18,7 +18,7 @@ from typing import Any
 
 from compat.errors import AdaptError
 from compat.user_code import translated
-from compat.user_models.synonyms import role_of
+from compat.user_models.synonyms import plain, role_of
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
@@ -27,6 +27,7 @@ MAGIC = re.compile(
     r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
     re.MULTILINE,
 )
+_COUNT = re.compile("^n|num|size|len|count|dim")  # in the name of a number or its function
 # Texts that are read in place of files and of cells, by their names; see `edited_sources`.
 EDITED: dict[str, str] = {}
 # Methods that change their object.
@@ -77,8 +78,8 @@ class LazyModule:
         self._executed: set[int] = set()
         self._broken: list[tuple[str, SyntaxError]] = []
         if path.suffix == ".py":
-            tree = ast.parse(read_source(path), str(path))
-            self.statements = [_statement(node, str(path), 0) for node in tree.body]
+            tree = python_tree(path)
+            self.statements = [_statement(node, str(path), 0) for node in unguarded(tree)]
         else:
             self._read_cells(path)
         nodes = [s.node for s in self.statements]
@@ -136,6 +137,24 @@ def read_source(path: Path) -> str:
     linecache.checkcache(str(path))
     with tokenize.open(path) as file:
         return file.read()
+
+
+def python_tree(path: Path) -> ast.Module:
+    """The syntax of a Python file; magics in it, as Colab exports them, are replaced by `pass`.
+
+    Raises:
+        SyntaxError: The file is broken otherwise.
+    """
+    source = read_source(path)
+    text, tree, error = _parsed(source, str(path))
+    if error is not None:
+        raise error
+    if text != source:  # `inspect` has to parse the lines too
+        lines = text.splitlines(keepends=True)
+        linecache.cache[str(path)] = (len(text), None, lines, str(path))
+    elif str(path) not in EDITED:
+        linecache.cache.pop(str(path), None)
+    return tree
 
 
 def code_cells(path: Path) -> list[str]:
@@ -200,6 +219,31 @@ def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | 
     return without, nothing, fault
 
 
+# The guard `if __name__ == "__main__":`.
+
+
+def is_main_guard(node: ast.stmt) -> bool:
+    """Whether a statement is only executed in a script, not when it is imported."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def unguarded(tree: ast.Module) -> list[ast.stmt]:
+    """A module's statements, with those below the main guard in its place."""
+    found: list[ast.stmt] = []
+    for node in tree.body:
+        found += node.body if isinstance(node, ast.If) and is_main_guard(node) else [node]
+    return found
+
+
+def needs_main(tree: ast.Module) -> bool:
+    """Whether a class reads a global, such as `device`, that only a script assigns."""
+    statements = [(is_main_guard(node), _statement(node, "", 0)) for node in tree.body]
+    bound = set[str]().union(*(s.binds for guarded, s in statements if not guarded))
+    by_script = set[str]().union(*(s.binds for guarded, s in statements if guarded))
+    classes = (s for _, s in statements if isinstance(s.node, ast.ClassDef))
+    return any(s.reads & (by_script - bound) for s in classes)
+
+
 # What a name needs.
 
 
@@ -244,11 +288,18 @@ def _inner_globals(table: symtable.SymbolTable) -> Iterator[set[str]]:
 
 
 def _without_data(node: ast.stmt) -> ast.stmt:
-    """`vocab_size = len(chars)` as a constant: the checkpoint's value replaces it anyway."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        computed = any(isinstance(n, ast.Call) for n in ast.walk(node.value))
-        if computed and role_of(node.targets[0].id) == "vocab_size":
-            node.value = ast.copy_location(ast.Constant(50257), node.value)
+    """`vocab_size = len(chars)` as a constant: the checkpoint's value replaces it anyway.
+
+    `vocab = sorted(set(text))` is left: what is computed under such a name may be no number.
+    """
+    match node:
+        case ast.Assign([ast.Name(id=name)], value) if role_of(name) == "vocab_size":
+            computed = any(isinstance(n, (ast.Call, ast.Attribute)) for n in ast.walk(value))
+            callee = value.func if isinstance(value, ast.Call) else value
+            names = (name, ast.unparse(callee).rpartition(".")[2])
+            if computed and any(_COUNT.search(plain(each)) for each in names):
+                number = ast.copy_location(ast.Constant(50257), value)
+                return ast.copy_location(ast.Assign(node.targets, number), node)
     return node
 
 

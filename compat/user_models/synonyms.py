@@ -31,13 +31,14 @@ _PATTERNS = {
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
     "pre_norm": r"(is|use)?pre(norm|ln)|normfirst|normalizebefore",
     "causal": r"(is|use)?causal(mask)?",
+    "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
-    "max_batch": r"max(imum)?batch(size)?",
+    "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",
     "off": r"(use)?(rms(norm)?|rope|rotary(emb(eddings)?)?|alibi|(squared)?relu|swiglu|silu|moe"
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|postnorm|postln|normlast"
     r"|parallel(block|residual))",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
-    rf"|tokencount|numembeddings|dictsize|{_N}words|output{_SIZE}",
+    rf"|tokencount|dictsize|{_N}words|output{_SIZE}",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
@@ -48,14 +49,20 @@ _PATTERNS = {
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
-    r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|maxt|tmax",
+    r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
     "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
-    rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate|nx"
+    rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim")
+# The second role is meant where another name beside it has the first.
+_TWO_ROLES = [
+    (_WIDE, "n_embd", "d_inner"),
+    (re.compile("nx"), "n_embd", "n_layer"),
+    (re.compile("numembeddings"), "n_embd", "vocab_size"),
+]
 # What a name of one letter may mean.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop"
@@ -79,6 +86,8 @@ CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp params opt opts options settings".split()
 )
 CONFIG_CLASSES = tuple("config cfg conf args hparams params hyperparameters settings".split())
+# A default of None for these may mean a module or a list as well as a number.
+AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens words".split())
 SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", "d_head", "ratio"}
 _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Config)}
 
@@ -97,11 +106,17 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             them stands for the width of the residual stream, and otherwise this width itself.
     """
     short = plain(name)
-    if _WIDE.fullmatch(short):
-        others = (other for other in among if not _WIDE.fullmatch(plain(other)))
-        return "d_inner" if any(role_of(other) == "n_embd" for other in others) else "n_embd"
+    for pattern, first, second in _TWO_ROLES:
+        if pattern.fullmatch(short):
+            others = (other for other in among if not pattern.fullmatch(plain(other)))
+            return second if any(role_of(other) == first for other in others) else first
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _LETTERS.get(short) or _FIELDS.get(short)
+
+
+def takes_sizes(names: Collection[str]) -> bool:
+    """Whether parameters of these names are the sizes of a model, and not its config."""
+    return sum(role_of(name, names) in SIZES for name in names) > 1
 
 
 def has_two_meanings(name: str) -> bool:
@@ -119,6 +134,7 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "init": 0.02,
         "pre_norm": True,
         "causal": True,
+        "residual": True,
         "off": False,
         "device": "cpu",
         "max_batch": _most_rows(config),

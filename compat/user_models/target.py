@@ -12,6 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
 from compat.user_models.missing import despite_missing_libraries
-from compat.user_models.notebook import LazyModule, read_source
+from compat.user_models.notebook import (
+    LazyModule,
+    is_main_guard,
+    needs_main,
+    python_tree,
+    read_source,
+)
+from compat.user_models.synonyms import takes_sizes
 from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -39,6 +47,7 @@ PARTS = (
     "(?i)head",
 )
 OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
+INIT = "__init__"
 # Files that are found in the top folder of a project.
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 
@@ -125,7 +134,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
     source = read_source(path) if path.suffix == ".py" else ""
-    tree = ast.parse(source, str(path))
+    tree = python_tree(path) if source else ast.Module(body=[], type_ignores=[])
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     root, parts = path.parent, list[str]()
     while len(parts) < max(levels, default=0) or (root / "__init__.py").is_file():
@@ -151,11 +160,14 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
-            exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return _chosen(module, tree.body, place, name)
 
-    if path.suffix == ".ipynb" or _trains(tree):
-        return execute(lazily=True)
+    def lazily() -> Callable[..., nn.Module]:
+        return despite_missing_libraries(lambda: execute(lazily=True))
+
+    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree):
+        return lazily()
     try:
         try:
             return despite_missing_libraries(lambda: execute(lazily=False))
@@ -167,11 +179,11 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
                 raise
             sys.modules.pop(package, None)
             return despite_missing_libraries(lambda: execute(False, [outer]))
-    except (AdaptError, ModuleNotFoundError):
+    except AdaptError:
         raise
     except Exception as error:  # of a statement that the target may not need
         with contextlib.suppress(Exception):
-            return execute(lazily=True)
+            return lazily()
         raise error
 
 
@@ -253,8 +265,8 @@ class _AboveFinder:
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of the project that raise an exception when they are imported.
 
-    One that opens a data file which is missing is imported as a module that executes only what is
-    read from it.
+    One that opens a data file which is missing, or asks for the version of a project that is not
+    installed, is imported as a module that executes only what is read from it.
     """
 
     def __init__(self) -> None:
@@ -264,7 +276,8 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Add the file that raised an error while it was imported, unless it is the target's."""
         cause = error.__cause__ or error if isinstance(error, AdaptError) else error
         importing = [f.filename for f in users_frames(cause) if f.name == "<module>"]
-        if isinstance(cause, ModuleNotFoundError) or not importing:
+        not_found = isinstance(cause, ModuleNotFoundError)
+        if not importing or (not_found and not isinstance(cause, PackageNotFoundError)):
             return False
         file = importing[-1]
         fresh = file.endswith(".py") and file not in (str(path), *self._files)
@@ -305,8 +318,8 @@ def _import_path(folders: list[Path]) -> Iterator[None]:
 def _trains(tree: ast.Module) -> bool:
     """Whether a file calls `.backward()` outside of functions and the main guard."""
     for statement in tree.body:
-        guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-        if not guard and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        defines = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+        if not defines and not is_main_guard(statement):
             nodes = ast.walk(statement)
             if any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes):
                 return True
@@ -339,7 +352,8 @@ def _chosen(
             f"{place}:{type(found).__name__}, or a function that returns it"
         )
     if callable(found) and (not isinstance(found, type) or issubclass(found, nn.Module)):
-        return found
+        builder = _builder(name, classes, body)
+        return getattr(module, builder) if builder else found
     kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
     raise AdaptError(
         f"{name!r} in {place} is {kind}; expected a function that returns the model, or an "
@@ -358,6 +372,24 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
             if issubclass(value, nn.Module) if isinstance(value, type) else named:
                 found[node.name] = node
     return found
+
+
+def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
+    """The function with sizes that builds a class, if the constructor takes only its parts.
+
+    An example is `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`.
+    """
+    inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
+    annotations = [a.annotation for init in inits for a in init.args.args[1:]]
+    if not annotations or any(ast.unparse(a) not in classes for a in annotations if a):
+        return None
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+            called = {n.id for n in calls if isinstance(n, ast.Name)}
+            if name in called and takes_sizes([a.arg for a in node.args.args]):
+                return node.name
+    return None
 
 
 def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
@@ -393,6 +425,7 @@ def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)
+    roots = [name for name in roots if all(name in other for other in roots)] or roots  # no variant
     if len(roots) == 1:
         return roots[0]
     if not classes:

@@ -17,6 +17,7 @@ from compat.user_models.synonyms import CONFIG_NAMES, plain, role_of
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
+_DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
 _TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Attributes that the code makes itself, other than from their old value, and buffers.
@@ -36,11 +37,13 @@ class Usage:
         items: Names read as `config["name"]` or `config.get("name")`.
         attributes: Names read as `config.name` or `getattr(config, "name")`.
         tables: Names of tables in which a key is looked up: `key in config["name"]`.
+        optional: Attributes that are only read with a default: `getattr(config, "name", 1)`.
     """
 
     items: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +51,7 @@ class Usage:
         return sorted(self.items | self.attributes)
 
 
-def reads(cls: type, parameter: str) -> Usage:
+def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     """The names that the user's code reads off a parameter of a constructor, if it is a config.
 
     It is one if it has the usual name of a config, or if the constructor reads a name off it. The
@@ -60,7 +63,7 @@ def reads(cls: type, parameter: str) -> Usage:
     if not direct and plain(parameter) not in CONFIG_NAMES:
         return Usage()
     text = modules_text(cls)
-    items, attributes = _ITEM.findall(text), _GETATTR.findall(text)
+    items, attributes = _ITEM.findall(text), list[str]()
     for owner, name in _ATTRIBUTE.findall(text):
         first, *rest = owner.removeprefix("self.").split(".")
         if first in LIBRARIES or (name in TRANSPOSES and plain(first) not in CONFIG_NAMES):
@@ -71,9 +74,22 @@ def reads(cls: type, parameter: str) -> Usage:
     if re.search(rf"\b{parameter}\.items\(\)|\.update\({parameter}\)", own):  # copied to `self`
         made = {name for pair in _MADE.findall(text) for name in pair}
         items += [name for name in _OWN.findall(text) if role_of(name) and name not in made]
-    if f"**{parameter})" in own:  # to the constructor of the base class
+    if isinstance(cls, type) and f"**{parameter})" in own:  # to the base class's constructor
         items += inspect.signature(cls.__mro__[1]).parameters
-    return Usage(frozenset(items), frozenset(attributes), frozenset(_TABLE.findall(text)))
+    optional = {*_DEFAULT.findall(text)} - {*attributes, *items}
+    attributes += _GETATTR.findall(text)
+    return Usage(
+        frozenset(items),
+        frozenset(attributes),
+        frozenset(_TABLE.findall(text)),
+        frozenset(optional),
+    )
+
+
+def items_of(cls: type, parameter: str) -> list[str]:
+    """The names that a constructor reads off a dictionary, such as its **kwargs."""
+    own = source_of(inspect.getattr_static(cls, "__init__"))
+    return re.findall(rf"\b{parameter}{_ITEM.pattern}", own)
 
 
 def source_of(function: object) -> str:
@@ -84,7 +100,7 @@ def source_of(function: object) -> str:
         return ""
 
 
-def modules_text(cls: type) -> str:
+def modules_text(cls: Callable[..., Any]) -> str:
     """The source of the class's modules."""
     files = [str(module.__file__) for module in user_modules(cls)]
     linecache.checkcache()

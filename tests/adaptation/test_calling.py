@@ -228,3 +228,25 @@ def test_logits_that_have_to_be_asked_for() -> None:
 
     model = Model()
     assert torch.equal(find_signature(model, IDS)(model, IDS), LOGITS)
+
+
+def test_caches_that_are_read_although_they_are_optional() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Identity() for _ in range(3))
+
+        def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:
+            assert kv_caches is not None and kv_caches == [None, None, None]
+            return LOGITS
+
+    assert torch.equal(find_signature(Cached(), IDS)(Cached(), IDS), LOGITS)
+
+
+def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
+    class Cached(nn.Module):
+        def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:
+            assert kv_caches is None
+            return LOGITS
+
+    assert find_signature(Cached(), IDS).arguments == ()

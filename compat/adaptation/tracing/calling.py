@@ -198,9 +198,10 @@ def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
         AdaptError: none returned logits.
     """
     tried: list[str] = []
-    for last in (False, True):
+    kinds = (_signatures(model, False), _with_empty_caches(model), _signatures(model, True))
+    for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
-        for text, signature in _signatures(model, last):
+        for text, signature in signatures:
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
@@ -248,6 +249,20 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
         text = 'model({"input_ids": ids, "attention_mask": ones})'
         found.append((text, CallSignature(last=last, batch=True)))
     return found
+
+
+def _with_empty_caches(model: nn.Module) -> list[tuple[str, CallSignature]]:
+    """The call with a list of empty caches, which some code reads though it is optional."""
+    parameters = inspect.signature(model.forward).parameters.items()
+    caches = [
+        n for n, p in parameters if p.default is None and _nothing_for_each_layer in _values(n)
+    ]
+    needed = [(name, _values(name)[0]) for name in required_arguments(model)]
+    return [
+        (f"model(ids, {name}=[None, …])",
+         CallSignature((*needed, (name, _nothing_for_each_layer))))
+        for name in caches
+    ]  # fmt: skip
 
 
 def _is_causal(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:

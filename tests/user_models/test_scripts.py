@@ -1,0 +1,267 @@
+"""Files as people publish them: what only a script assigns, missing libraries, parts and sizes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compat import AdaptError, GPT2Config
+from compat.user_models import construct, load_target
+from compat.user_models.synonyms import role_of
+
+CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
+SIZED = """
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self{signature}):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.h = nn.ModuleList(nn.Linear(n_embd, n_embd) for _ in range(n_layer))
+"""
+
+
+def build(tmp_path: Path, source: str, name: str | None = "GPT") -> Any:
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    return construct(load_target(f"{path}:{name}" if name else str(path)), CONFIG)
+
+
+def test_globals_that_only_the_main_guard_assigns(tmp_path: Path) -> None:
+    script = """
+if __name__ == "__main__":
+    text = open("no such file").read()
+    vocab_size = len(set(text))
+    n_embd, n_layer = 5, 6
+    print(GPT())
+"""
+    model = build(tmp_path, SIZED.format(signature="") + script)
+    assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
+    with pytest.raises(AdaptError, match="own"):
+        build(tmp_path, SIZED.format(signature=""))
+
+
+def test_a_global_that_is_none_until_the_data_is_read(tmp_path: Path) -> None:
+    settings = "vocab_size = None\ntokens = None\nn_embd, n_layer = 5, 6\n"
+    model = build(tmp_path, settings + SIZED.format(signature="") + "        self.seen = tokens\n")
+    assert model.wte.weight.shape == (97, 24)
+    assert model.seen is None
+
+
+def test_a_vocabulary_that_is_no_number(tmp_path: Path) -> None:
+    read = """
+vocab = sorted(set("some text"))
+places = {c: i for i, c in enumerate(vocab)}
+vocab_size = open("no such file").name
+n_embd, n_layer = 5, 6
+"""
+    model = build(tmp_path, read + SIZED.format(signature="") + "        self.seen = places\n")
+    assert model.seen["e"] == 1
+    assert model.wte.weight.shape == (97, 24)
+
+
+LIBRARY = """
+from no_such_library import checked, log
+import no_such_trainer
+
+class GPT(nn.Module):
+    @checked(kind="all")
+    @checked
+    def __init__(self, width: checked.Int["n"] = 5):
+        super().__init__()
+        log.info("built")
+        self.width = width
+"""
+
+
+def test_a_missing_library_that_logs_and_decorates(tmp_path: Path) -> None:
+    source = "from torch import nn\n" + LIBRARY
+    assert build(tmp_path, source).width == 24
+    with pytest.raises(AdaptError, match=r"no_such_library[\s\S]*self\.width = log\.info"):
+        build(tmp_path, source + "        self.width = log.info(width)\n")
+
+
+def test_data_that_a_missing_library_downloads(tmp_path: Path) -> None:
+    """At module level, by a function of the project, as book chapters load OpenAI's weights."""
+    (tmp_path / "own_download.py").write_text(
+        "import no_such_library as lib\n\ndef download():\n    return lib.variables()['size']\n"
+    )
+    source = "from torch import nn\nfrom own_download import download\n" + SIZED.format(
+        signature=", vocab_size, n_embd, n_layer"
+    )
+    assert len(build(tmp_path, source + "\nsize = download()\n").h) == 3
+
+
+def test_a_project_that_asks_for_its_own_version(tmp_path: Path) -> None:
+    package = tmp_path / "own_versioned"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from importlib.metadata import version\n__version__ = version('no-such-project')\n"
+    )
+    (package / "layers.py").write_text("SIZE = 7\n")
+    (package / "model.py").write_text(
+        "from own_versioned.layers import SIZE\nfrom torch import nn\n\n"
+        "class GPT(nn.Module):\n    size = SIZE\n"
+    )
+    assert vars(load_target(f"{package / 'model.py'}:GPT"))["size"] == 7
+
+
+PARTS = """
+from torch import nn
+
+class Decoder(nn.Module):
+    def __init__(self, layers: nn.ModuleList):
+        super().__init__()
+        self.layers = layers
+
+class Words(nn.Embedding):
+    pass
+
+class GPT(nn.Module):
+    def __init__(self, decoder: Decoder, words: Words):
+        super().__init__()
+        self.decoder, self.words = decoder, words
+
+def show(gpt):
+    return GPT(gpt.decoder, gpt.words)
+
+def assemble(vocab, N=6, d_model=512):
+    layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(N))
+    return GPT(Decoder(layers), Words(vocab, d_model))
+"""
+
+
+@pytest.mark.parametrize("name", ["GPT", None])
+def test_a_function_assembles_the_parts(tmp_path: Path, name: str | None) -> None:
+    model = build(tmp_path, PARTS, name)
+    assert (type(model).__name__, len(model.decoder.layers)) == ("GPT", 3)
+    assert model.words.weight.shape == (97, 24)
+
+
+def test_a_function_that_takes_one_size_gets_the_config(tmp_path: Path) -> None:
+    source = "from torch import nn\n\ndef own(size):\n    return nn.Linear(size.n_embd, 2)\n"
+    assert build(tmp_path, source, "own").in_features == 24
+
+
+def test_a_variant_beside_the_model_is_not_meant(tmp_path: Path) -> None:
+    source = SIZED.format(signature="")
+    both = source.replace("GPT", "RotaryGPT") + source
+    (tmp_path / "both.py").write_text(both)
+    assert load_target(str(tmp_path / "both.py")).__name__ == "GPT"
+    (tmp_path / "both.py").write_text(both.replace("class GPT", "class LinearGPT"))
+    with pytest.raises(AdaptError, match=r"2 nn\.Module classes"):
+        load_target(str(tmp_path / "both.py"))
+
+
+def test_sizes_among_other_keywords(tmp_path: Path) -> None:
+    sizes = "".join(
+        f"        {name} = {read}\n"
+        for name, read in {
+            "vocab_size": 'kwargs.get("vocab_size", 9)',
+            "n_embd": 'kwargs["width"]',
+            "n_layer": 'kwargs.pop("depth", 1)',
+            "self.note": 'kwargs.get("note", "none")',
+        }.items()
+    )
+    source = SIZED.format(signature=", **kwargs").replace(
+        "super().__init__()\n", f"super().__init__()\n{sizes}"
+    )
+    model = build(tmp_path, source)
+    assert (model.wte.weight.shape, len(model.h), model.note) == ((97, 24), 3, "none")
+
+
+def test_an_attribute_with_a_default_is_not_added(tmp_path: Path) -> None:
+    """A config class that lacks it builds the model as its author does."""
+    source = """
+from torch import nn
+
+class OwnConfig:
+    def __init__(self, n_embd=5):
+        self.n_embd = n_embd
+
+class GPT(nn.Module):
+    def __init__(self, config: OwnConfig):
+        super().__init__()
+        self.rope = getattr(config, "use_rope", "default")
+        self.wide = getattr(config, "n_embd", 3), config.n_layer
+"""
+    model = build(tmp_path, source)
+    assert (model.rope, model.wide) == ("default", (24, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "beside_a_width"),
+    [
+        ("Nx", "n_embd", "n_layer"),
+        ("num_embeddings", "n_embd", "vocab_size"),
+        ("hidden_size", "n_embd", "d_inner"),
+    ],
+)
+def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> None:
+    assert role_of(name, [name, "vocab_size"]) == alone
+    assert role_of(name, [name, "d_model"]) == beside_a_width
+
+
+def test_residual_connections_that_can_be_turned_off(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, with_residuals, max_cache_batch):
+        super().__init__()
+        self.found = with_residuals, max_cache_batch > 1
+"""
+    assert isinstance(model := build(tmp_path, source), nn.Module)
+    assert model.found == (True, True)
+
+
+def test_a_missing_library_in_a_notebook(tmp_path: Path) -> None:
+    cells = ["import no_such_library\n", SIZED.format(signature=", vocab_size, n_embd, n_layer")]
+    cells[1] += "        self.trainer = no_such_library\n"
+    code = [{"cell_type": "code", "source": cell} for cell in cells]
+    path = tmp_path / "own.ipynb"
+    path.write_text(json.dumps({"cells": code, "nbformat": 4}))
+    assert len(construct(load_target(f"{path}:GPT"), CONFIG).h) == 3  # type: ignore[arg-type]
+
+
+def test_a_notebook_that_was_saved_as_a_script(tmp_path: Path) -> None:
+    script = (
+        "!pip install no_such_library\n%matplotlib inline\nvocab_size, n_embd, n_layer = 5, 6, 7\n"
+    )
+    path = tmp_path / "own.py"
+    path.write_text(script + SIZED.format(signature=""))
+    target = load_target(str(path))
+    assert len(construct(target, CONFIG).h) == 3  # type: ignore[arg-type]
+    assert inspect.getsource(target).startswith("class GPT")
+    path.write_text(script + "def broken(:\n")
+    with pytest.raises(AdaptError, match="SyntaxError"):
+        load_target(str(path))
+
+
+def test_devices_in_globals_are_the_cpu(tmp_path: Path) -> None:
+    source = """
+import torch
+from torch import nn
+
+device, DEVICE = "cuda:1", torch.device("mps")
+
+class Config:
+    device = "cuda"
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.found = device, DEVICE, Config.device
+"""
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    target = load_target(f"{path}:GPT")
+    assert vars(construct(target, CONFIG))["found"] == ("cpu", torch.device("cpu"), "cpu")
+    assert vars(sys.modules[target.__module__])["device"] == "cuda:1"
