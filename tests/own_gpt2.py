@@ -32,7 +32,7 @@ class MyBlock(nn.Module):
 
 
 class MyGPT2(nn.Module):
-    """Own names and layout: fused `query_key` beside `value`, no `config`; head None is no head."""
+    """Own names and layout: fused `query_key` beside `value`, no `config`; no head if None."""
 
     def __init__(self, head: str | None = "tied") -> None:
         super().__init__()

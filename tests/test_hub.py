@@ -182,7 +182,7 @@ def test_progress_is_printed_to_stderr_and_can_be_disabled(
     session: Session, tmp_path: Path
 ) -> None:
     ask: list[Ask] = [("org/both", None)]
-    # The client shows no progress where stderr is no terminal, but for this.
+    # Where stderr is not a terminal, the client shows progress only with this variable.
     settings = {"url": session.hub.url, "TQDM_POSITION": "-1"}
     shown = start(tmp_path / "a", ask, **settings)
     hidden = start(tmp_path / "b", ask, **settings, HF_HUB_DISABLE_PROGRESS_BARS="1")

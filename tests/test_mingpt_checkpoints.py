@@ -51,7 +51,7 @@ def sums_right(model: Model) -> int:
     first, second = torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100)
     question = torch.stack([first // 10, first % 10, second // 10, second % 10], dim=1)
     seen = generate(model, question, max_new_tokens=2, temperature=0.0)
-    with torch.no_grad():  # the last digit is told at the last position
+    with torch.no_grad():  # the last digit is predicted at the last position
         hundreds = model(seen)[:, -1].argmax(-1)
     return int((seen[:, 4] + 10 * seen[:, 5] + 100 * hundreds == first + second).sum())
 

@@ -76,7 +76,7 @@ FAULTS = {
     "pickle: keys that are numbers": Fault(
         pickled(lambda folder: {0: torch.ones(2)}), _NOT_PLAIN, layout="bin"
     ),
-    "pickle: values that are no tensors": Fault(
+    "pickle: values that are not tensors": Fault(
         pickled(lambda folder: {**state(), "step": 3}), _NOT_PLAIN, layout="bin"
     ),
     "pickle: tensors one level down": Fault(

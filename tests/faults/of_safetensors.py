@@ -16,12 +16,12 @@ def _set(name: str, **fields: Any) -> Any:
     return header(lambda entries: entries[name].update(fields))
 
 
-def _length(told: int) -> Any:
+def _length(length: int) -> Any:
     """State a wrong length of the header."""
 
     def breaks(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()
-        (folder / WEIGHTS).write_bytes(told.to_bytes(8, "little") + data[8:])
+        (folder / WEIGHTS).write_bytes(length.to_bytes(8, "little") + data[8:])
 
     return breaks
 

@@ -79,12 +79,12 @@ def two_ends(folder: Path) -> None:
     hidden = io.BytesIO()
     with zipfile.ZipFile(hidden, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}." + bytes(50_000_000))
-    told, shown = hidden.getvalue(), io.BytesIO()
+    contents, shown = hidden.getvalue(), io.BytesIO()
     with zipfile.ZipFile(shown, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}.")
     seen = shown.getvalue()
-    at = struct.unpack("<L", told[-6:-2])[0]
-    (folder / PICKLE).write_bytes(told[:-22] + seen[:-6] + struct.pack("<L", at) + seen[-2:])
+    at = struct.unpack("<L", contents[-6:-2])[0]
+    (folder / PICKLE).write_bytes(contents[:-22] + seen[:-6] + struct.pack("<L", at) + seen[-2:])
 
 
 def old_style(first: bytes, keys: bytes = b"]", data: bytes = b"") -> Callable[[Path], None]:

@@ -64,9 +64,9 @@ def _wrong_tensors(loaded: Loaded) -> Iterator[str]:
             theirs = torch.zeros(tensor.shape, dtype=tensor.dtype)
         if theirs is None or not _same(tensor, theirs):
             yield f"{name} is not what the file has"
-    told = " ".join(loaded.notes)
+    notes = " ".join(loaded.notes)
     for name in stored.keys() - loaded.tensors.keys():
-        if name.rpartition(".")[0] not in told and "mask" not in told:
+        if name.rpartition(".")[0] not in notes and "mask" not in notes:
             yield f"{name} is passed over without a word"
     for name, tensor in loaded.of_model.items():
         short = name.removeprefix("transformer.")

@@ -1,4 +1,4 @@
-"""A GPT-2 in plain NumPy, as somebody might port it, with faults to switch on.
+"""A GPT-2 in plain NumPy, as one writes a port by hand, with faults to switch on.
 
 It shares no code with compat. Weights are the checkpoint's arrays by Hugging Face name.
 """
