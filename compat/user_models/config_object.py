@@ -207,7 +207,7 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
         library = str(getattr(value, "__module__", "")).split(".")[0]
         if not isinstance(value, type) or library in {"torch", *sys.stdlib_module_names}:
             continue
-        if is_missing(value):
+        if is_missing(value) or inspect.isabstract(value):  # an interface, as of a tokenizer
             continue
         if not issubclass(value, (nn.Module, Mapping)):
             return value

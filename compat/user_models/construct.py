@@ -276,7 +276,8 @@ def _found_arguments(
 def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     """A function's parameters; a constructor's, and after its **kwargs those of the next base.
 
-    Sizes that it reads from its **kwargs are parameters too: `kwargs.get("block_size", 8)`.
+    What it reads from its **kwargs are parameters too: `kwargs["bias"]`, and of what has a default
+    the sizes, as in `kwargs.get("block_size", 8)`.
     """
     if not isinstance(target, type):
         return dict(inspect.signature(target).parameters)
@@ -288,8 +289,9 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
             own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
             for parameter in own:
                 if parameter.kind is parameter.VAR_KEYWORD:
-                    sizes = [n for n in items_of(base, parameter.name) if role_of(n) in SIZES]
-                    found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in sizes}
+                    items = items_of(base, parameter.name).items()
+                    read = [n for n, required in items if required or role_of(n) in SIZES]
+                    found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in read}
                 found.setdefault(parameter.name, parameter)
             if not any(p.kind is p.VAR_KEYWORD for p in own):
                 break

@@ -64,9 +64,7 @@ def load_target(target: str) -> Callable[..., nn.Module]:
             `nn.Module` class.
     """
     place, name = _parsed(target)
-    for sibling in SIBLINGS:  # another target's `config.py` is not this one's; a file may be edited
-        sys.modules.pop(sibling, None)
-    SIBLINGS.clear()
+    _forget_siblings()  # another target's `config.py` is not this one's; a file may be edited
     path = Path(place).expanduser().absolute()
     if path.suffix in (".py", ".ipynb"):
         _check_file(path, place)
@@ -166,6 +164,18 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     def lazily() -> Callable[..., nn.Module]:
         return despite_missing_libraries(lambda: execute(lazily=True))
 
+    def in_package() -> Callable[..., nn.Module]:
+        """As other modules import the file: under its own name, with its package before it.
+
+        They may import it in a circle, or have a subpackage with the name of a library.
+        """
+        _forget_siblings()
+        holder = ModuleType(unique)
+        holder.__file__ = str(path)
+        with _importing(holder, [root], deferred):
+            module = importlib.import_module(".".join([*parts, path.stem]))
+            return _chosen(module, tree.body, place, name)
+
     if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree):
         return lazily()
     try:
@@ -179,12 +189,21 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
                 raise
             sys.modules.pop(package, None)
             return despite_missing_libraries(lambda: execute(False, [outer]))
-    except AdaptError:
-        raise
-    except Exception as error:  # of a statement that the target may not need
-        with contextlib.suppress(Exception):
-            return lazily()
+    except Exception as error:
+        if not isinstance(error, AdaptError):  # of a statement that the target may not need
+            with contextlib.suppress(Exception):
+                return lazily()
+        if parts:
+            with contextlib.suppress(Exception):
+                return despite_missing_libraries(in_package)
         raise error
+
+
+def _forget_siblings() -> None:
+    """Remove the modules that were imported with a file, so that they are imported anew."""
+    for sibling in SIBLINGS:
+        sys.modules.pop(sibling, None)
+    SIBLINGS.clear()
 
 
 def _package_module(place: str) -> ModuleType:

@@ -86,10 +86,15 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     )
 
 
-def items_of(cls: type, parameter: str) -> list[str]:
-    """The names that a constructor reads off a dictionary, such as its **kwargs."""
+def items_of(cls: type, parameter: str) -> dict[str, bool]:
+    """The names that a constructor reads off a dictionary, such as its **kwargs.
+
+    Returns:
+        for each name whether it is required, as in `kwargs["bias"]`.
+    """
     own = source_of(inspect.getattr_static(cls, "__init__"))
-    return re.findall(rf"\b{parameter}{_ITEM.pattern}", own)
+    names = re.findall(rf"\b{parameter}{_ITEM.pattern}", own)
+    return {n: bool(re.search(rf"""\b{parameter}\[\s*["']{n}["']""", own)) for n in names}
 
 
 def source_of(function: object) -> str:

@@ -265,3 +265,65 @@ class GPT(nn.Module):
     target = load_target(f"{path}:GPT")
     assert vars(construct(target, CONFIG))["found"] == ("cpu", torch.device("cpu"), "cpu")
     assert vars(sys.modules[target.__module__])["device"] == "cuda:1"
+
+
+def test_modules_of_a_package_that_import_each_other(tmp_path: Path) -> None:
+    """The package's __init__ imports the model first, as the author's scripts do."""
+    package = tmp_path / "nets"
+    (tmp_path / "parts").mkdir()
+    package.mkdir()
+    (package / "__init__.py").write_text("from .model import GPT\nfrom .sizes import n_embd\n")
+    (package / "sizes.py").write_text("n_embd = 5\n")
+    (tmp_path / "parts" / "embedding.py").write_text(
+        "from torch import nn\nfrom nets.sizes import n_embd\nEmbedding = nn.Embedding\n"
+    )
+    own = "from parts.embedding import Embedding\n" + SIZED.format(
+        signature=", vocab_size, n_embd, n_layer"
+    ).replace("nn.Embedding", "Embedding")
+    (package / "model.py").write_text(own)
+    model = construct(load_target(f"{package / 'model.py'}:GPT"), CONFIG)
+    assert model.wte.weight.shape == (97, 24)
+
+
+def test_a_package_with_a_subpackage_named_like_a_library(tmp_path: Path) -> None:
+    """`import sqlite3` means the library, as it does where the package is imported."""
+    package = tmp_path / "nets"
+    (package / "sqlite3").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "sqlite3" / "__init__.py").write_text("from nets.settings import Missing\n")
+    (package / "settings.py").write_text("import sqlite3\nconnect = sqlite3.connect\n")
+    own = "from nets.settings import connect\n" + SIZED.format(
+        signature=", vocab_size, n_embd, n_layer"
+    )
+    (package / "model.py").write_text(own)
+    sys.modules.pop("sqlite3", None)
+    model = construct(load_target(f"{package / 'model.py'}:GPT"), CONFIG)
+    assert model.wte.weight.shape == (97, 24)
+
+
+def test_what_is_read_from_keyword_arguments(tmp_path: Path) -> None:
+    reading = ", **config"
+    source = SIZED.format(signature=reading).replace(
+        "super().__init__()\n",
+        "super().__init__()\n"
+        '        vocab_size, n_embd = config["vocab_size"], config["n_embd"]\n'
+        '        n_layer = config.get("n_layer", 2)\n'
+        '        self.rates = config["dropout"], config.get("lr", 0.5)\n',
+    )
+    model = build(tmp_path, source)
+    assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
+    assert model.rates == (CONFIG.resid_pdrop, 0.5)
+
+
+def test_an_argument_of_an_abstract_class_is_not_a_config(tmp_path: Path) -> None:
+    interface = """
+from typing import Protocol
+import abc
+
+class Tokenizer(Protocol):
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+"""
+    source = SIZED.format(signature=", vocab_size, n_embd, n_layer, tokenizer: Tokenizer")
+    model = build(tmp_path, interface + source + "        self.tokenizer = tokenizer\n")
+    assert model.tokenizer is None and model.wte.weight.shape == (97, 24)
