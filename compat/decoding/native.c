@@ -243,48 +243,42 @@ INLINE int take_part(Scratch *s, int64_t count, int64_t *start, int64_t *end) {
 }
 INLINE void done(Scratch *s) { __atomic_fetch_add(&s->loop->done, s->taken, __ATOMIC_RELEASE); }
 
-// Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K): one function for each
-// pair of types. n and m are constants of at most TILE wherever these are inlined, so that the
-// compiler keeps all sums in registers.
-
-INLINE void tile_float32(const float *w, const float *x, int64_t K, int n, int m,
-                         float out[TILE][TILE]) {
-    vec sums[TILE][TILE];
-    UNROLL for (int i = 0; i < n; i++)
-        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
-    int64_t k = 0;
-    for (; k + LANES <= K; k += LANES) {
-        UNROLL for (int i = 0; i < n; i++) {
-            __builtin_prefetch(w + (n + i) * K + k);
-            vec v = load(w + i * K + k);
-            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
-        }
-    }
-    UNROLL for (int i = 0; i < n; i++)
-        UNROLL for (int j = 0; j < m; j++) {
-            out[i][j] = sum(sums[i][j]);
-            for (int64_t l = k; l < K; l++) out[i][j] += w[i * K + l] * x[j * K + l];
-        }
+// Elements of float32 or bfloat16, by their index.
+INLINE const void *element(enum type type, const void *p, int64_t at) {
+    return (const char *)p + at * (type == FLOAT32 ? sizeof(float) : sizeof(bfloat16));
+}
+INLINE vec load_stored(enum type type, const void *p, int64_t at) {
+    const void *from = element(type, p, at);
+    return type == FLOAT32 ? load(from) : load_bfloat16(from);
+}
+INLINE float stored(enum type type, const void *p, int64_t at) {
+    const void *from = element(type, p, at);
+    return type == FLOAT32 ? *(const float *)from : to_float(*(const bfloat16 *)from);
 }
 
-// Also keys by queries. Intel's product of two bfloat16 vectors takes longer than widening one.
-INLINE void tile_bfloat16(const bfloat16 *w, const float *x, int64_t K, int n, int m,
-                       float out[TILE][TILE]) {
+// Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K). n and m are constants of
+// at most TILE wherever these are inlined, and so is the type, so that the compiler keeps all sums in
+// registers.
+
+// Weights of float32 or bfloat16; also keys by queries. Intel's product of two bfloat16 vectors
+// takes longer than widening one.
+INLINE void tile_floats(enum type type, const void *w, const float *x, int64_t K, int n, int m,
+                        float out[TILE][TILE]) {
     vec sums[TILE][TILE];
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
         UNROLL for (int i = 0; i < n; i++) {
-            __builtin_prefetch(w + (n + i) * K + k);
-            vec v = load_bfloat16(w + i * K + k);
+            __builtin_prefetch(element(type, w, (n + i) * K + k));
+            vec v = load_stored(type, w, i * K + k);
             UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
         }
     }
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) {
             out[i][j] = sum(sums[i][j]);
-            for (int64_t l = k; l < K; l++) out[i][j] += to_float(w[i * K + l]) * x[j * K + l];
+            for (int64_t l = k; l < K; l++) out[i][j] += stored(type, w, i * K + l) * x[j * K + l];
         }
 }
 
@@ -408,14 +402,11 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
 INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scratch *s, int64_t o,
                      int n, int64_t r, int m, float out[TILE][TILE]) {
     const int64_t K = w->n_in, b = blocks(K);
-    if (type == FLOAT32) {
-        tile_float32((const float *)w->weight + o * K, x + r * K, K, n, m, out);
-    } else if (type == INT8) {
+    if (type == INT8)
         tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * 2 * BLOCK,
                   s->scales + r * b, s->offsets + r, K, n, m, out);
-    } else {
-        tile_bfloat16((const bfloat16 *)w->weight + o * K, x + r * K, K, n, m, out);
-    }
+    else
+        tile_floats(type, element(type, w->weight, o * K), x + r * K, K, n, m, out);
 }
 
 // y (M, O) = x (M, K) · wᵀ + bias, added to y itself for a residual connection.
@@ -549,30 +540,16 @@ static float softmax(float *scores, int64_t S) {
     return total;
 }
 
-INLINE vec load_stored(enum type type, const void *p, int64_t at) {
-    return type == FLOAT32 ? load((const float *)p + at) : load_bfloat16((const bfloat16 *)p + at);
-}
-INLINE float stored(enum type type, const void *p, int64_t at) {
-    return type == FLOAT32 ? ((const float *)p)[at] : to_float(((const bfloat16 *)p)[at]);
-}
-
 // Scores (S,) of a query (D,) and keys (S, D).
 INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query, int64_t S,
                        int64_t D, float *scores) {
     float out[TILE][TILE];
     for (int64_t j = 0; j < S; j += TILE) {
         const int64_t n = min(TILE, S - j), at = keys + j * D;
-        if (type == FLOAT32) {
-            const float *k = (const float *)kv + at;
-            if (n == TILE) tile_float32(k, query, D, TILE, 1, out);
-            else
-                for (int64_t i = 0; i < n; i++) tile_float32(k + i * D, query, D, 1, 1, out + i);
-        } else {
-            const bfloat16 *k = (const bfloat16 *)kv + at;
-            if (n == TILE) tile_bfloat16(k, query, D, TILE, 1, out);
-            else
-                for (int64_t i = 0; i < n; i++) tile_bfloat16(k + i * D, query, D, 1, 1, out + i);
-        }
+        if (n == TILE) tile_floats(type, element(type, kv, at), query, D, TILE, 1, out);
+        else
+            for (int64_t i = 0; i < n; i++)
+                tile_floats(type, element(type, kv, at + i * D), query, D, 1, 1, out + i);
         for (int64_t i = 0; i < n; i++) scores[j + i] = out[i][0];
     }
 }

@@ -18,6 +18,7 @@ from compat.decoding.native_model import NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
 
 MAX_ROWS = 16  # tokens of a pass; more are faster on torch's products
+TWO_TERM_ROWS = 64  # of activations that are multiplied in 8 bits; more are faster in bfloat16
 
 
 class NativeLinear(Linear):
@@ -45,10 +46,10 @@ class NativeInt8Bfloat16(NativeInt8):
 
 
 class NativeInt8TwoTerm(NativeInt8Bfloat16):
-    """The same, but up to 64 rows of activations are multiplied as two terms of 8 bits."""
+    """The same, but few rows of activations are multiplied as two terms of 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) > 64:
+        if len(x) > TWO_TERM_ROWS:
             return super().forward(x)
         terms, x_scale = two_terms(x)
         products = torch._int_mm(terms, self.qweight.t()).float()

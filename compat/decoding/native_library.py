@@ -40,7 +40,7 @@ def library() -> CDLL:
     The first failure of a process is printed to stderr, unless `COMPAT_NATIVE=0` is the reason.
 
     Raises:
-        NativeError: there is no compiler, or its library does not load; or it is switched off.
+        NativeError: No compiler works, the library cannot be loaded, or COMPAT_NATIVE is 0.
     """
     global _loaded
     if os.environ.get("COMPAT_NATIVE") == "0":

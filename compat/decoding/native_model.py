@@ -84,7 +84,7 @@ class NativeModel:
 
     Raises:
         Unsupported: a module is of another type, or a tensor is not where or what it should be.
-        NativeError: there is no library.
+        NativeError: The library cannot be built or loaded.
     """
 
     def __init__(self, transformer: Transformer) -> None:

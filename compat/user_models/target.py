@@ -131,8 +131,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     """Import a file as a new module and choose the function or class."""
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
-    source = read_source(path) if path.suffix == ".py" else ""
-    tree = python_tree(path) if source else ast.Module(body=[], type_ignores=[])
+    tree = python_tree(path) if path.suffix == ".py" else ast.Module(body=[], type_ignores=[])
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     root, parts = path.parent, list[str]()
     while len(parts) < max(levels, default=0) or (root / "__init__.py").is_file():
