@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +35,7 @@ from compat.sharding import (
     share_of,
     tensor_parallel_size,
 )
+from compat.threads import two_threads
 from compat.validation import as_module, check_fit, expand_rows, is_dropped, rows_of_part
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def fill(
     loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties remain
     with raising_together(parameters.values()):
         # First-touch page faults take most of the time; two threads halve it.
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        with two_threads() as pool:
             results = list((map if divided else pool.map)(make, rows))
         if faults := [fault for _, fault in results if fault]:
             raise checkpoint.not_finite(faults)

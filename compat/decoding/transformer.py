@@ -7,7 +7,6 @@ C channels, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -25,6 +24,7 @@ from compat.decoding.matrices import Concatenated, Pack, private_memory
 from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.layers import activation
 from compat.tap import Tap, expand_taps
+from compat.threads import two_threads
 
 PREFILL_CHUNK = 256  # positions read at once
 
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         if in_order:
             self.lm_head, *blocks = map(made, parts)
         else:  # first-touch page faults take most of the time; two threads halve it
-            with ThreadPoolExecutor(max_workers=2) as pool:
+            with two_threads() as pool:
                 self.lm_head, *blocks = pool.map(made, parts)
         self.h = nn.ModuleList(blocks)
         self.ln_f = norm("ln_f")
