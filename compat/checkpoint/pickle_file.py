@@ -65,17 +65,18 @@ class PickleFile:
 
     def __init__(self, path: Path, max_unpacked: int = 0) -> None:
         self._path, self.model_args = path, None
-        try:
-            legacy = _scan(path, max_unpacked)
-        except Exception as error:  # zipfile raises nearly anything for a damaged archive
-            raise _unreadable(path, str(error)) from error
-        try:
-            with warnings.catch_warnings():  # torch.load warns about some files, then refuses them
-                warnings.simplefilter("ignore")
+        # pickletools and torch.load warn about some files, then refuse them.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                legacy = _scan(path, max_unpacked)
+            except Exception as error:  # zipfile raises nearly anything for a damaged archive
+                raise _unreadable(path, str(error)) from error
+            try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # so does the unpickler, and its messages advise to run the code
-            reason = f"it is damaged, or holds other objects ({type(error).__name__})"
-            raise _unreadable(path, reason) from error
+            except Exception as error:  # so does the unpickler, and it advises to run the code
+                reason = f"it is damaged, or holds other objects ({type(error).__name__})"
+                raise _unreadable(path, reason) from error
         if isinstance(content, dict) and {"model", "model_args"} <= content.keys():  # nanoGPT's
             content, self.model_args = content["model"], content["model_args"]
         if not isinstance(content, dict) or not all(

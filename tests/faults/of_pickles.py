@@ -132,6 +132,9 @@ FAULTS = {
         (*_UNREADABLE, "more than 400,000 opcodes"),
         layout="bin",
     ),
+    "pickle: a string with an invalid escape": Fault(
+        zip_around(b"\x80\x02}S'\\z'\n."), (*_UNREADABLE, "the opcode STRING"), layout="bin"
+    ),
     "pickle: of 100 MB": Fault(
         zip_around(b"\x80\x02}" + b"N" * 100_000_000 + b"."),
         (*_UNREADABLE, "its pickle takes 100,000,004 bytes; expected at most 4,194,304"),
