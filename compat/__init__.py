@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Transpose,
         WeightNorm,
     )
+    from compat.packing import pack_checkpoint
     from compat.parity import ParityReport, check_parity
     from compat.parity.trace import taps, trace, tracing
     from compat.saving import save_pretrained
@@ -69,6 +70,7 @@ _NAMES = {
     "lora": "lora_from_hf lora_to_hf merge_lora",
     "name_map": "NameMap Row",
     "ops": "Affine Fused Part Rearrange Reparametrized Rows Same Split Transpose WeightNorm",
+    "packing": "pack_checkpoint",
     "parity": "ParityReport check_parity",
     "parity.trace": "taps trace tracing",
     "saving": "save_pretrained",
@@ -132,6 +134,7 @@ __all__ = [
     "lora_to_hf",
     "merge_lora",
     "open_checkpoint",
+    "pack_checkpoint",
     "save_pretrained",
     "stream",
     "stream_text",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
 from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
@@ -110,7 +111,8 @@ class Engine:
         as it exists: do not truncate or overwrite the file.
 
         Args:
-            source: as in `load_pretrained`, or an open checkpoint.
+            source: as in `load_pretrained`, or an open checkpoint. Of a packed file, `dtype` is by
+                default what it was packed in.
             revision: branch, tag or commit on the hub.
             verify: compare every file with the checksum that the hub states for it.
             n_head: number of heads, for a file that has no config.
@@ -120,12 +122,15 @@ class Engine:
             source = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
         engine = cls.__new__(cls)
         engine.config = source.config
-        engine._pack(source.read, in_order=False, **options)
+        own = source.packed.precision if source.packed else "float32"
+        options = cast(EngineOptions, {"dtype": own, **options})
+        engine._pack(source.read, source.read_quantized, in_order=False, **options)
         return engine
 
     def _pack(
         self,
         weight: Callable[[str], Tensor],
+        quantized: Callable[[str], Quantized | None] = lambda name: None,
         in_order: bool = True,
         *,
         dtype: Precision | torch.dtype = "float32",
@@ -133,7 +138,12 @@ class Engine:
         max_batch: int | None = None,
         speculate: Literal["int8", "lookup"] | None = None,
     ) -> None:
-        """Read the weights by Hugging Face's names, and pack them."""
+        """Read the weights by Hugging Face's names, and pack them.
+
+        Args:
+            weight: reads one.
+            quantized: reads a weight in 8 bits, or returns None.
+        """
         precision: Any = dtype
         if isinstance(dtype, torch.dtype):
             precision = str(dtype).removeprefix("torch.")
@@ -156,6 +166,10 @@ class Engine:
         def read(name: str) -> list[Tensor]:
             return [weight(name).to(self.device)]
 
+        def read_int8(name: str) -> list[Tensor] | list[Quantized]:
+            stored = quantized(name)
+            return read(name) if stored is None else [stored.to(self.device)]
+
         def fast(precision: str, rows: int) -> Pack:
             return fastest(precision, rows, torch.get_num_threads(), self.device)
 
@@ -164,14 +178,17 @@ class Engine:
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
             kind = transformer_class(pack)
+            reader = read_int8 if precision == "int8" else read
             self.transformer = kind(
-                self.config, embedding, read, pack, ACTIVATIONS[precision], in_order
+                self.config, embedding, reader, pack, ACTIVATIONS[precision], in_order
             )
             self._draft_sources = [DraftSource(prompt_lookup)]
             if speculate == "int8":
                 pack = fast("draft", rows=1)
                 kind = transformer_class(pack)
-                draft = kind(self.config, embedding, read, pack, ACTIVATIONS["draft"], in_order)
+                draft = kind(
+                    self.config, embedding, read_int8, pack, ACTIVATIONS["draft"], in_order
+                )
                 self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:

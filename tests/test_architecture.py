@@ -25,7 +25,7 @@ LAYERS = [
     {"export_view", "inspection"},
     {"loading"},
     {"decoding", "saving"},
-    {"lora", "parity"},
+    {"lora", "packing", "parity"},
     {"generation"},
     {"engine"},
     {"user_models"},
@@ -109,5 +109,5 @@ def test_public_names_are_sorted_and_there() -> None:
 
 
 def test_command_scripts_are_short() -> None:
-    for name in ("load", "inspect", "parity", "generate", "adapt", "explain", "export"):
+    for name in ("load", "inspect", "parity", "generate", "adapt", "explain", "export", "pack"):
         assert len((ROOT.parent / "scripts" / f"{name}.py").read_text().splitlines()) <= 15

@@ -21,7 +21,7 @@ from tests.command_line import ROOT, Cli
 
 each_command = pytest.mark.parametrize("command", COMMANDS)
 HEAVY = {"torch", "numpy", "transformers", "tiktoken", "huggingface_hub", "safetensors", "jinja2"}
-NEED_A_SOURCE = {"inspect": [], "export": ["DEST"]}
+NEED_A_SOURCE = {"inspect": [], "export": ["DEST"], "pack": ["--out", "a.safetensors"]}
 
 
 def python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +100,7 @@ def test_shell_completion() -> None:
     assert shown.returncode == 0
     assert "_GPT2_COMPAT_COMPLETE=complete_bash" in shown.stdout
     words = {"_GPT2_COMPAT_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert python("-m", "compat", COMP_WORDS="gpt2-compat pa", **words).stdout == "parity\n"
+    assert python("-m", "compat", COMP_WORDS="gpt2-compat par", **words).stdout == "parity\n"
     words["COMP_CWORD"] = "2"
     found = python("-m", "compat", COMP_WORDS="gpt2-compat generate --top", **words).stdout
     assert found.split() == ["--top-k", "--top-p"]
@@ -121,6 +121,7 @@ def arguments(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> di
         "adapt": ["--emit-map"],
         "export": ["--json"],
         "golden": ["--out", "golden.npz"],
+        "pack": ["--json", "--out", "packed.safetensors"],
     }
 
 

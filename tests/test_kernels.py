@@ -94,6 +94,7 @@ def test_the_fastest_kernel_is_selected_and_remembered(
         return [known.get(pack.__name__, 9.0) for pack in packs]
 
     monkeypatch.setattr(kernels, "seconds", seconds)
+    monkeypatch.setattr(kernels, "was_idle", lambda *_: True)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
     kernels.forget()
@@ -126,6 +127,7 @@ def fake_seconds(monkeypatch: pytest.MonkeyPatch, **known: float) -> list[int]:
         return [known.get(pack.__name__, 9.0) for pack in packs]
 
     monkeypatch.setattr(kernels, "seconds", seconds)
+    monkeypatch.setattr(kernels, "was_idle", lambda *_: True)
     return calls
 
 
@@ -260,16 +262,16 @@ def test_a_thread_that_sleeps_is_not_running(memory: Path, monkeypatch: pytest.M
 def test_a_busy_machine_is_measured_again_later(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, idle = 1000.0, False
+    now = 1000.0
     monkeypatch.setattr(kernels.time, "monotonic", lambda: now)
-    monkeypatch.setattr(kernels, "was_idle", lambda *_: idle)
     calls = fake_seconds(monkeypatch, Blas=2.0, Linear=1.0)
+    monkeypatch.setattr(kernels, "was_idle", lambda *_: False)
     assert kernels.fastest("float32", 1, 7) is Linear
     assert not memory.exists()
     calls.clear()
     assert kernels.fastest("float32", 1, 7) is Linear
     assert not calls  # not for every engine
-    now, idle = now + kernels.REMEASURE_AFTER + 1, True
+    now += kernels.REMEASURE_AFTER + 1
     calls = fake_seconds(monkeypatch, Blas=1.0, Linear=2.0)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert list(json.loads(memory.read_text()).values()) == ["Blas"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from compat.checkpoint.files import ALL, TensorFile, TensorInfo, read_json
 from compat.checkpoint.formats import PICKLES, recognized
 from compat.checkpoint.layout import plain_name
+from compat.checkpoint.packed import METADATA, PackedFile
 from compat.checkpoint.pickle_file import PickleFile
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.errors import CheckpointError, collapse_layers, lines, listed
@@ -56,6 +57,11 @@ class Contents:
         args = [file.model_args for file in self.files.values() if isinstance(file, PickleFile)]
         return args[0] if len(args) == 1 else None
 
+    @property
+    def packed(self) -> PackedFile | None:
+        """The file, if `pack_checkpoint` wrote it."""
+        return next((file for file in self.files.values() if isinstance(file, PackedFile)), None)
+
     def tensors(self) -> dict[str, Stored]:
         """Every tensor, under its name without the prefixes of wrappers and of `transformers`.
 
@@ -96,7 +102,8 @@ def open_contents(weights: Path, max_unpacked: int) -> Contents:
 
 def _open_file(path: Path, max_unpacked: int) -> TensorFile:
     if path.suffix == ".safetensors":
-        return SafetensorsFile(path)
+        file = SafetensorsFile(path)
+        return PackedFile(path, file) if METADATA in file.metadata else file
     if path.suffix in PICKLES:
         return PickleFile(path, max_unpacked)
     found = recognized(path)

@@ -22,7 +22,7 @@ from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, expected_shap
 from compat.config import ALIASES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
 
-HUGGING_FACE, NANOGPT, MINGPT = "Hugging Face", "nanoGPT", "minGPT"
+HUGGING_FACE, NANOGPT, MINGPT, PACKED = "Hugging Face", "nanoGPT", "minGPT", "packed"
 IN_OUT, OUT_IN = "[in, out]", "[out, in]"
 PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -56,10 +56,12 @@ def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
 
 
 def kind_of(
-    model_args: object, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
+    contents: Contents, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
 ) -> str:
     """The program that wrote a file, by its arguments, its config, or else its layout."""
-    if model_args is not None:
+    if contents.packed:
+        return PACKED
+    if contents.model_args is not None:
         return NANOGPT
     if raw_config is not None and is_hugging_face(raw_config):
         return HUGGING_FACE

@@ -26,6 +26,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "I64": torch.int64,
     "BOOL": torch.bool,
@@ -34,6 +35,9 @@ _DTYPES = {
 
 class SafetensorsFile:
     """A `.safetensors` file, of which opening reads only the header.
+
+    Attributes:
+        metadata: the texts in its header.
 
     Raises:
         CheckpointError: The header is damaged, or does not fit the file.
@@ -51,6 +55,7 @@ class SafetensorsFile:
                 f"{path} cannot be read as safetensors: "
                 + why_unreadable(path, error, "Download or export it again.")
             ) from error
+        self.metadata: dict[str, str] = header.get("__metadata__", {})
         self._offsets: dict[str, list[int]] = {}
         self.infos: dict[str, TensorInfo] = {}
         for name in checked.keys():

@@ -24,8 +24,9 @@ from compat.checkpoint.checks import (
 from compat.checkpoint.contents import Contents, Stored, open_contents
 from compat.checkpoint.files import ALL, TensorInfo, read_json
 from compat.checkpoint.find import find_weights
-from compat.checkpoint.foreign import HUGGING_FACE, is_hugging_face, kind_of, translate
+from compat.checkpoint.foreign import HUGGING_FACE, PACKED, is_hugging_face, kind_of, translate
 from compat.checkpoint.layout import CONFIG, most_bytes
+from compat.checkpoint.packed import PackedFile, Quantized
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, lines, listed, short_repr
 
@@ -37,12 +38,14 @@ class Checkpoint:
     Args:
         source: the source that was opened.
         weights: the weights file or index of shards; other files lie in the same folder.
-        kind: the program that wrote it: "Hugging Face", "nanoGPT" or "minGPT" (or makemore).
+        kind: the program that wrote it: "Hugging Face", "nanoGPT", "minGPT" (or makemore) or
+            "packed" for a file of `pack_checkpoint`.
         config: the configuration; `tie_word_embeddings` says what the tensors are.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
         notes: accepted deviations, as sentences.
         mmap: whether tensors share the pages of the file instead of being copied.
         check_finite: whether reading a tensor searches it for NaN and infinity.
+        packed: the file, if `pack_checkpoint` wrote it.
     """
 
     source: str
@@ -54,10 +57,19 @@ class Checkpoint:
     mmap: bool
     check_finite: bool
     _stored: dict[str, Stored]
+    packed: PackedFile | None = None
 
     @property
     def folder(self) -> Path:
         return self.weights.parent
+
+    @property
+    def files(self) -> list[Path]:
+        """The weights file, or the index and its shards in the order of their names."""
+        if self.weights.suffix != ".json":
+            return [self.weights]
+        shards = set(read_json(self.weights)["weight_map"].values())
+        return [self.weights, *(self.folder / name for name in sorted(shards))]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,6 +101,10 @@ class Checkpoint:
         tensor = self._stored[name].read(self.mmap, rows)
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
+
+    def read_quantized(self, name: str) -> Quantized | None:
+        """Return a weight of a packed checkpoint in 8 bits; None if it is not stored so."""
+        return self.packed.quantized(name, self.mmap) if self.packed else None
 
     def not_finite(self, faults: list[str]) -> CheckpointError:
         """The error that reports the faults of `take`."""
@@ -181,26 +197,30 @@ def check(
     if n_head is not None and type(n_head) is not int:
         raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more.")
     weights, stored = contents.weights, contents.tensors()
-    kind = kind_of(contents.model_args, raw_config, stored)
-    is_foreign = kind != HUGGING_FACE
+    packed = contents.packed
+    kind = kind_of(contents, raw_config, stored)
+    is_foreign = kind not in (HUGGING_FACE, PACKED)
     check_family(weights, stored, has_config=not is_foreign and raw_config is not None)
-    if is_foreign:
+    path = weights if packed else weights.parent / CONFIG
+    if packed:
+        config = config_of(packed.config, path)
+        notes.append(f"packed in {packed.precision} from {packed.source}")
+    elif is_foreign:
         config, stored = translate(kind, contents, raw_config, n_head, notes)
     else:
-        path = weights.parent / CONFIG
         if raw_config is None:
             raise CheckpointError(f"{path} is missing. Put it beside the weights.")
         config = config_of(raw_config, path)
-        if n_head not in (None, config.n_head):
-            raise ConfigError(
-                f"n_head is passed as {n_head}, but {path} has {config.n_head}. Leave out n_head "
-                "(--n-head)."
-            )
+    if not is_foreign and n_head not in (None, config.n_head):
+        raise ConfigError(
+            f"n_head is passed as {n_head}, but {path} has {config.n_head}. Leave out n_head "
+            "(--n-head)."
+        )
     check_depth(weights, config, len(stored))
     drop_extra_tensors(stored, config, notes)
     config = resolve_head(config, stored, notes)
     note_ids(config, notes)
     infos = check_tensors(weights, config, stored)
-    if len({info.dtype for info in infos.values()}) > 1:
+    if not packed and len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")
-    return Checkpoint(source, weights, kind, config, infos, notes, False, True, stored)
+    return Checkpoint(source, weights, kind, config, infos, notes, False, True, stored, packed)

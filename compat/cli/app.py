@@ -20,6 +20,7 @@ from compat.cli.golden import golden_command
 from compat.cli.inspect import inspect_command
 from compat.cli.load import load_command
 from compat.cli.output import never_fail_to_encode
+from compat.cli.pack import pack_command
 from compat.cli.parity import parity_command
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "adapt": adapt_command,
     "explain": explain_command,
     "export": export_command,
+    "pack": pack_command,
 }
 for name, command in COMMANDS.items():
     # Paragraphs in one line each: typer would keep the docstring's line breaks.

@@ -110,7 +110,8 @@ def generate_command(
         options.Precision | None,
         execution(
             metavar="DTYPE",
-            help="Of the engine: float32 (default), bfloat16, or int8 for 8-bit weights.",
+            help="Of the engine: float32, bfloat16, or int8 for 8-bit weights. By default float32, "
+            "or that of a packed file.",
         ),
     ] = None,
     speculate: Annotated[
@@ -173,11 +174,9 @@ def generate_command(
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
     else:
+        precision: dict[str, Any] = {"dtype": dtype} if dtype else {}
         runs = compat.Engine.from_pretrained(
-            checkpoint,
-            dtype=dtype or "float32",
-            max_batch=max(1, texts),
-            speculate=speculate,
+            checkpoint, max_batch=max(1, texts), speculate=speculate, **precision
         )
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Packs a weight and a bias. The module maps x (M, in) to x · weight + bias (M, out).
-Pack = Callable[[Tensor, Tensor | None], nn.Module]
+from compat.checkpoint.packed import Quantized
+
+# Packs a weight and a bias. The module maps x (M, in) to x · weight + bias (M, out). Those of int8
+# take a weight that is quantized already, too.
+Pack = Callable[[Any, Tensor | None], nn.Module]
 QUANTIZED_AT_ONCE = 256  # columns, so that they stay in the processor's cache
 WIDE = 8192  # columns from which on a product is computed in parts
 COLUMNS_AT_ONCE = 1024  # of such a product
@@ -92,8 +95,10 @@ class OneDnn(nn.Module):
         return product
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor | Quantized) -> Quantized:
     """Quantize a weight [in, out] symmetrically: int8 values (out, in) and scales (out,)."""
+    if isinstance(weight, Quantized):
+        return weight
     scale = torch.empty(weight.shape[1], device=weight.device)
     # The allocator would keep this memory after the weight is packed.
     memory = private_memory(weight.numel())
@@ -104,7 +109,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         columns = weight[:, rows].float()
         scale[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=smallest)
         qweight[rows] = (columns / scale[rows]).round_().t()
-    return qweight.to(weight.device), scale
+    return Quantized(qweight.to(weight.device), scale)
 
 
 class Int8(nn.Module):
@@ -113,7 +118,7 @@ class Int8(nn.Module):
     This is slow, but all its operators are documented.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         qweight, scale = quantize(weight)
         self.qweight = qweight
@@ -131,7 +136,7 @@ class Int8TwoTerm(nn.Module):
     terms as two rows. While reading the weights takes the time, the second row costs nothing.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.onednn
         qweight, scale = quantize(weight)
@@ -166,7 +171,7 @@ def sum_of_terms(products: Tensor) -> Tensor:
 class Int8WeightOnly(nn.Module):
     """int8 weights and bfloat16 activations."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.aten
         qweight, scale = quantize(weight)
@@ -181,7 +186,7 @@ class Int8WeightOnly(nn.Module):
         return torch.addcmul(self.bias, product, self.scale)
 
 
-def int8_weight_only(weight: Tensor, bias: Tensor | None) -> nn.Module:
+def int8_weight_only(weight: Tensor | Quantized, bias: Tensor | None) -> nn.Module:
     """Int8WeightOnly, or Int8 where the number of inputs is not a multiple of 32.
 
     torch's kernel reads inputs in blocks of 32, and would read beyond the end of a shorter block.
@@ -207,7 +212,7 @@ def _without_warnings(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Int8DynamicActivations(nn.Module):
     """int8 weights and int8 activations with one scale for all rows, for drafts of one row."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.quantized
         tensor = _without_warnings(_quantized_tensor)(*quantize(weight))

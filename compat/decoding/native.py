@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compat.checkpoint.packed import Quantized
 from compat.decoding.matrices import Int8, Linear, Pack, sum_of_terms, two_terms
 from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import NativeModel, Unsupported
@@ -32,7 +33,7 @@ class NativeLinear(Linear):
 class NativeInt8(Int8):
     """An int8 weight that the native decode step reads; for prompts it is converted to float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         _check_available(weight)
         super().__init__(weight, bias)
 
@@ -56,10 +57,10 @@ class NativeInt8TwoTerm(NativeInt8Bfloat16):
         return torch.addcmul(self.bias, sum_of_terms(products), x_scale * self.scale)
 
 
-def _check_available(weight: Tensor) -> None:
+def _check_available(weight: Tensor | Quantized) -> None:
     library()
     if not weight.is_cpu:
-        raise NativeError(f"the weight is on {weight.device}")
+        raise NativeError("the weight is not on the CPU")
 
 
 NATIVE: tuple[Pack, ...] = (NativeLinear, NativeInt8, NativeInt8Bfloat16, NativeInt8TwoTerm)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.checkpoint.checks import all_finite
+from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
 from compat.decoding.matrices import Concatenated, Pack, private_memory
 from compat.decoding.not_finite import first_not_finite, not_finite_message
@@ -29,8 +30,9 @@ from compat.threads import two_threads
 PREFILL_CHUNK = 256  # positions read at once
 
 # From Hugging Face's name to the tensor, `[in, out]`. The list has several where a model keeps q, k
-# and v as separate tensors, and is empty for a bias that the model lacks.
-Read = Callable[[str], list[Tensor]]
+# and v as separate tensors, and is empty for a bias that the model lacks. A matrix may be
+# quantized.
+Read = Callable[[str], list[Any]]
 
 TAPS = (
     Tap("embed", "h.0", at="input"),
@@ -166,7 +168,7 @@ class Transformer(nn.Module):
         # torch's fused attention hides a NaN in queries and keys. Its plain form shows it.
         self.attention: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-        def cast(name: str) -> list[Tensor]:
+        def cast(name: str) -> list[Any]:
             return [tensor.to(dtype) for tensor in read(name)]
 
         def norm(name: str) -> nn.Module:
@@ -175,14 +177,16 @@ class Transformer(nn.Module):
 
         def matrix(name: str) -> nn.Module:
             weights, biases = cast(f"{name}.weight"), cast(f"{name}.bias")
-            if name.endswith("c_attn") and not all(map(all_finite, [*weights, *biases])):
+            floats = [tensor for tensor in (*weights, *biases) if isinstance(tensor, Tensor)]
+            if name.endswith("c_attn") and not all(map(all_finite, floats)):
                 self.attention = partial(sdpa_kernel, SDPBackend.MATH)
             products = [pack(*parameters) for parameters in zip_longest(weights, biases)]
             return products[0] if len(products) == 1 else Concatenated(products)
 
         def packed_head() -> nn.Module:
             shared = config.tie_word_embeddings and self.wte.dtype == dtype
-            return pack((self.wte if shared else cast("lm_head.weight")[0]).t(), None)
+            head = self.wte if shared else cast("lm_head.weight")[0]
+            return pack(head if isinstance(head, Quantized) else head.t(), None)
 
         @torch.no_grad()  # which holds in one thread only
         def made(part: Callable[[], nn.Module]) -> nn.Module:

@@ -97,6 +97,36 @@ def replacing_folder(
                 os.close(lock)
 
 
+@contextmanager
+def replacing_file(target: str | Path) -> Iterator[Path]:
+    """Yield the path of an empty file, which replaces `target` as a whole when the block ends.
+
+    After an error, the old file is unchanged and the new one removed. A link stays a link.
+
+    Raises:
+        CheckpointError: The target is a folder or cannot be written. An OSError in the block
+            becomes a CheckpointError.
+    """
+    place = Path(os.path.realpath(target))
+    temporary = _beside(place, "tmp", f"{os.getpid()}-{uuid4().hex[:8]}")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # that the umask allows, whatever wrote the file
+        _flush(temporary)
+        os.replace(temporary, place)
+        _flush(place.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error.strerror or error}. Nothing was changed. Free "
+            "space there, or pass another path."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def _beside(place: Path, kind: str, suffix: str) -> Path:
     return place.with_name(f".{place.name}.compat-{kind}-{suffix}")
 

@@ -1,0 +1,126 @@
+"""Packed checkpoints: one safetensors file with its config, checksums and, for int8, scales.
+
+A quantized matrix is stored as int8 values [out, in] under its own name, and as a float32 scale for
+each output under that name with `.scale`. The metadata of the file has the rest, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compat.checkpoint.files import ALL, TensorInfo
+from compat.checkpoint.layout import HEAD
+from compat.checkpoint.safetensors_file import SafetensorsFile
+from compat.errors import CheckpointError
+
+METADATA, SCALE = "compat", ".scale"
+PRECISIONS = ("int8", "bfloat16")
+ALIGNMENT = 64  # bytes, of torch's own tensors; some of its int8 kernels crash at other addresses
+
+
+class Quantized(NamedTuple):
+    """A weight [in, out] in 8 bits: int8 values (out, in) times scales (out,)."""
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(in, out)."""
+        return self.values.t().shape
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.values.is_cpu
+
+    def to(self, target: torch.device | torch.dtype) -> Quantized:
+        """On this device. A data type is that of the products, and changes nothing here."""
+        if isinstance(target, torch.dtype):
+            return self
+        return Quantized(self.values.to(target), self.scale.to(target))
+
+
+class PackedFile:
+    """A packed file, which holds the tensors of a GPT-2; quantized ones are read as float32.
+
+    Every tensor is compared with its checksum when it is read.
+
+    Args:
+        path: the file.
+        file: the same file, open, with `METADATA` in its metadata.
+
+    Attributes:
+        precision: "int8" or "bfloat16".
+        config: the fields of the config.
+        source, source_sha256: what was packed, and the SHA-256 of its weights.
+
+    Raises:
+        CheckpointError: The metadata is damaged, or does not fit the tensors.
+    """
+
+    def __init__(self, path: Path, file: SafetensorsFile) -> None:
+        self._path, self._file = path, file
+        try:
+            said = json.loads(file.metadata[METADATA])
+            self.precision: str = PRECISIONS[PRECISIONS.index(said["precision"])]
+            self.config: dict[str, Any] = dict(said["config"])
+            self.source, self.source_sha256 = str(said["source"]), str(said["source_sha256"])
+            self._checksums: dict[str, str] = dict(said["checksums"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._damaged(f"its metadata cannot be read ({type(error).__name__})") from error
+        if self._checksums.keys() != file.infos.keys():
+            raise self._damaged("its checksums are not those of its tensors")
+        self.infos: dict[str, TensorInfo] = {}
+        for name, info in file.infos.items():
+            if name + SCALE in file.infos:
+                self.infos[name] = self._quantized_info(name)
+            elif not name.endswith(SCALE):
+                self.infos[name] = info
+
+    def _quantized_info(self, name: str) -> TensorInfo:
+        values, scale = self._file.infos[name], self._file.infos[name + SCALE]
+        expected = TensorInfo(values.shape[:1], torch.float32)
+        if values.dtype != torch.int8 or len(values.shape) != 2 or scale != expected:
+            raise self._damaged(f"{name} and its scale do not fit")
+        shape = values.shape if name == HEAD else values.shape[::-1]
+        return TensorInfo(shape, torch.float32)
+
+    def read(self, name: str, rows: slice = ALL) -> Tensor:
+        quantized = self.quantized(name, mapped=False)
+        if quantized is None:
+            return self._checked(name, mapped=False)[rows]
+        weight = quantized.values.float().mul_(quantized.scale[:, None])
+        return (weight if name == HEAD else weight.t())[rows].contiguous()
+
+    def map(self, name: str) -> Tensor:
+        is_quantized = name + SCALE in self._file.infos
+        return self.read(name) if is_quantized else self._checked(name, mapped=True)
+
+    def quantized(self, name: str, mapped: bool) -> Quantized | None:
+        """A weight as it is stored; None if it is not quantized."""
+        if name + SCALE not in self._file.infos:
+            return None
+        return Quantized(self._checked(name, mapped), self._checked(name + SCALE, mapped))
+
+    def _checked(self, name: str, mapped: bool) -> Tensor:
+        tensor = self._file.map(name) if mapped else self._file.read(name)
+        if checksum(tensor) != self._checksums[name]:
+            raise self._damaged(f"{name} does not have its checksum")
+        return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is damaged: {reason}. Copy it again, or write it again with "
+            "`gpt2-compat pack`."
+        )
+
+
+def checksum(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's bytes, in hexadecimal."""
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
