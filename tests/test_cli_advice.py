@@ -43,6 +43,7 @@ REACHED_BY = {
     "cli/golden.py": {"golden"},
     "cli/inspect.py": {"inspect"},
     "cli/load.py": {"load"},
+    "cli/pack.py": {"pack"},
     "cli/parity.py": {"parity"},
     "cli/prompt_file.py": {"generate"},
 }
@@ -87,6 +88,7 @@ SOURCES = {
     "export": ["export"],
     "golden": ["golden", "--out", "written.npz"],
     "compare": ["compare", "golden.npz", "golden.npz", "--model"],
+    "pack": ["pack", "--dtype", "int8", "--out", "packed.safetensors"],
 }
 
 
