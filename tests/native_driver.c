@@ -82,6 +82,23 @@ static void run(enum type weights, enum type stored, int64_t kind, int64_t C, in
     free_matrix(model.lm_head), free(kv), free(x), free(logits), free(memory);
 }
 
+// Many rows of odd sizes, and their activation. Every block of 64 inputs has an outlier, so that all
+// processors quantize activations to two terms.
+static void multiply_rows(enum type type, int64_t M, int64_t K, int64_t O) {
+    Matrix w = matrix(type, O, K, 1);
+    float *x = floats(M * K, 0), *y = malloc((size_t)(M * O) * sizeof *y);
+    for (int64_t i = 0; i < M * K; i++)
+        if (i % K % BLOCK == 0) x[i] = 40;
+    void *memory = NULL;
+    if (posix_memalign(&memory, ALIGNMENT, (size_t)product_scratch_size(K, M))) exit(1);
+    product(&w, type, x, M, y, memory, 2);
+    activate_all(SILU, y, M * O, y, 2);
+    printf("%d %d %d", type, FLOAT32, SILU);
+    for (int64_t i = M * O - 93; i < M * O; i++) printf(" %.6g", y[i]);
+    printf("\n");
+    free_matrix(w), free(x), free(y), free(memory);
+}
+
 int main(void) {
     for (int weights = FLOAT32; weights <= INT8; weights++)
         for (int stored = FLOAT32; stored <= BFLOAT16; stored++) {
@@ -90,5 +107,10 @@ int main(void) {
         }
     for (int kind = QUICK_GELU; kind <= TANH; kind++) run(FLOAT32, FLOAT32, kind, 26, 2, 50, 1);
     run(FLOAT32, FLOAT32, GELU_TANH, 3, 1, 5, 1);
+    for (int type = FLOAT32; type <= INT8; type++) {
+        multiply_rows(type, 19, 70, 35);
+        multiply_rows(type, 40, 3, 5);
+        multiply_rows(type, 17, 3 * 1024 + 1, 32);
+    }
     return 0;
 }

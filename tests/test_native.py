@@ -20,15 +20,38 @@ from compat import Engine
 from compat.checkpoint import open_checkpoint
 from compat.decoding import kernels, native_library
 from compat.decoding.matrices import Blas, Int8DynamicActivations, Int8TwoTerm, Pack
-from compat.decoding.native import MAX_ROWS, NATIVE, NativeLinear, NativeTransformer
+from compat.decoding.native import (
+    FEW_ROWS,
+    NATIVE,
+    NativeInt8,
+    NativeInt8Products,
+    NativeLinear,
+    NativeProducts,
+    NativeTransformer,
+    transformer_class,
+)
 from compat.decoding.native_library import NativeError
-from compat.decoding.native_model import NativeModel, Unsupported
+from compat.decoding.native_model import (
+    NativeActivation,
+    NativeModel,
+    Unsupported,
+    native_product,
+)
 from compat.decoding.transformer import Transformer
+from compat.layers import QuickGELU
 from tests.conftest import MakeCheckpoint
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+NATIVE_WORKS = shutil.which("cc") is not None
+pytestmark = pytest.mark.skipif(not NATIVE_WORKS, reason="no C compiler")
 
 PRECISIONS = ("float32", "bfloat16", "int8")
+KERNELS: tuple[tuple[str, Pack], ...] = (
+    ("float32", NativeLinear), ("float32", NativeProducts), ("bfloat16", NativeLinear),
+    ("int8", NativeInt8), ("int8", NativeInt8Products),
+)  # fmt: skip
+each_kernel = pytest.mark.parametrize(
+    ("dtype", "pack"), KERNELS, ids=lambda value: getattr(value, "__name__", value)
+)
 # Times the error of torch's products of the same precision, both against float64. In float32 both
 # round differently; a position that is off by one makes it a hundred thousand times as large.
 MORE = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
@@ -45,19 +68,23 @@ def native(engine: Engine) -> NativeTransformer:
     return engine.transformer
 
 
-def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:
-    """The transformer on torch's products of the same precision, or of float64."""
+def by(pack: Pack, folder: Path, dtype: str) -> Any:
+    """The transformer on products of this kind."""
     checkpoint = open_checkpoint(folder)
     stored = getattr(torch, dtype) if dtype.startswith("float") else torch.bfloat16
     embedding = checkpoint.read("wte.weight").to(stored), checkpoint.read("wpe.weight").to(stored)
-    pack = int8 if dtype == "int8" else Blas
 
     def read(name: str) -> list[Tensor]:
         return [checkpoint.read(name)]
 
-    return Transformer(
-        checkpoint.config, embedding, read, pack, kernels.ACTIVATIONS.get(dtype, torch.float64)
-    )
+    activations = kernels.ACTIVATIONS.get(dtype, torch.float64)
+    return transformer_class(pack)(checkpoint.config, embedding, read, pack, activations)
+
+
+def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:
+    """The transformer on torch's products of the same precision, or of float64."""
+    transformer: Transformer = by(int8 if dtype == "int8" else Blas, folder, dtype)
+    return transformer
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -81,9 +108,9 @@ def passes(transformer: Transformer) -> list[Tensor]:
     return [*found, run.next_logits(TEXT[:2], cache, torch.tensor([12, 21]))]
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: Any) -> None:
-    transformer = native(Engine.from_pretrained(source, dtype=dtype))
+@each_kernel
+def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: str, pack: Pack) -> None:
+    transformer = by(pack, source, dtype)
     expected = passes(by_torch(source, "float64"))
     bound = MORE[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
@@ -114,20 +141,19 @@ def test_every_field_of_the_config_counts(
     assert transformer.native is not None
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-def test_logits_depend_on_neither_threads_nor_other_rows(source: Path, dtype: Any) -> None:
-    transformer, before = (
-        native(Engine.from_pretrained(source, dtype=dtype)),
-        torch.get_num_threads(),
-    )
+@each_kernel
+def test_logits_depend_on_neither_threads_nor_other_rows(
+    source: Path, dtype: str, pack: Pack
+) -> None:
+    transformer, before = by(pack, source, dtype), torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             with torch.inference_mode():
-                cache = transformer.new_cache(MAX_ROWS)
+                cache = transformer.new_cache(FEW_ROWS)
                 for t in range(3):
-                    logits = transformer.next_logits(TEXT[:MAX_ROWS], cache, t)
+                    logits = transformer.next_logits(TEXT[:FEW_ROWS], cache, t)
             results.append(logits)
     finally:
         torch.set_num_threads(before)
@@ -158,17 +184,132 @@ def test_outlier_channels_do_not_cost_precision(make_checkpoint: MakeCheckpoint)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", PRECISIONS)
+@each_kernel
 def test_values_that_are_not_finite_reach_the_logits(
-    source: Path, dtype: Any, value: float
+    source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
-    transformer = native(Engine.from_pretrained(source, dtype=dtype))
+    transformer = by(pack, source, dtype)
     cache = transformer.new_cache(1)
     assert transformer.next_logits(TEXT[:1], cache, 0).isfinite().all()
     transformer.wpe[1, 95] = value
     assert not transformer.next_logits(TEXT[:1], cache, 1).isfinite().any()
     # The key stays in the cache, and attention does not hide it.
     assert not transformer.next_logits(TEXT[:1], cache, 2).isfinite().any()
+
+
+# Products of many rows.
+
+needs_panels = pytest.mark.skipif(
+    not NATIVE_WORKS or not native_library.library().has_panels(),
+    reason="native.c multiplies many rows on processors with AVX-512 VNNI only",
+)
+# Rows, inputs and outputs, of which few divide what is multiplied at a time.
+SHAPES = [(17, 96, 64), (18, 42, 67), (33, 1100, 31), (70, 3, 5), (65, 3072, 77), (1030, 64, 33)]
+
+
+def drawn(M: int, n_in: int, n_out: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(M)
+    x, weight = torch.randn(M, n_in, generator=draw), torch.randn(n_in, n_out, generator=draw)
+    return x, weight, torch.randn(n_out, generator=draw)
+
+
+def quantized_to_8_bits(x: Tensor, outliers: float = 10) -> Tensor:
+    """Activations (M, K) as native.c quantizes those of many rows.
+
+    They are in blocks of 64 with a scale each, and have 8 bits, or 15 in a block where one is
+    `outliers` times as large as their mean.
+    """
+    M, K = x.shape
+    blocks = nn.functional.pad(x, (0, -K % 64)).view(M, -1, 64)
+    most, mean = blocks.abs().amax(-1, keepdim=True), blocks.abs().mean(-1, keepdim=True)
+    scale = (most / 127).clamp(min=1e-30)
+    exact = blocks.double() * (1 / scale).double()
+    high = exact.round()
+    low = (254 * (exact - high)).round() / 254 * (most > outliers * mean)
+    return ((high + low) * scale.double()).view(M, -1)[:, :K]
+
+
+@needs_panels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_rows_are_multiplied_exactly(shape: tuple[int, int, int]) -> None:
+    x, weight, bias = drawn(*shape)
+    for b in (bias, None):
+        expected = x.double() @ weight.double() + (0 if b is None else b.double())
+        by_blas = relative(Blas(weight, b)(x).double(), expected)
+        assert relative(native_product(x, NativeProducts(weight, b)), expected) < 1.5 * by_blas
+    assert relative(native_product(x, NativeProducts(weight, b)), expected + 1e-3) > 10 * by_blas
+
+
+@needs_panels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_rows_are_multiplied_in_8_bits(shape: tuple[int, int, int]) -> None:
+    x, weight, bias = drawn(*shape)
+    x[:, 0] *= 100  # the first block of a row has an outlier
+    x[-1, 64:] = 0
+    pack = NativeInt8Products(weight, bias)
+    exact = pack.qweight.double().t() * pack.scale.double()
+    expected = quantized_to_8_bits(x) @ exact + bias.double()
+    assert relative(pack(x), expected) < 1e-6
+    without_low = quantized_to_8_bits(x, outliers=1e9) @ exact + bias.double()
+    assert relative(pack(x), without_low) > 1e-4
+    assert relative(pack(x), x.double() @ exact + bias.double()) < 0.01
+
+
+@needs_panels
+@pytest.mark.parametrize("pack", [NativeProducts, NativeInt8Products])
+def test_products_of_many_rows_depend_on_neither_threads_nor_other_rows(pack: Any) -> None:
+    x, weight, bias = drawn(65, 1100, 77)
+    product, before = pack(weight, bias), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            found.append(product(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[0][5:30], product(x[5:30]))
+
+
+@needs_panels
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("pack", [NativeProducts, NativeInt8Products])
+def test_products_of_many_rows_keep_what_is_not_finite(pack: Any, value: float) -> None:
+    x, weight, bias = drawn(33, 96, 40)
+    x[7, 90] = value
+    finite = pack(weight, bias)(x).isfinite()
+    assert not finite[7].any() and finite.sum() == 32 * 40
+
+
+@needs_panels
+def test_only_tensors_that_fit_are_multiplied_by_c() -> None:
+    x, weight, bias = drawn(33, 96, 40)
+    product = NativeProducts(weight, bias)
+    wide = torch.zeros(33, 192)
+    for wrong in (x.double(), x[:, :95], wide[:, ::2], x.t(), x.to("meta")):
+        with pytest.raises(Unsupported):
+            native_product(wrong, product)
+    assert torch.equal(product(wide[:, ::2]), Blas(weight, bias)(wide[:, ::2]))  # by torch
+    product.bias = bias[:39]
+    with pytest.raises(Unsupported):
+        native_product(x, product)
+    with pytest.raises(Unsupported, match="bfloat16"):
+        native_product(x, NativeLinear(weight.bfloat16(), None))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.GELU("tanh"), nn.GELU(), QuickGELU(), nn.ReLU(), nn.SiLU(), nn.Tanh()],
+    ids=str,
+)
+def test_activations_are_those_of_torch(module: nn.Module) -> None:
+    x = 4 * torch.randn(7, 333, generator=torch.Generator().manual_seed(0))
+    before, expected = x.clone(), module(x.double())
+    found = NativeActivation(module)(x)
+    assert torch.equal(x, before)
+    assert relative(found, expected) < 2e-7 < relative(found, expected + 1e-4)
+    strided = x[:, ::2]
+    assert torch.equal(NativeActivation(module)(strided), module(strided))
 
 
 # What native.c cannot run.
@@ -265,7 +406,9 @@ def test_a_forked_child_decodes_although_its_parent_used_threads(source: Path) -
 
 # Building.
 
-STUB = "void decode(void) {} long scratch_size(void) { return 41; }"
+STUB = "long scratch_size(void) { return 41; }" + "".join(
+    f" void {name}(void) {{}}" for name in native_library.FUNCTIONS if name != "scratch_size"
+)
 
 
 @pytest.fixture
@@ -432,7 +575,7 @@ def test_no_path_reads_or_writes_beyond_its_memory(tmp_path: Path, machine: str)
     logits = torch.tensor(
         [[float(v) for v in line.split()[3:]] for line in done.stdout.splitlines()]
     )
-    assert logits.shape == (17, 93) and logits.isfinite().all()
+    assert logits.shape == (26, 93) and logits.isfinite().all()
     known = LOGITS.setdefault("first", logits)
     # Activations of int8 weights are rounded to 16 bits, in some places the other way.
     bounds = [2e-4 if line.startswith("2 ") else 5e-6 for line in done.stdout.splitlines()]

@@ -11,8 +11,10 @@
 // Products therefore read four rows of a weight at a time and prefetch the next four. Activations are
 // float32, except the input of a product of int8 weights, which is quantized.
 //
-// Every function that `decode` calls is called by all threads of the team, which share its loops. A
-// result does not depend on the number of threads or rows.
+// `product` multiplies the many rows of a prompt or a large batch, which arithmetic bounds instead.
+//
+// Every function that these call is called by all threads of the team, which share its loops. A
+// result does not depend on the number of threads, or of rows up to FEW.
 
 #include <math.h>
 #include <stdint.h>
@@ -49,11 +51,13 @@ typedef uint16_t unaligned_half __attribute__((vector_size(2 * LANES), aligned(2
 
 typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-#define UNROLL _Pragma("GCC unroll 4")  // so that the compiler keeps an array in registers
+#define UNROLL _Pragma("GCC unroll 8")  // so that the compiler keeps an array in registers
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
 #define LOW 254.0f    // low terms of quantized activations to one of the high term
+#define EVEN 10.0f    // times their mean, up to which magnitudes of a block need no low term
+#define FEW 16        // rows whose products are bound by reading the weights
 #define CHUNK 256     // activations that are one index of a loop
 #define PARTS 3       // of a loop, for each thread; more are slower, as prefetching starts anew
 #define ALIGNMENT 64  // bytes
@@ -67,7 +71,11 @@ INLINE vec choose(bits mask, vec yes, vec no) {
 }
 
 INLINE vec load_bfloat16(const bfloat16 *p) {
+#if defined(__AVX512F__)  // compilers take five instructions for the conversion below
+    return (vec)((bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+#else
     return (vec)(__builtin_convertvector(*(const unaligned_half *)p, bits) << 16);
+#endif
 }
 
 INLINE float to_float(bfloat16 x) {
@@ -89,6 +97,15 @@ INLINE bfloat16 to_bfloat16(float x) {
     bfloat16 rounded[LANES];
     store_bfloat16(rounded, broadcast(x));
     return rounded[0];
+}
+
+// The last byte of each element: the integer in a float32 that ROUNDING was added to.
+INLINE void store_bytes(int8_t *p, vec x) {
+#if defined(__AVX512F__)  // compilers do not find this instruction for the conversion below
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    *(unaligned_bytes *)p = __builtin_convertvector((bits)x, bytes);
+#endif
 }
 
 INLINE float sum(vec x) {
@@ -176,12 +193,19 @@ typedef struct {
     _Alignas(ALIGNMENT) int64_t next, done;  // the next index to take, and the number of those done
 } Loop;
 
+// BLOCK quantized activations, (high + low / LOW) · scale.
+typedef struct {
+    float scale;
+    int32_t high, low;  // the sums of both terms
+    int32_t has_low;    // whether any low term is not zero
+} Terms;
+
 // Activations of a pass, and the input of a product of int8 weights. Each thread has a copy.
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
     float *scores;                         // (M, H, N)
     int8_t *quantized;                     // (M, blocks of K, 2, BLOCK)
-    float *scales;                         // (M, blocks of K)
+    Terms *terms;                          // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
     Loop *loop;                            // the loop that this thread is in
     int64_t taken, threads;                // indices of its current part, and size of the team
@@ -199,20 +223,28 @@ static char *allot(char **free, int64_t bytes) {
 
 // No more loops than a pass has: up to 13 in a layer, if its products quantize their input.
 INLINE int64_t loops(const Model *model) { return 13 * model->n_layer + 4; }
+#define PRODUCT_LOOPS 2
+
+// Memory of products with K inputs, and of `n_loops` loops.
+static Scratch divide_products(char **free, int64_t K, int64_t rows, int64_t n_loops) {
+    const int64_t n = rows * blocks(K);
+    Scratch s = {0};
+    s.quantized = (int8_t *)allot(free, n * 2 * BLOCK);
+    s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
+    s.offsets = (float *)allot(free, rows * (int64_t)sizeof(float));
+    s.loop = (Loop *)allot(free, n_loops * (int64_t)sizeof(Loop));
+    return s;
+}
 
 static Scratch divide(char **free, const Model *model, int64_t rows) {
-    const int64_t C = model->n_embd, widest = max(C, model->n_inner), f = sizeof(float);
-    Scratch s;
+    const int64_t C = model->n_embd, f = sizeof(float);
+    Scratch s = divide_products(free, max(C, model->n_inner), rows, loops(model));
     s.x = (float *)allot(free, rows * C * f);
     s.normed = (float *)allot(free, rows * C * f);
     s.qkv = (float *)allot(free, rows * 3 * C * f);
     s.heads = (float *)allot(free, rows * C * f);
     s.fc = (float *)allot(free, rows * model->n_inner * f);
     s.scores = (float *)allot(free, rows * model->n_head * model->n_positions * f);
-    s.quantized = (int8_t *)allot(free, rows * blocks(widest) * 2 * BLOCK);
-    s.scales = (float *)allot(free, rows * blocks(widest) * f);
-    s.offsets = (float *)allot(free, rows * f);
-    s.loop = (Loop *)allot(free, loops(model) * (int64_t)sizeof(Loop));
     return s;
 }
 
@@ -220,6 +252,13 @@ static Scratch divide(char **free, const Model *model, int64_t rows) {
 int64_t scratch_size(const Model *model, int64_t rows) {
     char *end = NULL;
     divide(&end, model, rows);
+    return (int64_t)(end - (char *)NULL);
+}
+
+// The same for `product`.
+int64_t product_scratch_size(int64_t K, int64_t rows) {
+    char *end = NULL;
+    divide_products(&end, K, rows, PRODUCT_LOOPS);
     return (int64_t)(end - (char *)NULL);
 }
 
@@ -334,7 +373,7 @@ INLINE vec dot(block w, block x) {
 #endif
 
 // int8 weights by quantized activations, in units of the weights' scales.
-INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, const float *offsets,
+INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, const float *offsets,
                       int64_t K, int n, int m, float out[TILE][TILE]) {
     const int64_t n_blocks = blocks(K);
     vec sums[TILE][TILE];
@@ -351,7 +390,7 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, con
                 const int64_t at = j * n_blocks + b;
                 const block high = load_block(x + at * 2 * BLOCK);
                 const block low = load_block(x + at * 2 * BLOCK + BLOCK);
-                sums[i][j] += (dot(v, high) + dot(v, low) * (1 / LOW)) * scales[at];
+                sums[i][j] += (dot(v, high) + dot(v, low) * (1 / LOW)) * terms[at].scale;
             }
         }
     }
@@ -359,32 +398,40 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const float *scales, con
         UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
 }
 
-// Quantizes BLOCK activations to (high + low / 254) · scale, terms of 8 bits each. Returns the sum
-// of the rounded activations. The scale is NaN if one of the activations is not finite.
-INLINE float quantize_block(const float *x, int8_t *q, float *scale) {
-    vec magnitudes = {0}, not_finite = {0}, total = {0};
-    for (int l = 0; l < BLOCK; l += LANES) {
-        const vec v = load(x + l), magnitude = choose((bits)(v < 0), -v, v);
-        magnitudes = choose((bits)(magnitude > magnitudes), magnitude, magnitudes);
-        not_finite += 0 * v;
+// Quantizes BLOCK activations to (high + low / LOW) · scale, terms of 8 bits each. The scale is NaN
+// if one of the activations is not finite. The low term is left out, as zeros, if no activation is
+// larger than `even` times their mean magnitude.
+INLINE Terms quantize_block(const float *x, float even, int8_t *q) {
+    vec exact[BLOCK / LANES], most = {0}, magnitudes = {0}, highs = {0}, lows = {0};
+    UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
+        const vec v = load(x + i * LANES), magnitude = choose((bits)(v < 0), -v, v);
+        most = choose((bits)(magnitude > most), magnitude, most);
+        magnitudes += magnitude;
+        exact[i] = v;
     }
-    const float most = largest(magnitudes);
-    *scale = most / 127 + sum(not_finite);
-    const float per_scale = most > 1e-30f && *scale == *scale ? 127 / most : 0;
-    for (int l = 0; l < BLOCK; l += LANES) {
-        const vec exact = per_scale ? load(x + l) * per_scale : (vec){0};
-        const vec high = exact + ROUNDING, low = (exact - (high - ROUNDING)) * LOW + ROUNDING;
-        total += (high - ROUNDING) + (low - ROUNDING) * (1 / LOW);
-        *(unaligned_bytes *)(q + l) = __builtin_convertvector((bits)high, bytes);  // the last bits
-        *(unaligned_bytes *)(q + BLOCK + l) = __builtin_convertvector((bits)low, bytes);
+    const float scale = largest(most) / 127, total = sum(magnitudes);
+    if (!(total < INFINITY)) return (Terms){NAN, 0, 0, 0};
+    const float per_scale = scale > 1e-30f ? 1 / scale : 0;
+    const int has_low = scale * 127 * BLOCK > even * total;
+    UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
+        const vec high = exact[i] * per_scale + ROUNDING;
+        highs += high - ROUNDING;
+        store_bytes(q + i * LANES, high);
+        exact[i] = (exact[i] * per_scale - (high - ROUNDING)) * (has_low ? LOW : 0);
     }
-    return *scale * sum(total);
+    UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
+        const vec low = exact[i] + ROUNDING;
+        lows += low - ROUNDING;
+        store_bytes(q + BLOCK + i * LANES, low);
+    }
+    return (Terms){scale, (int32_t)sum(highs), (int32_t)sum(lows), has_low};
 }
 
 // Quantizes activations (M, K): blocks of 64 with a scale each, so that a channel with outliers
 // costs the precision of its own block only.
 static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
     const int64_t n_blocks = blocks(K);
+    const float even = rows > FEW ? EVEN : 0;
     SHARED_LOOP(s, r, rows) {
         float total = 0;
         for (int64_t b = 0; b < n_blocks; b++) {
@@ -392,7 +439,9 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
             float rest[BLOCK] = {0};
             if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
             const int64_t at = r * n_blocks + b;
-            total += quantize_block(in, s->quantized + at * 2 * BLOCK, s->scales + at);
+            const Terms t = quantize_block(in, even, s->quantized + at * 2 * BLOCK);
+            total += t.scale * ((float)t.high + (float)t.low * (1 / LOW));
+            s->terms[at] = t;
         }
         s->offsets[r] = OFFSET * total;
     }
@@ -404,7 +453,7 @@ INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scra
     const int64_t K = w->n_in, b = blocks(K);
     if (type == INT8)
         tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * 2 * BLOCK,
-                  s->scales + r * b, s->offsets + r, K, n, m, out);
+                  s->terms + r * b, s->offsets + r, K, n, m, out);
     else
         tile_floats(type, element(type, w->weight, o * K), x + r * K, K, n, m, out);
 }
@@ -434,15 +483,183 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
     }
 }
 
+// Products of many rows: PANEL rows of a weight at a time are transposed, so that a vector has one
+// group of 4 bytes, a float32 or 4 int8 values, of 16 outputs. As many rows of activations are
+// multiplied by them at a time as have their sums in registers.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define PANEL 32
+#define ROWS 6
+#define COLUMNS 48  // of 64 bytes: so much of a panel stays in the level-2 cache
+#define COLUMNS_OF_FLOATS 12  // as sums of few products have small rounding errors
+#define GROUPS 16   // in a column
+
+typedef __m512i Panel[COLUMNS * GROUPS][PANEL / 16];
+
+// Transposes 16 x 16 groups.
+INLINE void transpose(__m512i rows[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int half = 0; half < 16; half += 8)
+        for (int i = half; i < half + 4; i++) {
+            t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+            t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+// Transposes `columns` columns of n rows of a weight into a panel, whose rest is zeros. A row has
+// `size` bytes, of which `left` are from the first column on.
+INLINE void arrange(const char *w, int64_t size, int64_t left, int64_t n, int64_t columns,
+                    __m512i offset, Panel panel) {
+    for (int64_t column = 0; column < columns; column++) {
+        const __mmask64 kept = ~0ull >> (64 - min(64, left - 64 * column));
+        for (int half = 0; half < PANEL / 16; half++) {
+            __m512i rows[16];
+            for (int i = 0; i < 16; i++) {
+                const int64_t o = 16 * half + i;
+                const char *from = w + o * size + 64 * column;
+                __builtin_prefetch(from + PANEL * size, 0, 2);  // into the level-2 cache
+                rows[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(o < n ? kept : 0, from), offset);
+            }
+            transpose(rows);
+            for (int i = 0; i < GROUPS; i++) panel[column * GROUPS + i][half] = rows[i];
+        }
+    }
+}
+
+// Sums of a panel times m rows of activations. m is a constant of at most ROWS wherever these are
+// inlined.
+INLINE void panel_floats(const Panel panel, int64_t groups, const float *x, int64_t K, int m,
+                         vec out[ROWS][2]) {
+    vec sums[ROWS][2];
+    UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
+    for (int64_t k = 0; k < groups; k++) {
+        const vec w0 = (vec)panel[k][0], w1 = (vec)panel[k][1];
+        UNROLL for (int j = 0; j < m; j++) {
+            sums[j][0] += w0 * x[j * K + k];
+            sums[j][1] += w1 * x[j * K + k];
+        }
+    }
+    UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
+}
+
+// In units of the weights' scales. `stride` is the number of blocks from row to row.
+INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, const Terms *terms,
+                       int64_t stride, int m, vec out[ROWS][2]) {
+    vec sums[ROWS][2];
+    UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
+    for (int64_t b = 0; b < n_blocks; b++) {
+        int32_t has_low = 0;
+        UNROLL for (int j = 0; j < m; j++) has_low |= terms[j * stride + b].has_low;
+        for (int low = 0; low <= has_low; low++) {
+            __m512i totals[ROWS][2];
+            UNROLL for (int j = 0; j < m; j++) {
+                const Terms *t = terms + j * stride + b;
+                totals[j][0] = totals[j][1] = _mm512_set1_epi32(-OFFSET * (low ? t->low : t->high));
+            }
+            for (int k = 0; k < GROUPS; k++) {
+                const __m512i w0 = panel[b * GROUPS + k][0], w1 = panel[b * GROUPS + k][1];
+                UNROLL for (int j = 0; j < m; j++) {
+                    int32_t inputs;
+                    memcpy(&inputs, x + ((j * stride + b) * 2 + low) * BLOCK + 4 * k, 4);
+                    const __m512i v = _mm512_set1_epi32(inputs);
+                    totals[j][0] = _mm512_dpbusd_epi32(totals[j][0], w0, v);
+                    totals[j][1] = _mm512_dpbusd_epi32(totals[j][1], w1, v);
+                }
+            }
+            UNROLL for (int j = 0; j < m; j++) {
+                const float scale = terms[j * stride + b].scale * (low ? 1 / LOW : 1);
+                sums[j][0] += (vec)_mm512_cvtepi32_ps(totals[j][0]) * scale;
+                sums[j][1] += (vec)_mm512_cvtepi32_ps(totals[j][1]) * scale;
+            }
+        }
+    }
+    UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
+}
+
+// As `matmul_of`, for float32 and int8.
+INLINE void matmul_panels_of(const Matrix *w, enum type type, const float *x, int64_t rows,
+                             Scratch *s, float *y, int residual) {
+    const int64_t K = w->n_in, stride = blocks(K), size = type == INT8 ? K : 4 * K;
+    const int64_t most = type == INT8 ? COLUMNS : COLUMNS_OF_FLOATS;
+    const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
+    SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
+        Panel panel;
+        const int64_t o = group * PANEL, n = min(PANEL, w->n_out - o);
+        for (int64_t at = 0; at < size; at += 64 * most) {
+            const int64_t left = size - at, columns = min(most, (left + 63) / 64);
+            arrange((const char *)w->weight + o * size + at, size, left, n, columns, offset, panel);
+            for (int64_t r = 0, m; r < rows; r += m) {
+                m = (rows - r) / ((rows - r + ROWS - 1) / ROWS);  // the rest in equal parts
+                vec out[ROWS][2];
+#define SUMS(m)                                                                              \
+    if (type == INT8)                                                                        \
+        panel_int8(panel, columns, s->quantized + (r * stride + at / 64) * 2 * BLOCK,        \
+                   s->terms + r * stride + at / 64, stride, m, out);                         \
+    else                                                                                     \
+        panel_floats(panel, min(columns * GROUPS, left / 4), x + r * K + at / 4, K, m, out); \
+    break;
+                switch (m) {
+                    case 1: SUMS(1)
+                    case 2: SUMS(2)
+                    case 3: SUMS(3)
+                    case 4: SUMS(4)
+                    case 5: SUMS(5)
+                    default: SUMS(6)
+                }
+                for (int64_t j = 0; j < m; j++)
+                    for (int half = 0; half < PANEL / 16; half++) {
+                        const int64_t i = o + 16 * half;
+                        const __mmask16 kept = (__mmask16)~(~0u << max(0, min(16, o + n - i)));
+                        float *to = y + (r + j) * w->n_out + i;
+                        vec sum = out[j][half];
+                        if (type == INT8) sum *= (vec)_mm512_maskz_loadu_ps(kept, w->scale + i);
+                        if (w->bias && !at) sum += (vec)_mm512_maskz_loadu_ps(kept, w->bias + i);
+                        if (residual || at) sum += (vec)_mm512_maskz_loadu_ps(kept, to);
+                        _mm512_mask_storeu_ps(to, kept, (__m512)sum);
+                    }
+            }
+        }
+    }
+}
+
+static void matmul_panels(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
+                          float *y, int residual) {
+    if (type == INT8) {
+        quantize(x, rows, w->n_in, s);
+        matmul_panels_of(w, INT8, x, rows, s, y, residual);
+    } else {
+        matmul_panels_of(w, FLOAT32, x, rows, s, y, residual);
+    }
+}
+#endif
+
 static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
                    float *y, int residual) {
+#if defined(PANEL)
+    if (rows > FEW && type != BFLOAT16) {
+        matmul_panels(w, type, x, rows, s, y, residual);
+        return;
+    }
+#endif
     if (type == FLOAT32) {
         matmul_of(w, FLOAT32, x, rows, s, y, residual);
-    } else if (type == INT8) {
+    } else if (type == BFLOAT16) {
+        matmul_of(w, BFLOAT16, x, rows, s, y, residual);
+    } else {
         quantize(x, rows, w->n_in, s);
         matmul_of(w, INT8, x, rows, s, y, residual);
-    } else {
-        matmul_of(w, BFLOAT16, x, rows, s, y, residual);
     }
 }
 
@@ -482,16 +699,16 @@ INLINE vec activate(enum activation kind, vec x) {
     return x;
 }
 
-static void activation(enum activation kind, float *x, int64_t count, Scratch *s) {
+static void activation(enum activation kind, const float *x, int64_t count, Scratch *s, float *y) {
     SHARED_LOOP(s, chunk, (count + CHUNK - 1) / CHUNK) {
         const int64_t start = chunk * CHUNK, end = min(start + CHUNK, count);
         int64_t i = start;
-        for (; i + LANES <= end; i += LANES) store(x + i, activate(kind, load(x + i)));
+        for (; i + LANES <= end; i += LANES) store(y + i, activate(kind, load(x + i)));
         if (i < end) {
             float rest[LANES] = {0};
             memcpy(rest, x + i, (size_t)(end - i) * sizeof *rest);
             store(rest, activate(kind, load(rest)));
-            memcpy(x + i, rest, (size_t)(end - i) * sizeof *rest);
+            memcpy(y + i, rest, (size_t)(end - i) * sizeof *rest);
         }
     }
 }
@@ -617,7 +834,7 @@ static void block_forward(const Model *model, const Batch *batch, int64_t layer,
     matmul(&h->attn_proj, type, s->heads, M, s, s->x, 1);
     layernorm(&h->ln_2, s->x, M, C, s, s->normed);
     matmul(&h->c_fc, type, s->normed, M, s, s->fc, 0);
-    activation((enum activation)h->activation, s->fc, M * model->n_inner, s);
+    activation((enum activation)h->activation, s->fc, M * model->n_inner, s, s->fc);
     matmul(&h->mlp_proj, type, s->fc, M, s, s->x, 1);
 }
 
@@ -645,5 +862,39 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
             layernorm(&model->ln_f, s.x, rows, model->n_embd, &s, s.normed);
             matmul(&model->lm_head, (enum type)model->weights, s.normed, rows, &s, logits, 0);
         }
+    }
+}
+
+// y (M, O) = x (M, K) · wᵀ + bias, by weights of float32 or int8. `memory` has
+// `product_scratch_size(K, rows)` bytes. This is slow unless `has_panels()`.
+void product(const Matrix *w, int64_t type, const float *x, int64_t rows, float *y, void *memory,
+             int32_t threads) {
+    char *free = (char *)memory;
+    Scratch shared = divide_products(&free, w->n_in, rows, PRODUCT_LOOPS);
+    shared.threads = threads;
+    memset(shared.loop, 0, PRODUCT_LOOPS * sizeof *shared.loop);
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch s = shared;
+        matmul(w, (enum type)type, x, rows, &s, y, 0);
+    }
+}
+
+int32_t has_panels(void) {
+#if defined(PANEL)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// y (count,) = the activation of x (count,).
+void activate_all(int64_t kind, const float *x, int64_t count, float *y, int32_t threads) {
+    Loop loop = {0, 0};
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch s = {0};
+        s.loop = &loop, s.threads = threads;
+        activation((enum activation)kind, x, count, &s, y);
     }
 }

@@ -1,25 +1,26 @@
 """The decode step in one call of compiled C: embedding, all layers and logits of a few tokens.
 
 `native.c` computes what `Transformer` computes, on the same weights and the same cache. Prompts and
-large batches run on torch's products.
+large batches run on torch's attention, and on torch's products or those of `native.c`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
-from compat.decoding.matrices import Int8, Linear, Pack, sum_of_terms, two_terms
+from compat.decoding.matrices import Int8, Linear, Pack
 from compat.decoding.native_library import NativeError, library
-from compat.decoding.native_model import NativeModel, Unsupported
+from compat.decoding.native_model import NativeActivation, NativeModel, Unsupported, native_product
 from compat.decoding.transformer import Cache, Transformer
 
-MAX_ROWS = 16  # tokens of a pass; more are faster on torch's products
-TWO_TERM_ROWS = 64  # of activations that are multiplied in 8 bits; more are faster in bfloat16
+FEW_ROWS = 16  # as FEW in native.c
+MANY_ROWS = 64  # of a pass whose products are native.c's, too; more are faster on torch's attention
 
 
 class NativeLinear(Linear):
@@ -28,6 +29,16 @@ class NativeLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         _check_available(weight)
         super().__init__(weight, bias)
+
+
+class NativeProducts(NativeLinear):
+    """The same, but `native.c` multiplies prompts and large batches of float32, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return native_product(x, self)
+        except Unsupported:
+            return super().forward(x)
 
 
 class NativeInt8(Int8):
@@ -46,15 +57,14 @@ class NativeInt8Bfloat16(NativeInt8):
         return torch.addcmul(self.bias, product, self.scale)
 
 
-class NativeInt8TwoTerm(NativeInt8Bfloat16):
-    """The same, but few rows of activations are multiplied as two terms of 8 bits."""
+class NativeInt8Products(NativeInt8Bfloat16):
+    """The same, but `native.c` multiplies prompts and large batches, too, in 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) > TWO_TERM_ROWS:
+        try:
+            return native_product(x, self)
+        except Unsupported:
             return super().forward(x)
-        terms, x_scale = two_terms(x)
-        products = torch._int_mm(terms, self.qweight.t()).float()
-        return torch.addcmul(self.bias, sum_of_terms(products), x_scale * self.scale)
 
 
 def _check_available(weight: Tensor | Quantized) -> None:
@@ -63,7 +73,9 @@ def _check_available(weight: Tensor | Quantized) -> None:
         raise NativeError("the weight is not on the CPU")
 
 
-NATIVE: tuple[Pack, ...] = (NativeLinear, NativeInt8, NativeInt8Bfloat16, NativeInt8TwoTerm)
+NATIVE: tuple[Pack, ...] = (
+    NativeLinear, NativeProducts, NativeInt8, NativeInt8Bfloat16, NativeInt8Products
+)  # fmt: skip
 
 
 def transformer_class(pack: Pack) -> type[Transformer]:
@@ -72,12 +84,19 @@ def transformer_class(pack: Pack) -> type[Transformer]:
 
 
 class NativeTransformer(Transformer):
-    """A transformer whose passes of up to `MAX_ROWS` tokens run in `native.c`.
+    """A transformer whose passes of up to `max_rows` tokens run in `native.c`.
 
     The hidden states of these passes are float32 in every precision.
     """
 
     native: NativeModel | None = None  # of the last text
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.h:
+            block.act = NativeActivation(block.get_submodule("act"))
+        products = isinstance(self.lm_head, NativeProducts | NativeInt8Products)
+        self.max_rows = MANY_ROWS if products else FEW_ROWS
 
     def new_cache(self, batch: int) -> Cache:
         self.native = None  # what was replaced in the transformer counts from the next text on
@@ -101,7 +120,7 @@ class NativeTransformer(Transformer):
 
     def _native(self, rows: int, run: Callable[[NativeModel], Tensor]) -> Tensor | None:
         """What `run` computes; None if it is for torch, which raises the errors of wrong input."""
-        if not 0 < rows <= MAX_ROWS:
+        if not 0 < rows <= self.max_rows:
             return None
         try:
             native = self.native = self.native or NativeModel(self)

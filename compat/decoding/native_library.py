@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from ctypes import CDLL, c_int32, c_int64, c_void_p
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from compat.decoding.machine import cache_folder, processor
 
@@ -152,13 +153,21 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+# Arguments and result of each function of native.c.
+FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "decode": ([c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32], None),
+    "scratch_size": ([c_void_p, c_int64], c_int64),
+    "product": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int32], None),
+    "product_scratch_size": ([c_int64, c_int64], c_int64),
+    "has_panels": ([], c_int32),
+    "activate_all": ([c_int64, c_void_p, c_int64, c_void_p, c_int32], None),
+}
+
+
 def _opened(path: Path) -> CDLL:
     """The library of a file, with the types of its functions."""
     opened = CDLL(str(path))
-    opened.decode.argtypes = [
-        c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32
-    ]  # fmt: skip
-    opened.decode.restype = None
-    opened.scratch_size.argtypes = [c_void_p, c_int64]
-    opened.scratch_size.restype = c_int64
+    for name, (arguments, result) in FUNCTIONS.items():
+        function = getattr(opened, name)
+        function.argtypes, function.restype = arguments, result
     return opened

@@ -14,6 +14,7 @@ from compat.decoding.transformer import Block, Norm, Transformer
 from compat.layers import GELU, QuickGELU
 
 ALIGNMENT = 64  # bytes, of the scratch memory
+ROWS_AT_ONCE = 1024  # of a product, which bounds its scratch memory
 
 # As the enumerations of native.c.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -114,13 +115,10 @@ class NativeModel:
         """The address of a tensor, which lives as long as this object.
 
         Raises:
-            Unsupported: it has another type or shape, is not contiguous, or is not on the CPU.
+            Unsupported: as `_checked`.
         """
-        found = (tensor.device.type, tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
-        if found != ("cpu", dtype, shape, True) or tensor.data_ptr() % dtype.itemsize:
-            raise Unsupported(f"a tensor with {found} at {tensor.data_ptr():x}")
         self._alive.append(tensor)
-        return tensor.data_ptr()
+        return _checked(tensor, dtype, *shape)
 
     def _floats(self, tensor: Tensor | None, n: int) -> int | None:
         """The address of n float32 values, copied where they are of another type."""
@@ -208,14 +206,76 @@ class NativeModel:
     def _decode(self, batch: _Batch | None, x: Tensor, logits: Tensor | None) -> None:
         """Call native.c, which releases Python's lock. x: hidden states (M, C), read or written."""
         M = len(x)
-        size = self.library.scratch_size(byref(self.model), M)
-        scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        start = -scratch.data_ptr() % ALIGNMENT + scratch.data_ptr()
+        _scratch, start = _memory(self.library.scratch_size(byref(self.model), M))
         self.library.decode(
             byref(self.model), None if batch is None else byref(batch), M, x.data_ptr(),
             None if logits is None else logits.data_ptr(), start,
             usable_threads(torch.get_num_threads()),
         )  # fmt: skip
+
+
+def native_product(x: Tensor, product: Linear | Int8) -> Tensor:
+    """What a product of float32 or int8 weights maps x (M, in) to: float32 (M, out).
+
+    Raises:
+        Unsupported: a tensor has another type or shape, is not contiguous, or is not on the CPU;
+            or native.c is slow on this processor.
+        NativeError: The library cannot be built or loaded.
+    """
+    c, weight, M = library(), _weight(product), len(x)
+    n_out, n_in = weight.shape
+    if weight.dtype == torch.bfloat16 or not c.has_panels():
+        raise Unsupported(f"weights of {weight.dtype}, or a processor without AVX-512 VNNI")
+    matrix = _Matrix(
+        _checked(weight, weight.dtype, n_out, n_in),
+        _checked(product.scale, torch.float32, n_out) if isinstance(product, Int8) else None,
+        None if product.bias is None else _checked(product.bias, torch.float32, n_out),
+        n_out, n_in,
+    )  # fmt: skip
+    found = torch.empty(M, n_out, device="cpu")
+    at_once = -(-M // (M // ROWS_AT_ONCE + 1))  # in equal parts
+    _scratch, start = _memory(c.product_scratch_size(n_in, at_once))
+    threads = usable_threads(torch.get_num_threads())
+    for rows, into in zip(torch.split(x, at_once), torch.split(found, at_once), strict=True):
+        m = len(rows)
+        inputs = _checked(rows, torch.float32, m, n_in)
+        c.product(byref(matrix), TYPES[weight.dtype], inputs, m, into.data_ptr(), start, threads)
+    return found
+
+
+class NativeActivation(nn.Module):
+    """An activation that native.c computes for float32 on the CPU: any shape to the same shape."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x.device.type, x.dtype, x.is_contiguous()) != ("cpu", torch.float32, True):
+            found: Tensor = self.module(x)
+            return found
+        y, threads = torch.empty_like(x), usable_threads(torch.get_num_threads())
+        kind = _activation(self.module)
+        library().activate_all(kind, x.data_ptr(), x.numel(), y.data_ptr(), threads)
+        return y
+
+
+def _memory(size: int) -> tuple[Tensor, int]:
+    """Memory that lives as long as the tensor, and an address in it that is aligned."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    return memory, -memory.data_ptr() % ALIGNMENT + memory.data_ptr()
+
+
+def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """The address of a tensor.
+
+    Raises:
+        Unsupported: it has another type or shape, is not contiguous, or is not on the CPU.
+    """
+    found = (tensor.device.type, tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
+    if found != ("cpu", dtype, shape, True) or tensor.data_ptr() % dtype.itemsize:
+        raise Unsupported(f"a tensor with {found} at {tensor.data_ptr():x}")
+    return tensor.data_ptr()
 
 
 def _weight(product: Any) -> Tensor:
@@ -229,6 +289,8 @@ def _weight(product: Any) -> Tensor:
 
 
 def _activation(module: nn.Module) -> int:
+    if isinstance(module, NativeActivation):
+        module = module.module
     kinds = {QuickGELU: QUICK_GELU, nn.ReLU: RELU, nn.SiLU: SILU, nn.Tanh: TANH, GELU: GELU_TANH}
     if isinstance(module, nn.GELU):
         return GELU_TANH if module.approximate == "tanh" else GELU_ERF
