@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.config import GPT2Config
-from compat.golden_files.contents import LOSS, TOKENS
+from compat.golden_files.contents import LOSS
 from compat.golden_files.pieces import (
     GPT2,
+    TOKENS,
     MissingWeightError,
     Pieces,
     Weights,

@@ -21,7 +21,6 @@ from compat.tap import BLOCK_TAPS, tap_names
 FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
 IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"
 WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
-TOKENS = "token_embedding"
 # The rows and columns of the array `bound.NAME`.
 HALF = (torch.float16, torch.bfloat16)
 COLUMNS = ("own", "rms", "worst", "local")

@@ -7,8 +7,10 @@ codes and messages are those of `adapt`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,28 +21,41 @@ from compat.adaptation.anatomy.norms import NormFormula
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.blocks import CODE_OF
 from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
+from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
 from compat.errors import listed
 from compat.golden_files.pieces import (
     GPT2,
+    TOKENS,
     Piece,
-    Run,
+    Pieces,
+    Softmax,
     Weights,
     attention_formula,
-    linear,
+    each,
+    embedding,
+    head_name,
     merge_heads,
-    norm,
-    probabilities,
-    project,
+    mixture,
+    normed,
+    pattern,
     split_heads,
+    split_name,
 )
 
+NORMS, QKV = ["ln_1", "ln_2", "ln_f"], ("q", "k", "v")
+PRODUCTS = ["q", "k", "v", "probs", "heads", "attn", "fc", "mlp", "logits"]
+HEADS = (EMBEDDING, HEAD)
 TANH_GELU = "0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))"
 EPSILONS = (1e-6, 1e-12, 1e-8, 1e-3, 0.0, 1e-5)
 ORDERS = ("kqv", "qvk", "vkq", "kvq", "vqk")
 CODE_OF_ORDER = {"kqv": "qk_swapped", "qvk": "kv_swapped"}
 SPLIT = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)"
+SPLIT_FIRST = f"{SPLIT}; then split each into heads"
+UNSHARED = "k and v have as many heads as q: do not repeat them."
+NEIGHBOURS = ((1, "before"), (-1, "after"))  # how far each token's value is moved
 Values = dict[str, Any]
+Codes = list[tuple[str, Values]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class Hypothesis:
         fix: replaces the fix of the first code.
     """
 
-    codes: list[tuple[str, Values]]
+    codes: Codes
     pieces: Mapping[str, Piece]
     fix: str | None = None
 
@@ -112,45 +127,34 @@ def hypotheses(name: str, situation: Situation) -> Iterator[Hypothesis]:
 
 @about("embed")
 def embeddings(s: Situation) -> Iterator[Hypothesis]:
-    config = s.weights.config
-    B, T = s.weights.ids.shape
+    config, (B, T) = s.weights.config, s.weights.ids.shape
+    root, positions = math.sqrt(config.n_embd), torch.arange(T)
 
-    def embedded(run: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Piece]:
-        return {"embed": Piece((), lambda w, i: run(w["token_embedding"], w["wpe.weight"]))}
+    def embedded(run: Callable[..., Tensor]) -> Pieces:
+        """The token embeddings (B, T, C) and the position embeddings (T, C) put together."""
+        return {"embed": Piece((), lambda w, i: run(w[TOKENS], w["wpe.weight"][:T]))}
 
     yield one("no_pos", embedded(lambda tokens, wpe: tokens))
-    root = math.sqrt(config.n_embd)
-    for what, token, position in (("token", root, 1.0), ("position", 1.0, root)):
-        run = _scaled_sum(token, position)
-        yield one("scaled_embedding", embedded(run), what=what, found=root)
+    scaled = {
+        "token": embedded(lambda tokens, wpe: root * tokens + wpe),
+        "position": embedded(lambda tokens, wpe: tokens + root * wpe),
+    }
+    for what, pieces in scaled.items():
+        yield one("scaled_embedding", pieces, what=what, found=root)
     for offset in (*range(1, 5), -1):
         if T + offset <= config.n_positions:
-            yield one("pos_offset", embedded(_offset(offset)), found=offset)
+            yield one("pos_offset", {"embed": embedding(positions + offset)}, found=offset)
     if B * T <= config.n_positions:
-        across = embedded(lambda tokens, wpe: tokens + wpe[: B * T].view(B, T, -1))
-        yield one("positions_across_rows", across)
+        across = torch.arange(B * T).view(B, T)
+        yield one("positions_across_rows", {"embed": embedding(across)})
     for table in _sinusoids(T, config.n_embd):
+        pieces = embedded(lambda tokens, wpe, table=table: tokens + table.to(tokens.dtype))
         sizes: Values = {"n_positions": config.n_positions, "n_embd": config.n_embd}
-        yield one("sinusoidal_pos", embedded(_plus(table)), **sizes)
-    for shift, where in ((1, "before"), (-1, "after")):
+        yield one("sinusoidal_pos", pieces, **sizes)
+    for shift, where in NEIGHBOURS:
+        pieces = embedded(lambda tokens, wpe, n=shift: tokens.roll(n, 1) + wpe)
         found = f"the embedding of each token comes from the token {where} it"
-        yield one("time_shift", embedded(_rolled(shift)), found=found)
-
-
-def _scaled_sum(token: float, position: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda tokens, wpe: token * tokens + position * wpe[: tokens.shape[1]]
-
-
-def _offset(offset: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda tokens, wpe: tokens + wpe.roll(-offset, 0)[: tokens.shape[1]]
-
-
-def _plus(table: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda tokens, wpe: tokens + table.to(tokens.dtype)
-
-
-def _rolled(shift: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda tokens, wpe: tokens.roll(shift, 1) + wpe[: tokens.shape[1]]
+        yield one("time_shift", pieces, found=found)
 
 
 def _sinusoids(T: int, C: int) -> Iterator[Tensor]:
@@ -164,106 +168,69 @@ def _sinusoids(T: int, C: int) -> Iterator[Tensor]:
 # Norms
 
 
-@about("ln_1", "ln_2", "ln_f")
+@about(*NORMS)
 def norms(s: Situation) -> Iterator[Hypothesis]:
-    own = s.tap.rpartition(".")[2]
-    kinds = [own] if own in ("ln_1", "ln_2", "ln_f") else ["ln_1", "ln_2", "ln_f"]
-    expected, C = s.weights.config.layer_norm_epsilon, s.weights.config.n_embd
+    own = split_name(s.tap)[1]
+    kinds = [own] if own in NORMS else NORMS
+    in_blocks = [kind for kind in kinds if kind != "ln_f"]
+    name = s.tap if own in NORMS else "h.0.ln_1"
+    eps, C = s.weights.config.layer_norm_epsilon, s.weights.config.n_embd
 
-    def formula(f: NormFormula) -> dict[str, Piece]:
-        return _norm_pieces(kinds, lambda w, name, x: norm(w, name, x, f))
+    def by(formula: Callable[[Tensor], Tensor]) -> Pieces:
+        return {kind: normed(kind, formula) for kind in kinds}
 
-    usual: Values = {"expected": expected, "n_embd": C}
-    unbiased = NormFormula(unbiased=True, eps=expected)
-    outside = NormFormula(eps=expected, eps_outside=True)
-    both = NormFormula(unbiased=True, eps=expected, eps_outside=True)
-    rms = NormFormula(centred=False, eps=expected)
-    yield one("unbiased_var", formula(unbiased))
-    yield one("eps_outside_sqrt", formula(outside), found=expected, **usual)
-    together = [("unbiased_var", {}), ("eps_outside_sqrt", {"found": expected, **usual})]
-    yield Hypothesis(together, formula(both))
-    yield one("rmsnorm", formula(rms), found=expected, **usual)
-    scaled_only = _norm_pieces(kinds, lambda w, name, x: rms(x) * w[f"{name}.weight"])
-    codes = [("rmsnorm", {"found": expected, **usual}),
-             ("no_ln_bias", {"tensors": f"{_norm_name(s)}.bias"})]  # fmt: skip
-    yield Hypothesis(codes, scaled_only)
-    for eps in (*EPSILONS, *_fitted_eps(s)):
-        if abs(eps - expected) > 1e-3 * expected:
-            yield one("eps_value", formula(NormFormula(eps=eps)), found=eps, **usual)
+    for found in (eps, *(e for e in (*EPSILONS, *_fitted_eps(s)) if abs(e - eps) > 1e-3 * eps)):
+        values: Values = {"found": found, "expected": eps, "n_embd": C}
+        plain, unbiased = NormFormula(eps=found), NormFormula(unbiased=True, eps=found)
+        outside, rms = replace(plain, eps_outside=True), replace(plain, centred=False)
+        other = [("eps_value", values)] if found != eps else []
+        if other:
+            yield Hypothesis(other, by(plain))
             if len(kinds) > 1:  # in the whole model, only one deviation at a time is tried
                 continue
-            values = {"found": eps, **usual}
-            for code, f in (
-                ("unbiased_var", NormFormula(unbiased=True, eps=eps)),
-                ("rmsnorm", NormFormula(centred=False, eps=eps)),
-            ):
-                more = [(code, values)] + ([("eps_value", values)] if code != "rmsnorm" else [])
-                yield Hypothesis(more, formula(f))
-            for unbias in (False, True):
-                f = NormFormula(eps=eps, eps_outside=True, unbiased=unbias)
-                more = [("eps_outside_sqrt", values)] + ([("unbiased_var", {})] if unbias else [])
-                yield Hypothesis(more, formula(f))
-    for parts, code in (("bias", "no_ln_bias"), ("weight", "no_ln_weight")):
-        yield one(code, _norm_pieces(kinds, _without(parts)), tensors=f"{_norm_name(s)}.{parts}")
-    plain = NormFormula(eps=expected)
-    pieces = _norm_pieces(kinds, lambda w, name, x: plain(x))
-    tensors = {"tensors": f"{_norm_name(s)}.weight and .bias"}
-    yield Hypothesis([("no_ln_weight", tensors), ("no_ln_bias", tensors)], pieces)
-    for axis, name in ((1, "1 of 3"), (0, "0 of 3")):
-        yield one("norm_axis", _norm_pieces(kinds, _over_axis(axis)), found=f"axis {name}")
-    yield one("extra_ln", _norm_pieces(kinds, lambda w, n, x: norm(w, n, norm(w, n, x))))
-    if own == "ln_f" or kinds != [own]:
-        yield one("no_final_ln", {"ln_f": Piece(("last",), lambda w, i, x: x)})
-    if own != "ln_f":
-        block = {k: v for k, v in _norm_pieces(kinds, lambda w, n, x: x).items() if k != "ln_f"}
-        yield one("missing_ln", block, tensors=_norm_name(s))
-        yield one(
-            "swapped_ln",
-            {k: v for k, v in _norm_pieces(kinds, _swapped).items() if k != "ln_f"},
-            "Load the weights of ln_1 into the norm before attention, and ln_2 before the MLP.",
-        )
+        yield Hypothesis([("unbiased_var", {}), *other], by(unbiased))
+        yield one("eps_outside_sqrt", by(outside), **values)
+        both = [("unbiased_var", {}), ("eps_outside_sqrt", values)]
+        yield Hypothesis(both, by(replace(unbiased, eps_outside=True)))
+        yield one("rmsnorm", by(rms), **values)
+        if not other:
+            no_bias = ("no_ln_bias", {"tensors": f"{name}.bias"})
+            scaled_only = {kind: no_biases(piece) for kind, piece in by(rms).items()}
+            yield Hypothesis([("rmsnorm", values), no_bias], scaled_only)
+    yield one("no_ln_bias", each(kinds, no_biases), tensors=f"{name}.bias")
+    yield one("no_ln_weight", each(kinds, unit_weights), tensors=f"{name}.weight")
+    tensors = {"tensors": f"{name}.weight and .bias"}
+    neither = each(kinds, lambda norm: no_biases(unit_weights(norm)))
+    yield Hypothesis([("no_ln_weight", tensors), ("no_ln_bias", tensors)], neither)
+    for axis in (1, 0):
+        yield one("norm_axis", by(partial(_normalized, axis, eps)), found=f"axis {axis} of 3")
+    yield one("extra_ln", each(kinds, _twice))
+    if "ln_f" in kinds:
+        yield one("no_final_ln", {"ln_f": _identity("last")})
+    if in_blocks:
+        missing = {kind: _identity(*GPT2[kind].inputs) for kind in in_blocks}
+        yield one("missing_ln", missing, tensors=name)
+        fix = "Load the weights of ln_1 into the norm before attention, and ln_2 before the MLP."
+        yield one("swapped_ln", each(in_blocks, _of_other_norm), fix)
 
 
-def _norm_name(s: Situation) -> str:
-    name = s.tap.rpartition(".")[2]
-    return s.tap if name in ("ln_1", "ln_2", "ln_f") else "h.0.ln_1"
+def _identity(tap: str) -> Piece:
+    return Piece((tap,), lambda w, i, x: x)
 
 
-NormRun = Callable[[Weights, str, Tensor], Tensor]
+def _twice(piece: Piece) -> Piece:
+    return Piece(piece.inputs, lambda w, i, x: piece.run(w, i, piece.run(w, i, x)))
 
 
-def _norm_pieces(kinds: list[str], run: NormRun) -> dict[str, Piece]:
-    """The norms of these names, computed by `run(weights, name, x)`."""
-
-    def piece(kind: str) -> Piece:
-        def named(w: Weights, i: int, x: Tensor) -> Tensor:
-            return run(w, kind if kind == "ln_f" else f"h.{i}.{kind}", x)
-
-        return Piece(GPT2[kind].inputs, named)
-
-    return {kind: piece(kind) for kind in kinds}
+def _of_other_norm(piece: Piece) -> Piece:
+    """A norm of a block with the weight and the bias of the other one."""
+    other = {"ln_1": "ln_2", "ln_2": "ln_1"}
+    return piece.renamed(lambda name: re.sub("ln_[12]", lambda match: other[match[0]], name))
 
 
-def _without(part: str) -> Callable[[Weights, str, Tensor], Tensor]:
-    def run(w: Weights, name: str, x: Tensor) -> Tensor:
-        y = NormFormula(eps=w.config.layer_norm_epsilon)(x)
-        return y * w[f"{name}.weight"] if part == "bias" else y + w[f"{name}.bias"]
-
-    return run
-
-
-def _over_axis(axis: int) -> Callable[[Weights, str, Tensor], Tensor]:
-    def run(w: Weights, name: str, x: Tensor) -> Tensor:
-        variance = x.var(axis, keepdim=True, unbiased=False)
-        y = (x - x.mean(axis, keepdim=True)) / (variance + w.config.layer_norm_epsilon).sqrt()
-        return y * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    return run
-
-
-def _swapped(w: Weights, name: str, x: Tensor) -> Tensor:
-    other = f"{name[:-1]}{'2' if name.endswith('1') else '1'}"
-    return norm(w, other, x)
+def _normalized(axis: int, eps: float, x: Tensor) -> Tensor:
+    variance = x.var(axis, keepdim=True, unbiased=False)
+    return (x - x.mean(axis, keepdim=True)) / (variance + eps).sqrt()
 
 
 def _fitted_eps(s: Situation) -> list[float]:
@@ -289,116 +256,80 @@ def _fitted_eps(s: Situation) -> list[float]:
 
 @about("q", "k", "v")
 def qkv(s: Situation) -> Iterator[Hypothesis]:
-    def thirds(run: Callable[[Weights, int, Tensor, int], Tensor], source: str = "ln_1"
-               ) -> dict[str, Piece]:  # fmt: skip
-        return {name: _third(run, third, source) for third, name in enumerate("qkv")}
-
-    name = f"h.{s.layer}.attn.c_attn"
+    name, own = f"h.{s.layer}.attn.c_attn", split_name(s.tap)[1]
     for order in ORDERS:
-        roles = ["qkv".index(letter) for letter in order]
-        found = {"found": f"{order[0]}, {order[1]} and {order[2]}"}
-        moved = thirds(_permuted(roles))
-        yield Hypothesis([(CODE_OF_ORDER.get(order, "qkv_order"), found)], moved, SPLIT)
-    by_head = thirds(_head_by_head)
-    fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd); then split each into heads"
-    yield one("head_interleaved_qkv", by_head, fix)
-    yield one("transposed_weight", thirds(_reshaped_qkv), tensors=f"{name}.weight")
-    own = s.tap.rpartition(".")[2]
+        moved = {tap: GPT2[third] for tap, third in zip("qkv", order, strict=True)}
+        yield Hypothesis([_in_order(order)], moved, SPLIT)
+
+    def columns_by_head(piece: Piece) -> Piece:
+        return piece.with_weights(
+            lambda name, x: _by_head(s.weights.config, x) if ".c_attn." in name else x
+        )
+
+    yield one("head_interleaved_qkv", each("qkv", columns_by_head), SPLIT_FIRST)
+    yield one("transposed_weight", each("qkv", reshaped), tensors=f"{name}.weight")
     part = own if own in ("q", "k", "v") else "q, k and v"
-    without = thirds(_qkv_without_bias)
-    yield one("no_qkv_bias", without, tensors=f"{name}.bias", part=part)
-    skipped = thirds(lambda w, i, x, third: project(w, i, x, third), "x")
+    yield one("no_qkv_bias", each("qkv", no_biases), tensors=f"{name}.bias", part=part)
+    skipped = each("qkv", lambda piece: piece.of("x"))
     yield one("missing_ln", skipped, tensors=f"h.{s.layer}.ln_1")
-    for halves in (True, False):
-        rotated = {
-            "q": _third(lambda w, i, x, t, h=halves: _rotated(w, project(w, i, x, t), h), 0),
-            "k": _third(lambda w, i, x, t, h=halves: _rotated(w, project(w, i, x, t), h), 1),
-        }
-        yield one("rope", rotated)
-    for formula in (_unit_length, _unit_rms):
-        normed = {
-            "q": _third(lambda w, i, x, t, f=formula: f(w, project(w, i, x, t)), 0),
-            "k": _third(lambda w, i, x, t, f=formula: f(w, project(w, i, x, t)), 1),
-        }
-        yield one("qk_norm", normed)
+    for code, change in (
+        ("rope", partial(_rotated, halves=True)),
+        ("rope", partial(_rotated, halves=False)),
+        ("qk_norm", lambda q: F.normalize(q, dim=-1)),
+        ("qk_norm", lambda q: q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+    ):
+        yield one(code, each("qk", partial(_with_heads_changed, change)))
 
 
-def _third(run: Callable[..., Tensor], third: int, source: str = "ln_1") -> Piece:
-    return Piece((source,), lambda w, i, x: run(w, i, x, third))
+def _in_order(order: str) -> tuple[str, Values]:
+    """The deviation of q, k and v in another order."""
+    return CODE_OF_ORDER.get(order, "qkv_order"), {
+        "found": f"{order[0]}, {order[1]} and {order[2]}"
+    }
 
 
-def _permuted(roles: list[int]) -> Callable[[Weights, int, Tensor, int], Tensor]:
-    return lambda w, i, x, third: project(w, i, x, roles[third])
+def _by_head(config: GPT2Config, x: Tensor) -> Tensor:
+    """q, k and v side by side, read as those of the first head, then of the second, and so on."""
+    heads = x.view(*x.shape[:-1], config.n_head, 3, config.d_head)
+    return heads.transpose(-3, -2).flatten(-3)
 
 
-def _head_by_head(w: Weights, i: int, x: Tensor, third: int) -> Tensor:
-    """Columns that are read as q, k and v of the first head, then of the second, and so on."""
-    y = linear(w, f"h.{i}.attn.c_attn", x)
-    B, T, C = x.shape
-    return y.view(B, T, w.config.n_head, 3, w.config.d_head)[..., third, :].reshape(B, T, C)
+def _with_heads_changed(change: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
+    """Queries or keys whose heads (B, H, T, D) are changed."""
+    return piece.then(lambda w, q: merge_heads(change(split_heads(w, q))))
 
 
-def _reshaped_qkv(w: Weights, i: int, x: Tensor, third: int) -> Tensor:
-    name = f"h.{i}.attn.c_attn"
-    weight = w[f"{name}.weight"]
-    y = x @ weight.reshape(weight.shape[1], weight.shape[0]).T + w[f"{name}.bias"]
-    return y.chunk(3, dim=-1)[third]
-
-
-def _qkv_without_bias(w: Weights, i: int, x: Tensor, third: int) -> Tensor:
-    bias = w[f"h.{i}.attn.c_attn.bias"].chunk(3)[third]
-    return project(w, i, x, third) - bias
-
-
-def _rotated(w: Weights, q: Tensor, halves: bool) -> Tensor:
+def _rotated(x: Tensor, halves: bool) -> Tensor:
     """Rotary position embeddings, of halves as in GPT-NeoX or of neighbours as in GPT-J."""
-    x = split_heads(w, q)  # (B, H, T, D)
     D = x.shape[-1] // 2 * 2
     rates = 10000 ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * rates
     a, b = (x[..., : D // 2], x[..., D // 2 :]) if halves else (x[..., 0::2], x[..., 1::2])
     turned = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
-    joined = torch.cat(turned, -1) if halves else torch.stack(turned, -1).flatten(-2)
-    return merge_heads(joined)
-
-
-def _unit_length(w: Weights, q: Tensor) -> Tensor:
-    return merge_heads(F.normalize(split_heads(w, q), dim=-1))
-
-
-def _unit_rms(w: Weights, q: Tensor) -> Tensor:
-    x = split_heads(w, q)
-    return merge_heads(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+    return torch.cat(turned, -1) if halves else torch.stack(turned, -1).flatten(-2)
 
 
 @about("probs", "heads")
 def reading_of_qkv(s: Situation) -> Iterator[Hypothesis]:
     """Right q, k and v side by side, which attention divides in another way."""
-    H, D = s.weights.config.n_head, s.weights.config.d_head
+    config = s.weights.config
 
-    def by_head(w: Weights, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """The columns as q, k and v of the first head, then of the second, and so on."""
-        fused = torch.cat([q, k, v], dim=-1).view(*q.shape[:2], H, 3, D)
-        return [part.flatten(-2) for part in fused.unbind(-2)]
+    def pieces(divide: Callable[..., Sequence[Tensor]]) -> Pieces:
+        def probs(w: Weights, i: int, *qkv: Tensor) -> Tensor:
+            q, k, _ = divide(*qkv)
+            return GPT2["probs"].run(w, i, q, k)
 
-    def pieces(read: Callable[..., list[Tensor]]) -> dict[str, Piece]:
-        def probs(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = read(w, q, k, v)
-            return probabilities(w, q, k, attention_formula(w, i))
+        def heads(w: Weights, i: int, probs: Tensor, *qkv: Tensor) -> Tensor:
+            return GPT2["heads"].run(w, i, probs, divide(*qkv)[2])
 
-        def heads(w: Weights, i: int, probs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return merge_heads(probs @ split_heads(w, read(w, q, k, v)[2]))
+        return {"probs": Piece(QKV, probs), "heads": Piece(("probs", *QKV), heads)}
 
-        inputs = ("q", "k", "v")
-        return {"probs": Piece(inputs, probs), "heads": Piece(("probs", *inputs), heads)}
-
-    fix = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd); then split each into heads"
-    yield one("head_interleaved_qkv", pieces(by_head), fix)
+    by_head = pieces(lambda *qkv: _by_head(config, torch.cat(qkv, dim=-1)).chunk(3, dim=-1))
+    yield one("head_interleaved_qkv", by_head, SPLIT_FIRST)
     for order in ORDERS:
         roles = ["qkv".index(letter) for letter in order]
-        found = {"found": f"{order[0]}, {order[1]} and {order[2]}"}
-        moved = pieces(lambda w, *x, roles=roles: [x[role] for role in roles])
-        yield Hypothesis([(CODE_OF_ORDER.get(order, "qkv_order"), found)], moved, SPLIT)
+        moved = pieces(lambda *qkv, roles=roles: [qkv[role] for role in roles])
+        yield Hypothesis([_in_order(order)], moved, SPLIT)
 
 
 # The attention pattern
@@ -412,16 +343,16 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
     every = torch.ones_like(causal)
     masks = [causal, every, every.tril(1), every.tril(-1), every.triu()]
     scales = [usual.scale, 1.0, config.n_embd**-0.5, 1 / config.d_head]
-    scores = None
-    if s.tap.endswith("probs") and {"q", "k"} <= s.inputs.keys():
+    mask_values = [0.0, -1.0, 1.0, -10.0]
+    direct = s.tap.endswith("probs") and {"q", "k"} <= s.inputs.keys()
+    if direct:
         q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
-        scores = q @ k.mT
         seen = (s.found > 0).flatten(0, 1).any(0)
         masks = [m for m in [seen, *masks] if m.any()]
-        scales += [fitted for fitted in (_fitted_scale(s.found, scores),) if fitted]
+        scales += [fitted for fitted in (_fitted_scale(s.found, q @ k.mT),) if fitted]
+        mask_values += _fitted_mask_values(s.found, q @ k.mT, usual) if T > 1 else []
     if not config.scale_attn_by_inverse_layer_idx:
-        other = replace(config, scale_attn_by_inverse_layer_idx=True)
-        by_layer = Piece(("q", "k"), lambda w, i, q, k: _scaled_for(w, i, q, k, other))
+        by_layer = GPT2["probs"].with_config(scale_attn_by_inverse_layer_idx=True)
         yield one("inverse_layer_scale", {"probs": by_layer})
     for allowed in _distinct(masks):
         for scale in dict.fromkeys(scales):
@@ -429,32 +360,33 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
                 formula = AttentionFormula(allowed, scale, axis, after)
                 codes = _codes_of(formula, usual, s.weights)
                 # Without q and k, only one deviation at a time is tried.
-                if codes and (scores is not None or len(codes) == 1):
-                    yield Hypothesis(codes, {"probs": _attention_piece(formula)})
+                if codes and (direct or len(codes) == 1):
+                    yield Hypothesis(codes, {"probs": pattern(by_formula(formula))})
                     if not allowed.any(-1).all():  # a query without a key has no weights
-                        yield Hypothesis(codes, {"probs": _attention_piece(formula, blind=0.0)})
-    plus_one = Piece(("q", "k"), _with_one_more(usual))
-    yield one("other_softmax", {"probs": plus_one}, found="1 is added to the sum of exponentials")
-    yield from _shared_or_mixed_heads("probs", s)
-    for shift in (1, -1):
-        moved = Piece(("q", "k"), _of_moved_keys(usual, shift))
-        found = f"each token's key comes from the token {'before' if shift > 0 else 'after'} it"
+                        blind = pattern(by_formula(formula, blind=0.0))
+                        yield Hypothesis(codes, {"probs": blind})
+    # One more key, whose score is 0.
+    plus_one = pattern(lambda x, usual: F.pad(masked(x, usual), (1, 0)).softmax(-1)[..., 1:])
+    found = "1 is added to the sum of exponentials"
+    yield one("other_softmax", {"probs": plus_one}, found=found)
+    for index, values in _shared_heads(config):
+        shared = pattern(split_k=partial(_selected, index))
+        yield one("grouped_query_attention", {"probs": shared}, UNSHARED, **values)
+    mixed = pattern(split_q=_interleaved, split_k=_interleaved)
+    yield one("interleaved_heads", {"probs": mixed})
+    for shift, where in NEIGHBOURS:
+        moved = pattern(split_k=partial(_moved, shift))
+        found = f"each token's key comes from the token {where} it"
         yield one("time_shift", {"probs": moved}, found=found)
-    for which in ("qk", "q", "k"):
-        unsplit = Piece(("q", "k"), _of_unsplit(usual, which))
+    for split_q, split_k in (
+        (_unsplit, _unsplit), (_unsplit, split_heads), (split_heads, _unsplit)
+    ):  # fmt: skip
+        unsplit = pattern(split_q=split_q, split_k=split_k)
         yield one("no_head_split_transpose", {"probs": unsplit})
-    for axis in (-2, -3):
-        formula = AttentionFormula(causal, usual.scale)
-        found = {-2: "the queries", -3: "the heads"}[axis]
-        run = _masked_before(formula, axis)
-        yield one("softmax_dim", {"probs": Piece(("q", "k"), run)}, found=found)
-    values = [0.0, -1.0, 1.0, -10.0]
-    if scores is not None and T > 1:
-        values += _fitted_mask_values(s.found, scores, usual)
-    for value in dict.fromkeys(values):
-        for added in (False, True):
-            piece = Piece(("q", "k"), _soft_mask(usual, value, added))
-            yield one("mask_value", {"probs": piece}, found=value)
+    for value in dict.fromkeys(mask_values):
+        for softmax in (_with_hidden_set, _with_hidden_lowered):
+            soft = pattern(partial(softmax, value))
+            yield one("mask_value", {"probs": soft}, found=value)
 
 
 def _distinct(masks: list[Tensor]) -> list[Tensor]:
@@ -465,130 +397,65 @@ def _distinct(masks: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _attention_piece(formula: AttentionFormula, blind: float | None = None) -> Piece:
-    """Attention by a formula; `blind` is the weight of every key where a query has no key."""
+def by_formula(formula: AttentionFormula, blind: float | None = None) -> Softmax:
+    """A softmax by a formula; `blind` is the weight of every key where a query has no key."""
 
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        sized = _sized(formula, q)
-        probs = probabilities(w, q, k, sized)
+    def softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
+        T = scores.shape[-1]
+        sized = replace(formula, allowed=formula.allowed[:T, :T])
+        probs = sized.probabilities(scores)
         without = ~sized.allowed.any(-1, keepdim=True)
         return probs if blind is None else probs.masked_fill(without, blind)
 
-    return Piece(("q", "k"), run)
+    return softmax
 
 
-def _sized(formula: AttentionFormula, q: Tensor) -> AttentionFormula:
-    T = q.shape[1]
-    return AttentionFormula(formula.allowed[:T, :T], formula.scale, formula.axis, formula.after)
+def masked(scores: Tensor, usual: AttentionFormula) -> Tensor:
+    """Scores with GPT-2's scale, of which those of later keys are −∞."""
+    return (scores * usual.scale).masked_fill(~usual.allowed, -math.inf)
 
 
-def _masked_before(formula: AttentionFormula, axis: int) -> Run:
-    """A softmax over another axis of scores that are masked as in GPT-2."""
-
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
-        hidden = ~formula.allowed[: q.shape[1], : q.shape[1]]
-        return scores.masked_fill(hidden, -math.inf).softmax(axis).nan_to_num(0.0)
-
-    return run
+def _with_hidden_set(value: float, scores: Tensor, usual: AttentionFormula) -> Tensor:
+    return torch.where(usual.allowed, scores * usual.scale, value).softmax(-1)
 
 
-def _of_unsplit(formula: AttentionFormula, which: str) -> Run:
-    """Attention of queries or keys that are split into heads without a transpose."""
-
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        left, right = (
-            _unsplit(w, x) if name in which else split_heads(w, x)
-            for name, x in zip("qk", (q, k), strict=True)
-        )
-        return _sized(formula, q).probabilities(left @ right.mT)
-
-    return run
+def _with_hidden_lowered(value: float, scores: Tensor, usual: AttentionFormula) -> Tensor:
+    scaled = scores * usual.scale
+    return torch.where(usual.allowed, scaled, scaled + value).softmax(-1)
 
 
-def _scaled_for(w: Weights, i: int, q: Tensor, k: Tensor, config: GPT2Config) -> Tensor:
-    formula = AttentionFormula(attention_formula(w, i).allowed, config.attention_scale(i))
-    return probabilities(w, q, k, formula)
+# How heads are divided: (B, T, C) → (B, H, T, D).
 
 
-def _with_one_more(formula: AttentionFormula) -> Run:
-    """A softmax with one more key, whose score is 0."""
-
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
-        scores = scores.masked_fill(~_sized(formula, q).allowed, -math.inf)
-        return F.pad(scores, (1, 0)).softmax(-1)[..., 1:]
-
-    return run
-
-
-def _of_moved_keys(formula: AttentionFormula, shift: int) -> Run:
-    return lambda w, i, q, k: probabilities(w, q, _moved(k, shift), _sized(formula, q))
-
-
-def _moved(x: Tensor, shift: int) -> Tensor:
+def _moved(shift: int, w: Weights, x: Tensor) -> Tensor:
     """Every token has the values of the one before it, or after it; zeros at the end."""
     empty = torch.zeros_like(x[:, :1])
-    return torch.cat([empty, x[:, :-1]] if shift > 0 else [x[:, 1:], empty], dim=1)
+    moved = torch.cat([empty, x[:, :-1]] if shift > 0 else [x[:, 1:], empty], dim=1)
+    return split_heads(w, moved)
 
 
-def _shared_or_mixed_heads(tap: str, s: Situation) -> Iterator[Hypothesis]:
-    """Heads that share keys and values, and heads whose channels are interleaved."""
-    H, D = s.weights.config.n_head, s.weights.config.d_head
+def _selected(index: Tensor, w: Weights, x: Tensor) -> Tensor:
+    return split_heads(w, x)[:, index]
 
-    def interleaved(w: Weights, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:2], D, H).permute(0, 3, 1, 2)  # (B, H, T, D)
 
-    def weights_of(w: Weights, i: int, q: Tensor, k: Tensor, index: Tensor | None) -> Tensor:
-        formula = _sized(attention_formula(w, i), q)
-        if index is not None:
-            return formula.probabilities(split_heads(w, q) @ split_heads(w, k)[:, index].mT)
-        return formula.probabilities(interleaved(w, q) @ interleaved(w, k).mT)
+def _interleaved(w: Weights, x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], -1, w.config.n_head).permute(0, 3, 1, 2)
 
-    def merged(w: Weights, heads: Tensor, mixed: bool) -> Tensor:
-        return heads.permute(0, 2, 3, 1).flatten(2) if mixed else merge_heads(heads)
 
-    def mixed_heads(split: bool, merge: bool) -> Run:
-        def run(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-            values = interleaved(w, v) if split else split_heads(w, v)
-            return merged(w, probs @ values, merge)
+def _unsplit(w: Weights, x: Tensor) -> Tensor:
+    """Without a transpose."""
+    B, T, C = x.shape
+    return x.reshape(B, w.config.n_head, T, C // w.config.n_head)
 
-        return run
 
-    def shared_values(index: Tensor) -> Run:
-        return lambda w, i, probs, v: merge_heads(probs @ split_heads(w, v)[:, index])
-
-    def shared_keys(index: Tensor | None) -> Run:
-        return lambda w, i, q, k: weights_of(w, i, q, k, index)
-
+def _shared_heads(config: GPT2Config) -> Iterator[tuple[Tensor, Values]]:
+    """Which head of k and v each head of q may use, where heads share them."""
+    H = config.n_head
     heads = torch.arange(H)
-    fix = "k and v have as many heads as q: do not repeat them."
     for groups in (g for g in range(1, H) if H % g == 0):
         size = H // groups
-        values: Values = {"n_head": H, "found": groups, "n_embd": s.weights.config.n_embd}
         for index in (heads // size * size, heads // size, heads % groups):
-            pieces = {
-                "probs": Piece(("q", "k"), shared_keys(index)),
-                "heads": Piece(("probs", "v"), shared_values(index)),
-            }
-            yield one("grouped_query_attention", {tap: pieces[tap]}, fix, **values)
-    if tap == "probs":
-        yield one("interleaved_heads", {"probs": Piece(("q", "k"), shared_keys(None))})
-        return
-    for split, merge in ((True, True), (False, True), (True, False)):
-        yield one("interleaved_heads", {"heads": Piece(("probs", "v"), mixed_heads(split, merge))})
-
-
-def _soft_mask(formula: AttentionFormula, value: float, added: bool) -> Run:
-    """Hidden scores are set to a value, or it is added to them."""
-
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
-        hidden = ~formula.allowed[: q.shape[1], : q.shape[1]]
-        masked = torch.where(hidden, scores + value if added else value, scores)
-        return masked.softmax(-1)
-
-    return run
+            yield index, {"n_head": H, "found": groups, "n_embd": config.n_embd}
 
 
 def _fitted_scale(probs: Tensor, scores: Tensor) -> float | None:
@@ -668,98 +535,61 @@ def _attended(row: Tensor) -> str:
 def heads(s: Situation) -> Iterator[Hypothesis]:
     config = s.weights.config
 
-    def unmerged(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        return (probs @ split_heads(w, v)).reshape(v.shape)
+    def together(probs: Piece, heads: Piece) -> Pieces:
+        """Both steps of attention, from q, k and v."""
 
-    def unsplit_value(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        return merge_heads(probs @ _unsplit(w, v))
+        def run(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return heads.run(w, i, probs.run(w, i, q, k), v)
 
-    def unsplit_all(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = _unsplit(w, q) @ _unsplit(w, k).mT
-        probs = _sized(attention_formula(w, i), q).probabilities(scores)
-        return merge_heads(probs @ _unsplit(w, v))
+        return {"heads": Piece(QKV, run)}
 
-    def unsplit_and_unmerged(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = _unsplit(w, q) @ _unsplit(w, k).mT
-        mixed = _sized(attention_formula(w, i), q).probabilities(scores) @ _unsplit(w, v)
-        return mixed.reshape(v.shape)
+    def unmerged(heads: Tensor) -> Tensor:
+        B, H, T, D = heads.shape
+        return heads.reshape(B, T, H * D)
 
-    def keys_as_values(w: Weights, i: int, probs: Tensor, k: Tensor) -> Tensor:
-        return merge_heads(probs @ split_heads(w, k))
+    def mixed(heads: Tensor) -> Tensor:
+        return heads.permute(0, 2, 3, 1).flatten(2)
 
-    def queries(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        return merge_heads(probs.mT @ split_heads(w, v))
+    def of_queries(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
+        return GPT2["heads"].run(w, i, probs.mT, v)
 
-    yield one("no_head_merge_transpose", {"heads": Piece(("probs", "v"), unmerged)})
-    yield one("no_head_split_transpose", {"heads": Piece(("probs", "v"), unsplit_value)})
-    yield one("no_head_split_transpose", {"heads": Piece(("q", "k", "v"), unsplit_all)})
-    both = {"heads": Piece(("q", "k", "v"), unsplit_and_unmerged)}
-    yield Hypothesis([("no_head_split_transpose", {}), ("no_head_merge_transpose", {})], both)
-    fix = "heads = probs @ v"
-    yield one("shared_kv", {"heads": Piece(("probs", "k"), keys_as_values)}, fix)
-    yield one("softmax_dim", {"heads": Piece(("probs", "v"), queries)}, fix, found="the queries")
-    yield from _shared_or_mixed_heads("heads", s)
-    for shift in (1, -1):
-        moved = Piece(("probs", "v"), _of_moved_values(shift))
-        found = f"each token's values come from the token {'before' if shift > 0 else 'after'} it"
-        yield one("time_shift", {"heads": moved}, found=found)
+    yield one("no_head_merge_transpose", {"heads": mixture(merge=unmerged)})
+    yield one("no_head_split_transpose", {"heads": mixture(_unsplit)})
+    unsplit = pattern(split_q=_unsplit, split_k=_unsplit)
+    yield one("no_head_split_transpose", together(unsplit, mixture(_unsplit)))
+    both: Codes = [("no_head_split_transpose", {}), ("no_head_merge_transpose", {})]
+    yield Hypothesis(both, together(unsplit, mixture(_unsplit, unmerged)))
+    yield one("shared_kv", {"heads": GPT2["heads"].of("probs", "k")}, "heads = probs @ v")
+    yield one("softmax_dim", {"heads": Piece(("probs", "v"), of_queries)}, found="the queries")
+    for index, values in _shared_heads(config):
+        shared = mixture(partial(_selected, index))
+        yield one("grouped_query_attention", {"heads": shared}, UNSHARED, **values)
+    for interleaved in (
+        mixture(_interleaved, mixed), mixture(merge=mixed), mixture(_interleaved)
+    ):  # fmt: skip
+        yield one("interleaved_heads", {"heads": interleaved})
+    for shift, where in NEIGHBOURS:
+        found = f"each token's values come from the token {where} it"
+        yield one("time_shift", {"heads": mixture(partial(_moved, shift))}, found=found)
+    whole = together(GPT2["probs"], GPT2["heads"])["heads"]
     for n_head in (1, 2, 4, 6, 8, 12, 16, 20, 25, 32):
         if n_head != config.n_head and config.n_embd % n_head == 0:
-            piece = Piece(("q", "k", "v"), _with_heads(n_head))
-            yield one("n_head_mismatch", {"heads": piece}, found=n_head, expected=config.n_head)
-
-
-def _unsplit(w: Weights, x: Tensor) -> Tensor:
-    """(B, T, C) reshaped to (B, H, T, D) without a transpose."""
-    B, T, C = x.shape
-    return x.reshape(B, w.config.n_head, T, C // w.config.n_head)
-
-
-def _of_moved_values(shift: int) -> Run:
-    return lambda w, i, probs, v: merge_heads(probs @ split_heads(w, _moved(v, shift)))
-
-
-def _with_heads(n_head: int) -> Run:
-    def run(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, T, C = q.shape
-        q, k, v = (t.reshape(B, T, n_head, C // n_head).transpose(1, 2) for t in (q, k, v))
-        usual = attention_formula(w, i)
-        scale = usual.scale * math.sqrt(w.config.d_head * n_head / C)
-        formula = AttentionFormula(usual.allowed[:T, :T], scale)
-        return merge_heads(formula.probabilities(q @ k.mT) @ v)
-
-    return run
+            other = {"heads": whole.with_config(n_head=n_head)}
+            yield one("n_head_mismatch", other, found=n_head, expected=config.n_head)
 
 
 @about("attn")
 def output_projection(s: Situation) -> Iterator[Hypothesis]:
-    name = f"h.{s.layer}.attn.c_proj"
-
-    def module(i: int) -> str:
-        return f"h.{i}.attn.c_proj"
-
-    def transposed(w: Weights, i: int, x: Tensor) -> Tensor:
-        return x @ w[f"{module(i)}.weight"].T + w[f"{module(i)}.bias"]
-
-    def unmerged(w: Weights, i: int, x: Tensor) -> Tensor:
-        return linear(w, module(i), split_heads(w, x).reshape(x.shape))
-
-    def without_bias(w: Weights, i: int, x: Tensor) -> Tensor:
-        return x @ w[f"{module(i)}.weight"]
-
-    def reversed_heads(w: Weights, i: int, x: Tensor) -> Tensor:
-        return linear(w, module(i), merge_heads(split_heads(w, x).flip(1)))
-
-    order = ", ".join(map(str, reversed(range(s.weights.config.n_head))))
-    for code, run, values in (
-        ("transposed_weight", transposed, {"tensors": f"{name}.weight"}),
-        ("no_proj_bias", without_bias, {"tensors": f"{name}.bias"}),
-        ("no_head_merge_transpose", unmerged, {}),
-        ("head_order", reversed_heads, {"found": order}),
-        ("no_out_proj", lambda w, i, x: x,
-         {"tensors": f"{name}.weight", "n_embd": s.weights.config.n_embd}),
-    ):  # fmt: skip
-        yield one(code, {"attn": Piece(("heads",), run)}, None, **values)
+    attn, config = GPT2["attn"], s.weights.config
+    weight, bias = (f"h.{s.layer}.attn.c_proj.{part}" for part in ("weight", "bias"))
+    unmerged = attn.before(lambda w, x: split_heads(w, x).reshape(x.shape))
+    backwards = attn.before(lambda w, x: merge_heads(split_heads(w, x).flip(1)))
+    order = ", ".join(map(str, reversed(range(config.n_head))))
+    yield one("transposed_weight", {"attn": reshaped(attn)}, tensors=weight)
+    yield one("no_proj_bias", {"attn": no_biases(attn)}, tensors=bias)
+    yield one("no_head_merge_transpose", {"attn": unmerged})
+    yield one("head_order", {"attn": backwards}, found=order)
+    yield one("no_out_proj", {"attn": _identity("heads")}, tensors=weight, n_embd=config.n_embd)
 
 
 # The MLP
@@ -769,28 +599,11 @@ def output_projection(s: Situation) -> Iterator[Hypothesis]:
 def mlp_projections(s: Situation) -> Iterator[Hypothesis]:
     for tap, module in (("fc", "mlp.c_fc"), ("mlp", "mlp.c_proj")):
         name = f"h.{s.layer}.{module}"
-        inputs = GPT2[tap].inputs
-        transposed = Piece(inputs, _reshaped(module))
-        yield one("transposed_weight", {tap: transposed}, tensors=f"{name}.weight")
-        without = Piece(inputs, _without_bias(module))
-        yield one("no_mlp_bias", {tap: without}, tensors=f"{name}.bias")
-    fc = GPT2["fc"].run
-    yield one("missing_ln", {"fc": Piece(("resid_mid",), fc)}, tensors=f"h.{s.layer}.ln_2")
-    yield one("parallel_block", {"fc": Piece(("ln_1",), fc)})
-
-
-def _reshaped(module: str) -> Run:
-    """The memory of a weight [in, out] read as [out, in]."""
-
-    def run(w: Weights, i: int, x: Tensor) -> Tensor:
-        weight = w[f"h.{i}.{module}.weight"]
-        return x @ weight.reshape(weight.shape[1], weight.shape[0]).T + w[f"h.{i}.{module}.bias"]
-
-    return run
-
-
-def _without_bias(module: str) -> Run:
-    return lambda w, i, x: x @ w[f"h.{i}.{module}.weight"]
+        yield one("transposed_weight", each([tap], reshaped), tensors=f"{name}.weight")
+        yield one("no_mlp_bias", each([tap], no_biases), tensors=f"{name}.bias")
+    unnormed = {"fc": GPT2["fc"].of("resid_mid")}
+    yield one("missing_ln", unnormed, tensors=f"h.{s.layer}.ln_2")
+    yield one("parallel_block", {"fc": GPT2["fc"].of("ln_1")})
 
 
 @about("act")
@@ -823,41 +636,32 @@ def _leaky_slope(s: Situation) -> float | None:
 
 @about("resid_mid", "out")
 def residuals(s: Situation) -> Iterator[Hypothesis]:
-    for tap, branch, shortcut, normed in (
-        ("resid_mid", "attn", "x", "ln_1"),
-        ("out", "mlp", "resid_mid", "ln_2"),
-    ):
-
-        def named(w: Weights, i: int, y: Tensor, normed: str = normed) -> Tensor:
-            return norm(w, f"h.{i}.{normed}", y)
-
-        alone = Piece((branch,), lambda w, i, y: y)
-        yield one("missing_residual", {tap: alone})
-        from_norm = Piece((normed, branch), lambda w, i, x, y: x + y)
-        yield one("residual_from_norm", {tap: from_norm})
-        post = Piece((shortcut, branch), lambda w, i, x, y, named=named: named(w, i, x + y))
-        yield one("post_ln", {tap: post})
-        after = Piece((shortcut, branch), lambda w, i, x, y, named=named: x + named(w, i, y))
-        yield one("norm_on_output", {tap: after})
-        for run in (_doubled(2, 2), _doubled(1, 2), _doubled(2, 1)):
-            yield one("doubled_residual", {tap: Piece((shortcut, branch), run)})
-    past = Piece(("x", "mlp"), lambda w, i, x, y: x + y)
-    yield one("missing_residual", {"out": past})
+    for tap, norm in (("resid_mid", "ln_1"), ("out", "ln_2")):
+        total, (shortcut, branch) = GPT2[tap], GPT2[tap].inputs
+        yield one("missing_residual", {tap: _identity(branch)})
+        yield one("residual_from_norm", {tap: total.of(norm, branch)})
+        yield one("post_ln", {tap: _normed_sum(norm, shortcut, branch)})
+        yield one("norm_on_output", {tap: _sum_with_normed(norm, shortcut, branch)})
+        for a, b in ((2, 2), (1, 2), (2, 1)):
+            doubled = Piece(total.inputs, lambda w, i, x, y, a=a, b=b: a * x + b * y)
+            yield one("doubled_residual", {tap: doubled})
+    yield one("missing_residual", {"out": GPT2["out"].of("x", "mlp")})
 
 
-def _doubled(shortcut: int, branch: int) -> Run:
-    return lambda w, i, x, y: shortcut * x + branch * y
+def _normed_sum(norm: str, shortcut: str, branch: str) -> Piece:
+    return Piece((shortcut, branch), lambda w, i, x, y: GPT2[norm].run(w, i, x + y))
+
+
+def _sum_with_normed(norm: str, shortcut: str, branch: str) -> Piece:
+    return Piece((shortcut, branch), lambda w, i, x, y: x + GPT2[norm].run(w, i, y))
 
 
 @about("ln_1", "ln_2")
 def norm_inputs(s: Situation) -> Iterator[Hypothesis]:
-    second = GPT2["ln_2"].run
-    yield one("parallel_block", {"ln_2": Piece(("x",), second)})
-    yield one("parallel_block", {"ln_2": Piece(("ln_1",), lambda w, i, y: y)})
-    after = Piece(("x", "attn"), lambda w, i, x, y: norm(w, f"h.{i}.ln_1", x + y))
-    yield one("post_ln", {"ln_1": after})
-    after = Piece(("resid_mid", "mlp"), lambda w, i, x, y: norm(w, f"h.{i}.ln_2", x + y))
-    yield one("post_ln", {"ln_2": after})
+    yield one("parallel_block", {"ln_2": GPT2["ln_2"].of("x")})
+    yield one("parallel_block", {"ln_2": _identity("ln_1")})
+    yield one("post_ln", {"ln_1": _normed_sum("ln_1", "x", "attn")})
+    yield one("post_ln", {"ln_2": _normed_sum("ln_2", "resid_mid", "mlp")})
 
 
 # The head
@@ -865,84 +669,80 @@ def norm_inputs(s: Situation) -> Iterator[Hypothesis]:
 
 @about("logits")
 def head(s: Situation) -> Iterator[Hypothesis]:
-    logits = GPT2["logits"].run
-    yield one("no_final_ln", {"logits": Piece(("last",), logits)})
-    for found, function in (
-        ("the softmax", lambda x: x.softmax(-1)),
-        ("the logarithm of the softmax", lambda x: x.log_softmax(-1)),
-    ):
-        piece = Piece(("ln_f",), lambda w, i, x, f=function: f(logits(w, i, x)))
-        yield one("softmax_output", {"logits": piece}, None, found=found)
-    for found, row in (("maximum", lambda x: x.amax(-1, keepdim=True)), ("mean", _mean)):
-        lowered = Piece(("ln_f",), lambda w, i, x, r=row: logits(w, i, x) - r(logits(w, i, x)))
-        what = f"a subtraction of each row's {found}"
-        yield one("changed_logits", {"logits": lowered}, found=what)
-    reshaped = Piece(("ln_f",), _reshaped_head)
-    yield one("transposed_head", {"logits": reshaped}, tensors=_head_name(s.weights))
-    caps = [30.0, 50.0]
-    if "ln_f" in s.inputs:
-        caps.append(float(f"{s.found.abs().max().item():.3g}"))
-    for value in dict.fromkeys(caps):
-        soft = Piece(("ln_f",), lambda w, i, x, c=value: c * torch.tanh(logits(w, i, x) / c))
-        hard = Piece(("ln_f",), lambda w, i, x, c=value: logits(w, i, x).clamp(-c, c))
-        for name, piece in (("a soft cap (tanh)", soft), ("a clamp", hard)):
-            yield one("changed_logits", {"logits": piece}, found=f"{name} at {value:g}")
-    for shift, where in ((1, "before"), (-1, "after")):
-        piece = Piece(("ln_f",), lambda w, i, x, n=shift: logits(w, i, x).roll(n, 1))
+    logits = GPT2["logits"]
+
+    def changed(change: Callable[..., Tensor]) -> Pieces:
+        return {"logits": logits.then(lambda w, x: change(x))}
+
+    yield one("no_final_ln", {"logits": logits.of("last")})
+    softmax, log = "the softmax", "the logarithm of the softmax"
+    yield one("softmax_output", changed(lambda x: x.softmax(-1)), found=softmax)
+    yield one("softmax_output", changed(lambda x: x.log_softmax(-1)), found=log)
+    of_row = "a subtraction of each row's {}".format
+    lowered = changed(lambda x: x - x.amax(-1, keepdim=True))
+    yield one("changed_logits", lowered, found=of_row("maximum"))
+    yield one("changed_logits", changed(_centred), found=of_row("mean"))
+    tensors = head_name(s.weights.config)
+    yield one("transposed_head", {"logits": reshaped(logits)}, tensors=tensors)
+    largest = [float(f"{s.found.abs().max().item():.3g}")] if "ln_f" in s.inputs else []
+    for cap in dict.fromkeys([30.0, 50.0, *largest]):
+        soft = changed(lambda x, c=cap: c * torch.tanh(x / c))
+        yield one("changed_logits", soft, found=f"a soft cap (tanh) at {cap:g}")
+        hard = changed(lambda x, c=cap: x.clamp(-c, c))
+        yield one("changed_logits", hard, found=f"a clamp at {cap:g}")
+    for shift, where in NEIGHBOURS:
         found = f"the logits of each token are those of the token {where} it"
-        yield one("time_shift", {"logits": piece}, None, found=found)
+        yield one("time_shift", changed(lambda x, n=shift: x.roll(n, 1)), found=found)
 
 
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
 
 
-def _head_name(w: Weights) -> str:
-    return "wte.weight" if w.config.tie_word_embeddings else "lm_head.weight"
+# Weights that were changed
 
 
-def _reshaped_head(w: Weights, i: int, x: Tensor) -> Tensor:
-    """The memory of the head [vocabulary, width] read as [width, vocabulary]."""
-    weight = w[_head_name(w)]
-    return x @ weight.reshape(weight.shape[1], weight.shape[0])
+def no_biases(piece: Piece) -> Piece:
+    return piece.with_weights(lambda name, x: torch.zeros_like(x) if name.endswith(".bias") else x)
 
 
-# Weights that were changed without an effect on predictions
+def unit_weights(piece: Piece) -> Piece:
+    return piece.with_weights(lambda name, x: torch.ones_like(x) if name.endswith(".weight") else x)
+
+
+def reshaped(piece: Piece) -> Piece:
+    """A piece that reads the memory of its matrix [in, out] as [out, in]."""
+    return piece.with_weights(lambda name, x: x.reshape(x.shape[::-1]).T if x.ndim == 2 else x)
 
 
 @about("embed", "v", "attn", "mlp")
 def processed_weights(s: Situation) -> Iterator[Hypothesis]:
     """What TransformerLens makes of a checkpoint by default (`load_and_process_state_dict`)."""
 
-    def centred(run: Run) -> Run:
-        def result(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-            y = run(w, i, *inputs)
-            return y - _mean(y)
+    def value_bias(w: Weights, i: int) -> Tensor:
+        """The bias of the values, with what the bias of the norm adds to them."""
+        return GPT2["v"].run(w, i, w[f"h.{i}.ln_1.bias"])
 
-        return result
+    def unbiased(w: Weights, i: int, x: Tensor) -> Tensor:
+        return GPT2["v"].run(w, i, x) - value_bias(w, i)
 
-    def bias(w: Weights, i: int) -> Tensor:
-        """Of the values, with what the bias of the norm adds to them."""
-        return project(w, i, w[f"h.{i}.ln_1.bias"], 2)
+    def biased(w: Weights, i: int, x: Tensor) -> Tensor:
+        return GPT2["attn"].run(w, i, x + value_bias(w, i))
 
-    def with_value_bias(w: Weights, i: int, x: Tensor) -> Tensor:
-        return linear(w, f"h.{i}.attn.c_proj", x + bias(w, i))
-
-    without = Piece(("ln_1",), lambda w, i, x: project(w, i, x, 2) - bias(w, i))
-    yield one("processed_weights", {"v": without}, found="the values have no bias")
-    for tap, run in (
-        ("embed", GPT2["embed"].run),
-        ("attn", with_value_bias),
-        ("mlp", GPT2["mlp"].run),
-    ):
+    values = {"v": Piece(("ln_1",), unbiased)}
+    yield one("processed_weights", values, found="the values have no bias")
+    for tap, piece in (
+        ("embed", GPT2["embed"]), ("attn", Piece(("heads",), biased)), ("mlp", GPT2["mlp"])
+    ):  # fmt: skip
         found = "the channels of what is written to the residual stream have the mean 0"
-        yield one("processed_weights", {tap: Piece(GPT2[tap].inputs, centred(run))}, found=found)
+        centred = piece.then(lambda w, x: _centred(x))
+        yield one("processed_weights", {tap: centred}, found=found)
 
 
 # Precision
 
 
-@about("q", "k", "v", "probs", "heads", "attn", "fc", "mlp", "logits")
+@about(*PRODUCTS)
 def low_precision(s: Situation) -> Iterator[Hypothesis]:
     """Products of matrices whose factors are rounded first, as GPUs and TPUs do by default."""
     fix = (
@@ -951,70 +751,53 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
     )
     for found, bits in (("TF32", 10), ("bfloat16", 7)):
         for to_integer in (torch.round, _ties_away, torch.trunc):
-            pieces = {
-                name: Piece(GPT2[name].inputs, _of_rounded_factors(name, bits, to_integer))
-                for name in ("q", "k", "v", "probs", "heads", "attn", "fc", "mlp", "logits")
-            }
+            narrow = partial(_with_mantissa, bits, to_integer)
+            pieces = each(PRODUCTS, partial(_of_rounded_factors, narrow))
             yield one("low_precision", pieces, fix, found=found, expected="float32")
-    scopes = {None: "one scale", 0: "a scale for each output", 1: "a scale for each input"}
-    roundings = [(8, axis, 0, scope) for axis, scope in scopes.items()]
-    roundings += [
-        (bits, 1, size, f"a scale for {size} inputs") for bits in (8, 4) for size in (32, 64, 128)
-    ]
-    for bits, axis, size, scope in roundings:
-        pieces = {
-            name: Piece(GPT2[name].inputs, _of_few_bits(name, bits, axis, size))
-            for name in ("q", "k", "v", "attn", "fc", "mlp", "logits")
-        }
+    matrices = [name for name in PRODUCTS if name not in ("probs", "heads")]
+    for bits, axis, size, scope in (
+        (8, None, 0, "one scale"),
+        (8, 0, 0, "a scale for each output"),
+        (8, 1, 0, "a scale for each input"),
+        *((b, 1, n, f"a scale for {n} inputs") for b in (8, 4) for n in (32, 64, 128)),
+    ):
+        change = partial(_of_few_bits, bits, axis, size)
+        pieces = each(matrices, lambda piece, change=change: piece.with_weights(change))
         yield one("quantized_weights", pieces, found=scope, bits=bits)
 
 
-def _of_few_bits(name: str, bits: int, axis: int | None, size: int) -> Run:
-    """A piece whose matrix is rounded to integers times a scale.
+def _of_few_bits(bits: int, axis: int | None, size: int, name: str, tensor: Tensor) -> Tensor:
+    """A matrix that is rounded to integers times a scale.
 
     Args:
-        name: of the piece.
         bits: of an integer.
         axis: of [in, out], along which the weights share a scale; None if all do.
         size: the number of inputs that share a scale; 0 stands for a whole axis.
+        name: of the tensor.
+        tensor: of the checkpoint, any.
     """
-    largest = 2 ** (bits - 1) - 1
-
-    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-        def read(label: str) -> Tensor:
-            tensor = w.read(label)
-            if tensor.ndim != 2 or label == "token_embedding":
-                return tensor
-            matrix = tensor.T if name == "logits" else tensor  # [in, out]
-            parts = matrix.reshape(-1, size, matrix.shape[1]) if size else matrix
-            magnitude = parts.abs()
-            scale = magnitude.max() if axis is None else magnitude.amax(axis, keepdim=True)
-            rounded = ((parts / (scale / largest)).round() * (scale / largest)).view_as(matrix)
-            back: Tensor = rounded.T if name == "logits" else rounded
-            return back
-
-        return GPT2[name].run(replace(w, read=read), i, *inputs)
-
-    return run
+    if tensor.ndim != 2:
+        return tensor
+    is_head = name in HEADS
+    matrix = tensor.T if is_head else tensor  # [in, out]
+    parts = matrix.reshape(-1, size, matrix.shape[1]) if size else matrix
+    magnitude = parts.abs()
+    scale = magnitude.max() if axis is None else magnitude.amax(axis, keepdim=True)
+    scale = scale / (2 ** (bits - 1) - 1)
+    rounded: Tensor = ((parts / scale).round() * scale).view_as(matrix)
+    return rounded.mT if is_head else rounded
 
 
-def _of_rounded_factors(name: str, bits: int, to_integer: Callable[[Tensor], Tensor]) -> Run:
-    """A piece whose factors have a mantissa of so many bits."""
+def _of_rounded_factors(narrow: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
+    narrowed = piece.before(lambda w, x: narrow(x))
+    return narrowed.with_weights(lambda name, x: narrow(x) if x.ndim == 2 else x)
 
-    def rounded(x: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(x)
-        factor = 2.0 ** (bits + 1)
-        return torch.ldexp(to_integer(mantissa * factor) / factor, exponent)
 
-    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-        def read(label: str) -> Tensor:
-            tensor = w.read(label)
-            return rounded(tensor) if tensor.ndim == 2 else tensor
-
-        narrow = replace(w, read=read)
-        return GPT2[name].run(narrow, i, *(rounded(x) for x in inputs))
-
-    return run
+def _with_mantissa(bits: int, to_integer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Numbers with a mantissa of so many bits."""
+    mantissa, exponent = torch.frexp(x)
+    factor = 2.0 ** (bits + 1)
+    return torch.ldexp(to_integer(mantissa * factor) / factor, exponent)
 
 
 def _ties_away(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -14,21 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.golden_files.backward import Backward, Loss, next_token_loss, readers_of
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
-from compat.golden_files.deviations import Situation, hypotheses
-from compat.golden_files.pieces import (
-    GPT2,
-    Piece,
-    Pieces,
-    Weights,
-    attention_formula,
-    inputs_of,
-    split_heads,
-    split_name,
-)
+from compat.golden_files.deviations import NORMS, Situation, hypotheses, masked
+from compat.golden_files.pieces import GPT2, Pieces, inputs_of, normed, pattern, split_name
 from compat.tap import tap_names
 
 # What it means if a share is missing, by the tap that the gradient should have come through.
@@ -264,14 +257,18 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
     kinds = [split_name(reader)[1] for reader in readers_of(name, config) if reader != LOSS]
     if name not in tap_names(config.n_layer):  # the gradient arrives through later pieces too
         kinds += [split_name(r)[1] for k in kinds for r in _later(k, config.n_layer)]
-    for text, kind, piece in (
-        ("the norm's mean and variance are treated as constants", "ln", _norm(True, True)),
-        ("the norm's mean is treated as a constant", "ln", _norm(True, False)),
-        ("the norm's variance is treated as a constant", "ln", _norm(False, True)),
-        ("the softmax's denominator is treated as a constant", "probs", _softmax),
+    norms, eps = [kind for kind in NORMS if kind in kinds], config.layer_norm_epsilon
+    for text, constants in (
+        ("the norm's mean and variance are treated as constants", (True, True)),
+        ("the norm's mean is treated as a constant", (True, False)),
+        ("the norm's variance is treated as a constant", (False, True)),
     ):
-        if found := {k: piece(k) for k in dict.fromkeys(kinds) if k.startswith(kind)}:
-            yield text, found
+        if norms:
+            formula = partial(_normalized, *constants, eps)
+            yield text, {kind: normed(kind, formula) for kind in norms}
+    if "probs" in kinds:
+        text = "the softmax's denominator is treated as a constant"
+        yield text, {"probs": pattern(_softmax)}
     layer = split_name(name)[0] if name in tap_names(config.n_layer) else 0
     for kind in dict.fromkeys(kinds):
         if kind in ("embed", "resid_mid", "out", "logits"):
@@ -297,29 +294,14 @@ def _inputs(tap: str, n_layer: int) -> dict[str, str]:
     return dict(zip(labels, inputs_of(tap, GPT2, n_layer), strict=True))
 
 
-def _norm(mean: bool, variance: bool) -> Callable[[str], Piece]:
+def _normalized(mean: bool, variance: bool, eps: float, x: Tensor) -> Tensor:
     """A norm with statistics that autograd does not see."""
-
-    def of(kind: str) -> Piece:
-        def run(w: Weights, i: int, x: Tensor) -> Tensor:
-            name = kind if kind == "ln_f" else f"h.{i}.{kind}"
-            mu, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
-            mu, var = (mu.detach() if mean else mu), (var.detach() if variance else var)
-            normed = (x - mu) / (var + w.config.layer_norm_epsilon).sqrt()
-            return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-        return Piece(GPT2[kind].inputs, run)
-
-    return of
+    mu, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    mu, var = (mu.detach() if mean else mu), (var.detach() if variance else var)
+    return (x - mu) / (var + eps).sqrt()
 
 
-def _softmax(kind: str) -> Piece:
+def _softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
     """A softmax with a denominator that autograd does not see."""
-
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        formula = attention_formula(w, i)
-        scores = split_heads(w, q) @ split_heads(w, k).mT * formula.scale
-        scores = scores.masked_fill(~formula.allowed, -math.inf)
-        return (scores - scores.logsumexp(-1, keepdim=True).detach()).exp()
-
-    return Piece(GPT2[kind].inputs, run)
+    scores = masked(scores, usual)
+    return (scores - scores.logsumexp(-1, keepdim=True).detach()).exp()

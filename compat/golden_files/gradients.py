@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compat.checkpoint.layout import EMBEDDING
 from compat.golden_files.backward import next_token_loss
-from compat.golden_files.contents import LOSS, TOKENS
-from compat.golden_files.pieces import GPT2, Weights, chain, inputs_of, run_piece
+from compat.golden_files.contents import LOSS
+from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, run_piece
 from compat.parity.trace import Trace
 from compat.tap import BLOCK_TAPS, tap_names
 

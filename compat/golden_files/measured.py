@@ -7,24 +7,37 @@ the block whose weights a piece computes with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.errors import listed
-from compat.golden_files.deviations import TANH_GELU, Hypothesis, Situation, Values, about, one
+from compat.golden_files.deviations import (
+    TANH_GELU,
+    Hypothesis,
+    Situation,
+    Values,
+    about,
+    masked,
+    one,
+)
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
     Piece,
-    Run,
     Weights,
     attention_formula,
+    each,
+    embedding,
     merge_heads,
+    mixture,
+    pattern,
     split_heads,
     split_name,
 )
@@ -45,11 +58,10 @@ def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
         return
     tokens, wpe, T = s.weights["token_embedding"], s.weights["wpe.weight"], s.found.shape[1]
     positions = _nearest(s.found - tokens, wpe)  # (B, T)
-    moved = wpe[positions]
     rows = positions[:1] if bool((positions == positions[:1]).all()) else positions
     yield one(
         "position_ids",
-        {"embed": Piece((), lambda w, i: tokens + moved)},
+        {"embed": embedding(positions)},
         found=_shown(rows),
         expected=_shown(torch.arange(T)),
     )
@@ -153,22 +165,15 @@ def other_blocks(s: Situation) -> Iterator[Hypothesis]:
     else:
         tried = [j for j in (s.layer - 1, s.layer + 1, 0) if 0 <= j < n_layer and j != s.layer]
     for j in tried:
-        for endings in (("",), (".weight",), (".bias",)):
-            piece = Piece(GPT2[kind].inputs, _in_block(kind, j, endings))
-            yield one("other_block", {kind: piece}, other=j, part_of=endings[0][1:])
+        for part in ("", "weight", "bias"):
+            rename = partial(_in_block, j, part)
+            pieces = each([kind], lambda piece, rename=rename: piece.renamed(rename))
+            yield one("other_block", pieces, other=j, part_of=part)
 
 
-def _in_block(kind: str, j: int, endings: tuple[str, ...]) -> Run:
-    """A piece with the parameters of block j whose names have one of these endings."""
-
-    def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-        def read(name: str) -> Tensor:
-            moved = name.startswith(f"h.{i}.") and name.endswith(endings)
-            return w.read(name.replace(f"h.{i}.", f"h.{j}.", 1) if moved else name)
-
-        return GPT2[kind].run(replace(w, read=read), i, *inputs)
-
-    return run
+def _in_block(j: int, part: str, name: str) -> str:
+    """The parameter of block j of the same name, if the name ends with `part`."""
+    return re.sub(r"^h\.\d+\.", f"h.{j}.", name) if name.endswith(part) else name
 
 
 # Projections and residual sums
@@ -188,8 +193,7 @@ def other_biases(s: Situation) -> Iterator[Hypothesis]:
     if len(rest) < FEWEST:
         return
     shift = rest.mean(0)
-    piece = Piece(GPT2[kind].inputs, lambda w, i, *x: GPT2[kind].run(w, i, *x) + shift)
-    yield one("other_bias", {kind: piece}, tensors=s.tap)
+    yield one("other_bias", {kind: GPT2[kind].then(lambda w, y: y + shift)}, tensors=s.tap)
 
 
 @about("resid_mid", "out")
@@ -213,12 +217,9 @@ def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
     found = split_heads(s.weights, s.found)
     mine, theirs = (t.transpose(0, 1).flatten(1) for t in (found, expected))
     order = torch.cdist(mine, theirs).argmin(-1)
-
-    def reordered(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        return merge_heads((probs @ split_heads(w, v))[:, order])
-
     text = ", ".join(map(str, order.tolist()))
-    yield one("head_order", {"heads": Piece(("probs", "v"), reordered)}, found=text)
+    reordered = mixture(merge=lambda heads: merge_heads(heads[:, order]))
+    yield one("head_order", {"heads": reordered}, found=text)
 
 
 # Norms
@@ -252,9 +253,8 @@ def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
              if found != f"{name}.{part}"}  # fmt: skip
     if not wrong:
         return
-    weight, bias = weights[scale], biases[offset]
-    formula = NormFormula(eps=s.weights.config.layer_norm_epsilon)
-    piece = Piece(GPT2[own].inputs, lambda w, i, x: formula(x) * weight + bias)
+    parameters = {f"{name}.weight": weights[scale], f"{name}.bias": biases[offset]}
+    piece = GPT2[own].with_weights(lambda tensor, _: parameters[tensor])
     found = listed([_relative(found, name) for found in wrong.values()])
     tensors = listed([f"{name}.{part}" for part in wrong])
     yield one("norm_parameters", {own: piece}, found=found, tensors=tensors)
@@ -286,38 +286,32 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
     if not s.tap.endswith("probs") or not {"q", "k"} <= s.inputs.keys():
         return
     usual = attention_formula(s.weights, s.layer)
-    scores = _scores(usual.scale)(s.weights, s.inputs["q"], s.inputs["k"])
+    q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
+    scores = q @ k.mT * usual.scale
     seen = (s.found > 0).any(1, keepdim=True)  # (B, 1, T, T)
     if bool((seen != seen[:1]).any()):
         b, _, t, _ = (seen != usual.allowed).nonzero()[0].tolist()
         hidden = (usual.allowed & ~seen[b, 0])[t].nonzero().flatten().tolist()
         found = listed([str(j) for j in hidden]) or "later tokens too"
 
-        def by_row(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-            x = _scores(usual.scale)(w, q, k).masked_fill(~seen, torch.finfo(q.dtype).min)
-            return x.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+        def by_row(scores: Tensor, usual: AttentionFormula) -> Tensor:
+            rows = (scores * usual.scale).masked_fill(~seen, torch.finfo(scores.dtype).min)
+            return rows.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
 
         values: Values = {"row": b, "token": t, "found": found}
-        yield one("padding_mask", {"probs": Piece(("q", "k"), by_row)}, None, **values)
+        yield one("padding_mask", {"probs": pattern(by_row)}, **values)
     bias = _bias_by_distance(s.found, scores)  # (H, T)
     T = bias.shape[-1]
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
 
-    def biased(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        x = _scores(usual.scale)(w, q, k) + bias[:, distance]
-        return x.masked_fill(~usual.allowed, torch.finfo(q.dtype).min).softmax(-1)
-
+    biased = pattern(lambda x, usual: (masked(x, usual) + bias[:, distance]).softmax(-1))
     slopes = -bias[:, 1] if T > 1 else bias[:, 0]
     if torch.allclose(bias, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
         text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
         found = f"the scores of the heads decrease by {text} for each token of distance (ALiBi)"
     else:
         found = "a bias for each distance of query and key is added to the scores"
-    yield one("position_bias", {"probs": Piece(("q", "k"), biased)}, None, found=found)
-
-
-def _scores(scale: float) -> Callable[[Weights, Tensor, Tensor], Tensor]:
-    return lambda w, q, k: split_heads(w, q) @ split_heads(w, k).mT * scale
+    yield one("position_bias", {"probs": biased}, found=found)
 
 
 def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:

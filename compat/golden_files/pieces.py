@@ -2,7 +2,9 @@
 
 A piece is what lies between two taps, such as the activation between `fc` and `act`. The writer of
 a golden file chains all pieces in float64, and the comparison applies one piece to a candidate's
-own arrays. A deviation replaces one piece by another.
+own arrays. A deviation replaces one piece by another, which is made from GPT-2's: it reads other
+taps or weights, has changed inputs or a changed result, or another step inside (`normed`,
+`pattern` and `mixture`).
 
 Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 """
@@ -10,8 +12,10 @@ Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +24,12 @@ from compat.adaptation.anatomy.norms import NormFormula
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
 from compat.adaptation.diagnosis.modified_reference import causal
+from compat.checkpoint.layout import EMBEDDING
 from compat.config import GPT2Config
 from compat.parity.trace import Trace
 from compat.tap import tap_names
+
+TOKENS = "token_embedding"  # stands for the rows of wte.weight that the ids select
 
 
 class MissingWeightError(LookupError):
@@ -37,7 +44,7 @@ class Weights:
         config: of the checkpoint.
         ids: (B, T).
         read: returns a tensor by its Hugging Face name, or raises MissingWeightError. The name
-            "token_embedding" stands for the rows (B, T, C) of wte.weight that the ids select.
+            TOKENS stands for the rows (B, T, C) of wte.weight that the ids select.
         dtype: in which pieces are computed.
         rounded: applied to the result of every operation, to simulate a narrower data type.
     """
@@ -56,12 +63,15 @@ class Weights:
 
         def read(name: str) -> Tensor:
             tensor = self.read(name)
-            return tensor[:rows, :length] if name == "token_embedding" else tensor
+            return tensor[:rows, :length] if name == TOKENS else tensor
 
         return replace(self, ids=self.ids[:rows, :length], read=read)
 
 
+Read = Callable[[str], Tensor]
 Run = Callable[..., Tensor]  # (weights, layer, *inputs) → the tap
+Change = Callable[[Weights, Tensor], Tensor]
+Softmax = Callable[[Tensor, AttentionFormula], Tensor]  # (scores q·k, mask and scale) → probs
 
 
 @dataclass(frozen=True)
@@ -77,15 +87,59 @@ class Piece:
     inputs: tuple[str, ...]
     run: Run
 
+    def of(self, *inputs: str) -> Piece:
+        """The same function of other taps."""
+        return replace(self, inputs=inputs)
+
+    def before(self, change: Change) -> Piece:
+        """The same function of changed inputs."""
+        run = self.run
+        return replace(self, run=lambda w, i, *inputs: run(w, i, *(change(w, x) for x in inputs)))
+
+    def then(self, change: Change) -> Piece:
+        """The same function with a changed result."""
+        run = self.run
+        return replace(self, run=lambda w, i, *inputs: change(w, run(w, i, *inputs)))
+
+    def with_config(self, **changes: Any) -> Piece:
+        """The same function by a changed configuration."""
+        run = self.run
+
+        def changed(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+            return run(replace(w, config=replace(w.config, **changes)), i, *inputs)
+
+        return replace(self, run=changed)
+
+    def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> Piece:
+        """The same function of changed weights: `change(name, tensor)` replaces each tensor."""
+        return self._reading(lambda read, name: change(name, read(name)))
+
+    def renamed(self, rename: Callable[[str], str]) -> Piece:
+        """The same function of the weights that have other names."""
+        return self._reading(lambda read, name: read(rename(name)))
+
+    def _reading(self, get: Callable[[Read, str], Tensor]) -> Piece:
+        run = self.run
+
+        def changed(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+            return run(replace(w, read=partial(get, w.read)), i, *inputs)
+
+        return replace(self, run=changed)
+
 
 Pieces = Mapping[str, Piece]  # by the name of a tap without its layer
 
 
-def norm(weights: Weights, name: str, x: Tensor, formula: NormFormula | None = None) -> Tensor:
-    """A LayerNorm of the channels, (…, C) → (…, C)."""
-    formula = formula or NormFormula(eps=weights.config.layer_norm_epsilon)
-    normalized = weights.rounded(formula(x))
-    return weights.rounded(normalized * weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+def normed(kind: str, formula: Callable[[Tensor], Tensor] | None = None) -> Piece:
+    """The piece `ln_1`, `ln_2` or `ln_f`: weight and bias after a formula, by default GPT-2's."""
+    layer = "" if kind == "ln_f" else "h.{}."
+
+    def run(w: Weights, i: int, x: Tensor) -> Tensor:
+        name = f"{layer.format(i)}{kind}"
+        normalized = w.rounded((formula or NormFormula(eps=w.config.layer_norm_epsilon))(x))
+        return w.rounded(normalized * w[f"{name}.weight"]) + w[f"{name}.bias"]
+
+    return Piece({"ln_1": ("x",), "ln_2": ("resid_mid",), "ln_f": ("last",)}[kind], run)
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -117,22 +171,45 @@ def attention_formula(weights: Weights, i: int) -> AttentionFormula:
     return causal(weights.ids.shape[1], weights.config.attention_scale(i))
 
 
-def probabilities(weights: Weights, q: Tensor, k: Tensor, formula: AttentionFormula) -> Tensor:
-    """q and k (B, T, C) → the weights of attention (B, H, T, T)."""
-    scores = weights.rounded(split_heads(weights, q) @ split_heads(weights, k).mT)
-    return formula.probabilities(scores)
+def pattern(
+    softmax: Softmax = lambda scores, formula: formula.probabilities(scores),
+    split_q: Change = split_heads,
+    split_k: Change = split_heads,
+) -> Piece:
+    """The piece `probs`, the weights of attention (B, H, T, T) from q and k (B, T, C).
+
+    Args:
+        softmax: of the scores before mask and scale.
+        split_q: divides q into heads (B, H, T, D).
+        split_k: the same for k.
+    """
+
+    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
+        return softmax(w.rounded(split_q(w, q) @ split_k(w, k).mT), attention_formula(w, i))
+
+    return Piece(("q", "k"), run)
 
 
-def _embed(w: Weights, i: int) -> Tensor:
-    return w["token_embedding"] + w["wpe.weight"][: w.ids.shape[1]]
+def mixture(
+    split_v: Change = split_heads, merge: Callable[[Tensor], Tensor] = merge_heads
+) -> Piece:
+    """The piece `heads`, (B, T, C) from the weights of attention and v (B, T, C).
+
+    Args:
+        split_v: divides v into heads (B, H, T, D).
+        merge: puts the results of all heads side by side.
+    """
+    return Piece(("probs", "v"), lambda w, i, probs, v: merge(probs @ split_v(w, v)))
 
 
-def _probs(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-    return probabilities(w, q, k, attention_formula(w, i))
+def embedding(positions: Tensor | None = None) -> Piece:
+    """The piece `embed`, with rows of the position embedding that are not the first T."""
 
+    def run(w: Weights, i: int) -> Tensor:
+        rows = slice(w.ids.shape[1]) if positions is None else positions
+        return w[TOKENS] + w["wpe.weight"][rows]
 
-def _heads(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-    return merge_heads(probs @ split_heads(w, v))
+    return Piece((), run)
 
 
 def _act(w: Weights, i: int, x: Tensor) -> Tensor:
@@ -143,29 +220,34 @@ def _act(w: Weights, i: int, x: Tensor) -> Tensor:
     return ACTIVATIONS[name](x)
 
 
-def _logits(w: Weights, i: int, x: Tensor) -> Tensor:
-    tied = w.config.tie_word_embeddings
-    return x @ w["wte.weight" if tied else "lm_head.weight"].T
+def head_name(config: GPT2Config) -> str:
+    """The parameter of the head, which is the token embedding if they are tied."""
+    return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
 
 
 GPT2: Pieces = {
-    "embed": Piece((), _embed),
-    "ln_1": Piece(("x",), lambda w, i, x: norm(w, f"h.{i}.ln_1", x)),
+    "embed": embedding(),
+    "ln_1": normed("ln_1"),
     "q": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 0)),
     "k": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 1)),
     "v": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 2)),
-    "probs": Piece(("q", "k"), _probs),
-    "heads": Piece(("probs", "v"), _heads),
+    "probs": pattern(),
+    "heads": mixture(),
     "attn": Piece(("heads",), lambda w, i, x: linear(w, f"h.{i}.attn.c_proj", x)),
     "resid_mid": Piece(("x", "attn"), lambda w, i, x, attn: x + attn),
-    "ln_2": Piece(("resid_mid",), lambda w, i, x: norm(w, f"h.{i}.ln_2", x)),
+    "ln_2": normed("ln_2"),
     "fc": Piece(("ln_2",), lambda w, i, x: linear(w, f"h.{i}.mlp.c_fc", x)),
     "act": Piece(("fc",), _act),
     "mlp": Piece(("act",), lambda w, i, x: linear(w, f"h.{i}.mlp.c_proj", x)),
     "out": Piece(("resid_mid", "mlp"), lambda w, i, x, mlp: x + mlp),
-    "ln_f": Piece(("last",), lambda w, i, x: norm(w, "ln_f", x)),
-    "logits": Piece(("ln_f",), _logits),
+    "ln_f": normed("ln_f"),
+    "logits": Piece(("ln_f",), lambda w, i, x: x @ w[head_name(w.config)].T),
 }
+
+
+def each(names: Iterable[str], change: Callable[..., Piece]) -> Pieces:
+    """GPT-2's pieces of these names, each changed in the same way."""
+    return {name: change(GPT2[name]) for name in names}
 
 
 def split_name(tap: str) -> tuple[int, str]:
@@ -176,8 +258,7 @@ def split_name(tap: str) -> tuple[int, str]:
 
 def cut(tap: str, value: Tensor, rows: int, length: int) -> Tensor:
     """A tap for the first rows and positions of the ids: GPT-2 is causal."""
-    value = value[:rows, :, :length, :length] if tap.endswith("probs") else value[:rows, :length]
-    return value
+    return value[:rows, :, :length, :length] if tap.endswith("probs") else value[:rows, :length]
 
 
 def inputs_of(tap: str, pieces: Pieces, n_layer: int) -> list[str]:

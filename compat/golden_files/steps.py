@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.golden_files.contents import TOKENS
 from compat.golden_files.pieces import (
     GPT2,
+    TOKENS,
     Piece,
     Pieces,
     Weights,
     attention_formula,
     chain,
-    merge_heads,
-    probabilities,
+    embedding,
+    mixture,
+    pattern,
     split_heads,
 )
 
@@ -56,10 +58,10 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
         (f"the first step has position {T + 1}, but in GPT-2 {T}", T + 1 + n),
     ):
         if positions.max() < w.config.n_positions:
-            yield found, {"embed": _at(torch.cat([past, positions]))}
+            yield found, {"embed": embedding(torch.cat([past, positions]))}
     if T + N < w.config.n_positions:
         found = "with a cache, the positions of the text and of the steps begin at 1"
-        yield found, {"embed": _at(1 + torch.cat([past, T + n]))}
+        yield found, {"embed": embedding(1 + torch.cat([past, T + n]))}
     usual = attention_formula(w, 0).allowed  # (T + N, T + N)
     own = torch.eye(T + N, dtype=torch.bool)
     row, column = torch.arange(T + N)[:, None], torch.arange(T + N)
@@ -72,35 +74,31 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
         ("a step does not attend to the first token", step & (column == 0)),
         ("a step does not attend to the last token of the text", step & (column == T - 1)),
     ):  # fmt: skip
-        yield found, {"probs": _with_mask(usual & (~hidden | own))}
+        yield found, {"probs": pattern(partial(_with_mask, usual & (~hidden | own)))}
     for token, found in ((0, "the first token"), (T - 1, "the last token of the text")):
         yield f"keys and values of {found} are 0 in the cache", _with_zeros(T, token)
 
 
-def _at(positions: Tensor) -> Piece:
-    return Piece((), lambda w, i: w[TOKENS] + w["wpe.weight"][positions])
-
-
-def _with_mask(allowed: Tensor) -> Piece:
-    def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        return probabilities(w, q, k, AttentionFormula(allowed, attention_formula(w, i).scale))
-
-    return Piece(("q", "k"), run)
+def _with_mask(allowed: Tensor, scores: Tensor, usual: AttentionFormula) -> Tensor:
+    return replace(usual, allowed=allowed).probabilities(scores)
 
 
 def _with_zeros(T: int, token: int) -> Pieces:
     """For the positions from T on, key and value of a token are zero."""
 
-    def without(x: Tensor) -> Tensor:
-        return x.index_fill(1, torch.tensor([token]), 0.0)
+    def without(w: Weights, x: Tensor) -> Tensor:
+        return split_heads(w, x.index_fill(1, torch.tensor([token]), 0.0))
 
-    def probs(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
-        formula = attention_formula(w, i)
-        before, after = (probabilities(w, q, keys, formula) for keys in (k, without(k)))
-        return torch.cat([before[:, :, :T], after[:, :, T:]], dim=2)
+    def in_steps(changed: Piece, usual: Piece, axis: int) -> Piece:
+        def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+            before, after = (piece.run(w, i, *inputs) for piece in (usual, changed))
+            return torch.cat(
+                [before.narrow(axis, 0, T), after.narrow(axis, T, after.shape[axis] - T)], axis
+            )
 
-    def heads(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        before, after = (merge_heads(probs @ split_heads(w, x)) for x in (v, without(v)))
-        return torch.cat([before[:, :T], after[:, T:]], dim=1)
+        return Piece(usual.inputs, run)
 
-    return {"probs": Piece(("q", "k"), probs), "heads": Piece(("probs", "v"), heads)}
+    return {
+        "probs": in_steps(pattern(split_k=without), GPT2["probs"], 2),
+        "heads": in_steps(mixture(without), GPT2["heads"], 1),
+    }

@@ -33,7 +33,6 @@ from compat.golden_files.contents import (
     HALF,
     IDS,
     LOSS,
-    TOKENS,
     WEIGHT,
     metadata_of,
     select_taps,
@@ -43,6 +42,7 @@ from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
 from compat.golden_files.pieces import (
     GPT2,
+    TOKENS,
     Weights,
     chain,
     inputs_of,
