@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,13 @@ class Comparison:
         """The taps to compute from the candidate's own for a tap, itself included."""
         return segment(tap, GPT2, self.weights.config.n_layer, self.known)
 
+    def computed(self, names: Sequence[str]) -> Tensor | None:
+        """The last tap of a segment by GPT-2's formulas; None if a weight is not available."""
+        try:
+            return run_segment(list(names), GPT2, self.weights, self.value)
+        except MissingWeightError:
+            return None
+
     def _local(self, name: str, within: bool) -> Difference | None:
         """The difference of a tap from GPT-2's formula on the candidate's own arrays."""
         n_layer = self.weights.config.n_layer
@@ -261,9 +268,8 @@ class Comparison:
         names = self.segment(name)
         if "embed" in names and len(names) > 1:
             return None  # it would be the whole model from the ids on
-        try:
-            expected = run_segment(names, GPT2, self.weights, self.value)
-        except MissingWeightError:
+        expected = self.computed(names)
+        if expected is None:
             return None
         bound = self.bounds[name]
         largest = bound.local if len(names) == 1 else max(bound.local, bound.rms)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
+from compat.golden_files.deviations import Values
+from compat.golden_files.gradient_deviations import Proposal
 from compat.golden_files.pieces import (
     GPT2,
     TOKENS,
@@ -25,12 +27,13 @@ from compat.golden_files.pieces import (
 )
 
 
-def step_logits(weights: Weights, steps: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What wrong caches compute: a description, and logits (B, N, V).
+def step_logits(weights: Weights, steps: Tensor, values: Values) -> Iterator[Proposal]:
+    """What wrong caches compute, the logits (B, N, V).
 
     Args:
         weights: of the checkpoint, with the ids before the steps.
         steps: the ids (B, N) that are fed one by one.
+        values: for the texts of the code.
 
     Raises:
         MissingWeightError: a weight is not available.
@@ -45,7 +48,7 @@ def step_logits(weights: Weights, steps: Tensor) -> Iterator[tuple[str, Tensor]]
     for found, pieces in _deviations(extended, T, N):
         for tap, value in chain(extended, {**GPT2, **pieces}):
             if tap == "logits":
-                yield found, value[:, T:].double()
+                yield Proposal("kv_cache", value[:, T:].double(), {**values, "found": found})
 
 
 def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
