@@ -94,9 +94,6 @@ class Bound:
     worst: float
     local: float
 
-    def to_list(self) -> list[float]:
-        return [self.own, self.rms, self.worst, self.local]
-
 
 def rounding(dtype: torch.dtype) -> float:
     """The relative error of a result that is rounded to a type, and of the sums before it."""

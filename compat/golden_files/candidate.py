@@ -27,7 +27,7 @@ from compat.golden_files.contents import (
     WEIGHT,
 )
 from compat.golden_files.file import Golden
-from compat.golden_files.layouts import LAYOUTS, Layout, layouts_of
+from compat.golden_files.layouts import LAYOUTS, STREAM, Layout, layouts_of
 from compat.golden_files.names import LENS, layer_of, recognise
 from compat.golden_files.pieces import split_name
 from compat.tap import BLOCK_TAPS, tap_names
@@ -51,8 +51,7 @@ class Entry:
         array: as it is stored.
         layouts: the orders of axes that its shape allows; empty for a scalar.
         third: 0, 1 or 2 for q, k or v of a fused array.
-        vocab: the number of columns that are logits, if there are more.
-        rows: the same for the rows of the token embedding.
+        shape: of the values that count; a padded vocabulary has more rows or columns.
         last_only: whether it holds the logits of the last position only.
         short: whether it lacks the last position, whose id is only a target when a model trains.
         padding: as of `torch.nn.functional.pad`, for a gradient that lacks it: it is zero there.
@@ -62,9 +61,8 @@ class Entry:
     label: str
     array: Array
     layouts: list[Layout]
+    shape: tuple[int, ...]
     third: int | None = None
-    vocab: int | None = None
-    rows: int | None = None
     last_only: bool = False
     short: bool = False
     padding: tuple[int, ...] | None = None
@@ -83,10 +81,7 @@ class Entry:
             )
         if layout is None:
             return tensor.reshape(())
-        if self.vocab is not None:
-            tensor = tensor[..., : self.vocab]
-        tensor = tensor[: self.rows]
-        tensor = layout.arrange(tensor)
+        tensor = layout.arrange(tensor[tuple(slice(size) for size in self.shape)])
         tensor = tensor if self.third is None else tensor.chunk(3, dim=-1)[self.third]
         return tensor if self.padding is None else F.pad(tensor, self.padding)
 
@@ -380,56 +375,55 @@ def _entries(
         ParityError: its shape fits no layout.
     """
     prefix = GRADIENT if name.startswith(GRADIENT) else ""
-    tap, config = name.removeprefix(prefix), golden.config
-    sizes, shape = _sizes(golden), array.shape
-    T = sizes["T"]
+    tap, config, sizes = name.removeprefix(prefix), golden.config, _sizes(golden)
     if name == LOSS:
         if array.shape in ((), (1,)):
-            return {name: Entry(label, array, [])}
+            return {name: Entry(label, array, [], array.shape)}
         raise _wrong_shape(label, array, [()])
-    if tap not in tap_names(config.n_layer) and tap != DECODE_LOGITS and not tap.endswith(FUSED):
+    fused = tap.endswith(FUSED)
+    if tap not in tap_names(config.n_layer) and tap != DECODE_LOGITS and not fused:
         return {name: _parameter(golden, name, label, array, notes)}
-    vocab, entry = None, Entry(label, array, [])
-    if tap in ("logits", DECODE_LOGITS) and shape and shape[-1] > config.vocab_size:
-        vocab, shape = config.vocab_size, (*shape[:-1], config.vocab_size)
-        extra = array.shape[-1] - vocab
-        notes.append(f"{label}: the last {extra:,} columns were ignored (a padded vocabulary)")
-        entry = replace(entry, vocab=vocab)
+    shape = array.shape
+    if tap in ("logits", DECODE_LOGITS) and shape[-1:] > (config.vocab_size,):
+        shape = _without_padding(label, shape, -1, config.vocab_size, notes)
     block = tap.rpartition(".")[0]
-    kind = f"{block}.qkv" if tap.endswith(FUSED) else tap
-    found = layouts_of(kind, shape, sizes)
-    if not found and T > 1 and tap != DECODE_LOGITS:
-        found = layouts_of(kind, shape, {**sizes, "T": T - 1, "S": T - 1})
-        if found and prefix:
-            entry = replace(entry, padding=(0, 1, 0, 1) if tap.endswith("probs") else (0, 0, 0, 1))
-        entry = replace(entry, short=bool(found) and not prefix)
-    entry = replace(entry, layouts=found)
+    kind = f"{block}.qkv" if fused else tap
+    entry = Entry(label, array, layouts_of(kind, shape, sizes), shape)
     if any(layer_of(label, each) is not None for each in PLAIN_NORMS):
-        entry = replace(entry, norm=tap)
-    if tap.endswith(FUSED):
-        if not found:
-            raise _wrong_shape(label, array, _shapes("qkv", sizes))
-        note = "fused arrays were divided into q, k and v"
-        notes += [] if note in notes else [note]
-        return {
-            f"{prefix}{block}.{part}": replace(entry, third=third)
-            for third, part in enumerate("qkv")
-        }
-    if (
-        not found
-        and tap == "logits"
-        and (
-            last := layouts_of(
-                tap, (*shape[:-1], 1, shape[-1]) if len(shape) == 2 else shape, {**sizes, "T": 1}
-            )
-        )
-    ):
-        notes.append(f"{label}: only the logits of the last position were compared")
-        return {name: Entry(label, array, last, vocab=vocab, last_only=True)}
-    if not found:
-        kind = tap if tap == DECODE_LOGITS else split_name(tap)[1]
-        raise _wrong_shape(label, array, _shapes(kind, sizes))
-    return {name: entry}
+        entry.norm = tap
+    if not entry.layouts and sizes["T"] > 1 and tap != DECODE_LOGITS:
+        T = sizes["T"] - 1
+        entry.layouts = layouts_of(kind, shape, {**sizes, "T": T, "S": T})
+        entry.short = bool(entry.layouts) and not prefix
+        if entry.layouts and prefix:
+            entry.padding = (0, 1, 0, 1) if tap.endswith("probs") else (0, 0, 0, 1)
+    if not entry.layouts and tap == "logits":
+        with_time = (*shape[:-1], 1, shape[-1]) if len(shape) == 2 else shape
+        entry.layouts = layouts_of(tap, with_time, {**sizes, "T": 1})
+        entry.last_only = bool(entry.layouts)
+        if entry.last_only:
+            notes.append(f"{label}: only the logits of the last position were compared")
+    if not entry.layouts:
+        kind = kind if tap == DECODE_LOGITS else split_name(kind)[1]
+        texts = LAYOUTS.get(kind, STREAM)
+        raise _wrong_shape(label, array, [Layout(t, texts[0], sizes).shape for t in texts[:2]])
+    if not fused:
+        return {name: entry}
+    note = "fused arrays were divided into q, k and v"
+    notes += [] if note in notes else [note]
+    return {
+        f"{prefix}{block}.{part}": replace(entry, third=third) for third, part in enumerate("qkv")
+    }
+
+
+def _without_padding(
+    label: str, shape: tuple[int, ...], axis: int, size: int, notes: list[str]
+) -> tuple[int, ...]:
+    """A shape without the ids that only pad the vocabulary."""
+    what = "columns" if axis else "rows"
+    extra = shape[axis] - size
+    notes.append(f"{label}: the last {extra:,} {what} were ignored (a padded vocabulary)")
+    return (*shape[:-1], size) if axis else (size, *shape[1:])
 
 
 def _sizes(golden: Golden) -> dict[str, int]:
@@ -457,24 +451,13 @@ def _of_more_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> s
 def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[str]) -> Entry:
     """The gradient of a parameter, which may be stored [out, in]."""
     expected, shape = golden.arrays[name].shape, array.shape
-    rows = None
     if name.endswith(HEADS) and len(shape) == 2 and shape[0] > expected[0]:
-        rows, shape = expected[0], (expected[0], shape[1])
-        extra = array.shape[0] - rows
-        notes.append(f"{label}: the last {extra:,} rows were ignored (a padded vocabulary)")
-    axes = "IO" if len(expected) == 2 else "I"
-    sizes = dict(zip(axes, expected, strict=True))
-    texts = LAYOUTS["matrix"] if len(expected) == 2 else ("I",)
-    found = [Layout(text, texts[0], sizes) for text in texts]
-    found = [layout for layout in found if layout.shape == shape]
+        shape = _without_padding(label, shape, 0, expected[0], notes)
+    kind = "matrix" if len(expected) == 2 else "vector"
+    found = layouts_of(kind, shape, dict(zip("IO", expected, strict=False)))
     if not found:
         raise _wrong_shape(label, array, [expected])
-    return Entry(label, array, found, rows=rows)
-
-
-def _shapes(kind: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    known = LAYOUTS.get(kind, ("B T C", "T B C"))
-    return [Layout(text, known[0], sizes).shape for text in known[:2]]
+    return Entry(label, array, found, shape)
 
 
 def _wrong_shape(label: str, array: Array, expected: list[tuple[int, ...]]) -> ParityError:

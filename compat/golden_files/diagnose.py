@@ -25,6 +25,7 @@ from compat.golden_files.pieces import (
     MissingWeightError,
     cut,
     inputs_of,
+    labelled_inputs,
     run_segment,
     segment,
     split_name,
@@ -100,8 +101,7 @@ def _wrong_gradient_or_step(
     if result.tap == DECODE_LOGITS:
         return [_wrong_steps(comparison, result)]
     # Without the later gradients, only the first wrong one is certainly no consequence.
-    gradients = [each for each in before if each.tap != DECODE_LOGITS]
-    only = gradients[0].code if gradients and result.local is None else None
+    only = before[0].code if before and result.local is None else None
     return _wrong_gradient(comparison, result, only)
 
 
@@ -261,8 +261,8 @@ class _Search:
         if len(names) > LONG:
             kinds.sort(key=lambda kind: MOST_FREQUENT.find(kind) % len(MOST_FREQUENT))
         c, layer = self.comparison, split_name(names[0])[0]
-        own = inputs_of(tap, GPT2, self.n_layer) if len(names) == 1 else []
-        inputs = {label: c.value(name) for label, name in zip(GPT2[kinds[0]].inputs, own)}
+        own = labelled_inputs(tap, self.n_layer) if len(names) == 1 else {}
+        inputs = {label: c.value(name) for label, name in own.items()}
         situation = Situation(c.weights, tap, layer, value, inputs, self.moved.get(layer))
         for kind in kinds:
             yield from hypotheses(kind, situation)

@@ -21,7 +21,7 @@ from compat.golden_files.backward import Backward, Loss, next_token_loss, reader
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
 from compat.golden_files.deviations import NORMS, Situation, hypotheses, masked
-from compat.golden_files.pieces import GPT2, Pieces, inputs_of, normed, pattern, split_name
+from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
 # What it means if a share is missing, by the tap that the gradient should have come through.
@@ -274,7 +274,9 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
         if kind in ("embed", "resid_mid", "out", "logits"):
             continue
         reader = kind if kind == "ln_f" else f"h.{layer}.{kind}"
-        inputs = {n: backward.forward(own) for n, own in _inputs(reader, config.n_layer).items()}
+        inputs = {
+            n: backward.forward(own) for n, own in labelled_inputs(reader, config.n_layer).items()
+        }
         situation = Situation(backward.weights, reader, layer, backward.forward(reader), inputs)
         for hypothesis in hypotheses(kind, situation):
             texts = [MESSAGES.get(c, CODES[c].message).format(**{"tensors": reader, **v})
@@ -287,11 +289,6 @@ def _later(kind: str, n_layer: int) -> list[str]:
     """The taps between one of a block and the block's result."""
     order = ["ln_1", "q", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp"]
     return [f"h.0.{k}" for k in order[order.index(kind) + 1 :]] if kind in order else []
-
-
-def _inputs(tap: str, n_layer: int) -> dict[str, str]:
-    labels = GPT2[split_name(tap)[1]].inputs
-    return dict(zip(labels, inputs_of(tap, GPT2, n_layer), strict=True))
 
 
 def _normalized(mean: bool, variance: bool, eps: float, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ LAYOUTS = {
     "logits": ("B T V", "T B V", "(B T) V"),
     "decode.logits": ("B N V", "N B V", "(B N) V"),
     "matrix": ("I O", "O I"),
+    "vector": ("I",),
 }  # fmt: skip
 
 
@@ -75,14 +76,13 @@ def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> l
     """The layouts that an array of this shape may have, the golden file's first.
 
     Args:
-        name: of the array, such as "h.0.q", "logits" or "qkv" after the layer.
+        name: of the array, such as "h.0.q" or "logits", or a key of LAYOUTS.
         shape: of the candidate's array.
         sizes: of all axes.
     """
-    kind = name if name == "decode.logits" or name == "matrix" else split_name(name)[1]
-    known = LAYOUTS.get(kind, STREAM)
+    known = LAYOUTS.get(name if name in LAYOUTS else split_name(name)[1], STREAM)
     found = [Layout(text, known[0], sizes) for text in known]
-    if sizes["B"] == 1:
+    if sizes.get("B") == 1:
         found += [Layout(_without_batch(text), known[0], sizes) for text in known]
     distinct = {layout.text: layout for layout in found if layout.shape == shape}
     return list(distinct.values())

@@ -269,6 +269,11 @@ def inputs_of(tap: str, pieces: Pieces, n_layer: int) -> list[str]:
     return [named.get(own, f"h.{i}.{own}" if own != "ln_f" else own) for own in pieces[name].inputs]
 
 
+def labelled_inputs(tap: str, n_layer: int) -> dict[str, str]:
+    """The full names of the inputs of GPT-2's piece by their names in the piece."""
+    return dict(zip(GPT2[split_name(tap)[1]].inputs, inputs_of(tap, GPT2, n_layer), strict=True))
+
+
 def run_piece(tap: str, pieces: Pieces, weights: Weights, values: Mapping[str, Tensor]) -> Tensor:
     """One tap from the values of its inputs.
 

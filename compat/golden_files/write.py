@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from compat.config import as_dtype
 from compat.errors import ParityError, short_repr
 from compat.golden_files.arrays import Array, Arrays, Writer
 from compat.golden_files.bounds import (
+    Bound,
     Calibration,
     error,
     plain_sum_error,
@@ -40,14 +41,7 @@ from compat.golden_files.contents import (
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
-from compat.golden_files.pieces import (
-    GPT2,
-    TOKENS,
-    Weights,
-    chain,
-    inputs_of,
-    run_piece,
-)
+from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, run_piece
 from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
@@ -57,7 +51,7 @@ from compat.tap import tap_names
 
 VERIFIED = 64  # positions of the first sequence whose logits NumPy computes too
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Write = Any
+Write = Callable[[str, Tensor], None]
 
 
 def golden(
@@ -116,31 +110,33 @@ def golden(
         raise ParityError("one id has no next id to predict. Pass 2 ids or more for gradients.")
     selected = select_taps(taps, config.n_layer)
     with transformers_gpt2.quiet(), explain_exceptions():
-        recording = _Recording(checkpoint, dtype, ids, selected, gradients, decode)
-        return recording.write(path)
+        return _Recording(checkpoint, dtype, ids, selected, gradients, decode).write(path)
 
 
+@dataclass
 class _Recording:
     """The arrays of one golden file, computed in the order in which they are written."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        ids: Tensor,
-        selected: list[str],
-        with_gradients: bool,
-        decode: int,
-    ) -> None:
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    ids: Tensor
+    selected: list[str]
+    with_gradients: bool
+    decode: int
+
+    def __post_init__(self) -> None:
         # The weights are read several times. The hash in the metadata searches them for NaN once.
-        self.mapped = replace(checkpoint, check_finite=False, mmap=True)
-        self.checkpoint, self.config, self.dtype = checkpoint, checkpoint.config, dtype
-        self.ids, self.selected = ids, selected
-        self.with_gradients, self.decode = with_gradients, decode
-        self.model: Any = transformers_gpt2.load_reference(checkpoint, dtype)
-        self.weights = Weights(self.config, ids, partial(_read, self.mapped, ids, {}))
-        self.vectors = [n for n, i in checkpoint.infos.items() if len(i.shape) == 1]
-        self.bounds: dict[str, list[list[float]]] = {}
+        self.mapped = replace(self.checkpoint, check_finite=False, mmap=True)
+        self.config = self.checkpoint.config
+        self.model: Any = transformers_gpt2.load_reference(self.checkpoint, self.dtype)
+        self.taps = transformers_gpt2.taps(self.config.n_layer, "eager")
+        self.weights = Weights(self.config, self.ids, partial(_read, self.mapped, self.ids, {}))
+        # Beside the reference run GPT-2 in float64 and two simulations of half precision.
+        self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
+        infos = self.checkpoint.infos
+        self.vectors = [name for name, info in infos.items() if len(info.shape) == 1]
+        self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
+        self.bounds: dict[str, list[Bound]] = {}
 
     def shapes(self) -> Shapes:
         """Every array of the file, in the order in which it is written."""
@@ -190,34 +186,27 @@ class _Recording:
                 self._write_gradients(write)
             if self.decode:
                 self._write_decode(write)
-            for name, rows in self.bounds.items():
-                write(BOUND + name, torch.tensor(rows, dtype=torch.float64))
+            for name, bounds in self.bounds.items():
+                write(BOUND + name, torch.tensor([astuple(b) for b in bounds], dtype=torch.float64))
         return Golden(metadata, arrays) if path is None else Golden.open(path)
 
     def _write_taps(self, write: Write) -> None:
-        """Run the reference, GPT-2 in float64 and two simulations of half precision in lockstep."""
-        taps = transformers_gpt2.taps(self.config.n_layer, "eager")
-        self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
-        runs = [chain(self.weights)]
+        """Run the reference and the other runs in lockstep, one block at a time."""
+        runs = [chain(weights) for weights in self.runs]
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
-        runs += [chain(_half(self.weights, dtype)) for dtype in HALF]
         before: dict[str, Tensor] = {}  # the residual stream that enters the block
-        for group in taps_in_layers(stream_taps(self.model, taps, self.ids)):
+        for group in taps_in_layers(stream_taps(self.model, self.taps, self.ids)):
             names = sorted(group, key=tap_names(self.config.n_layer).index)
             exact, *halves = [dict(islice(run, len(names))) for run in runs]
             known = {**before, **group}
             for tap in names:
-                reference, true = group[tap], exact[tap]
-                local, plain = self._local_errors(tap, known, reference)
-                rows = [self.calibration.bound(reference, true, local, plain)]
-                rows += [
-                    simulation.bound(half[tap], true)
-                    for simulation, half in zip(simulations, halves, strict=True)
-                ]
+                local, plain = self._local_errors(tap, known, group[tap])
+                first = self.calibration.bound(group[tap], exact[tap], local, plain)
+                others = [half[tap] for half in halves]
+                self.last_bounds = [first, *_bounds(simulations, others, exact[tap])]
                 if tap in self.selected:
-                    write(tap, reference)
-                    self.bounds[tap] = [row.to_list() for row in rows]
-                self.last_rows = rows
+                    write(tap, group[tap])
+                    self.bounds[tap] = self.last_bounds
             before = {names[-1]: group[names[-1]]}
         self.logits = group["logits"]
         self._verify(exact["logits"])
@@ -241,25 +230,17 @@ class _Recording:
 
     def _write_gradients(self, write: Write) -> None:
         """Run the backward passes in lockstep, as `_write_taps` does the forward passes."""
-        taps = transformers_gpt2.taps(self.config.n_layer, "eager")
         calibration = Calibration(self.dtype, half=self.dtype in HALF)
         calibration.sums = self.calibration.sums
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
-        runs = [gradients(self.weights)]
-        runs += [gradients(_half(self.weights, dtype)) for dtype in HALF]
+        stream = stream_gradients(self.model, self.taps, self.ids)
         recorded = {LOSS, *self.selected, *self.parameters}
-        for name, ours, (exact, *halves) in in_pairs(
-            stream_gradients(self.model, taps, self.ids), *runs
-        ):
-            rows = [calibration.bound(ours, exact)]
-            rows += [
-                simulation.bound(half, exact)
-                for simulation, half in zip(simulations, halves, strict=True)
-            ]
+        for name, ours, (exact, *halves) in in_pairs(stream, *map(gradients, self.runs)):
+            bounds = [calibration.bound(ours, exact), *_bounds(simulations, halves, exact)]
             if name in recorded:
                 label = name if name == LOSS else GRADIENT + name
                 write(label, ours)
-                self.bounds[label] = [row.to_list() for row in rows]
+                self.bounds[label] = bounds
 
     def _write_decode(self, write: Write) -> None:
         """Decode greedily through the KV cache, and calibrate by one run without a cache."""
@@ -272,7 +253,15 @@ class _Recording:
         write(DECODE_IDS, fed)
         write(DECODE_LOGITS, logits)
         first = self.calibration.bound(logits, exact[:, self.ids.shape[1] :])
-        self.bounds[DECODE_LOGITS] = [first.to_list(), *(r.to_list() for r in self.last_rows[1:])]
+        self.bounds[DECODE_LOGITS] = [first, *self.last_bounds[1:]]
+
+
+def _bounds(
+    simulations: Iterable[Calibration], found: Iterable[Tensor], exact: Tensor
+) -> list[Bound]:
+    """The bounds in half precision."""
+    pairs = zip(simulations, found, strict=True)
+    return [simulation.bound(half, exact) for simulation, half in pairs]
 
 
 def _read(checkpoint: Checkpoint, ids: Tensor, kept: dict[str, Tensor], name: str) -> Tensor:
