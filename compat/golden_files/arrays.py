@@ -6,6 +6,7 @@ hold are refused.
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 import zlib
@@ -27,6 +28,10 @@ from compat.errors import CompatError, ParityError, described
 from compat.parity.functions import check_kind, tensor_of
 
 MAX_ARRAYS = 100_000
+READ_ERRORS = (  # what readers raise for a damaged file
+    OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, ValueError, TypeError,
+    RuntimeError, NotImplementedError, MemoryError,
+)  # fmt: skip
 FORMATS = "a .safetensors file, a .npz file or a folder of .npy files"
 
 
@@ -115,13 +120,9 @@ def _reading(name: object) -> Iterator[None]:
         yield
     except CompatError:
         raise
-    except (OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error) as error:
-        text = str(error) or type(error).__name__
-    except (ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError) as error:
-        text = str(error) or type(error).__name__
-    else:
-        return
-    raise ParityError(f"{name} cannot be read: {text.splitlines()[0]}. Write it again.")
+    except READ_ERRORS as error:
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise ParityError(f"{name} cannot be read: {text}. Write it again.") from None
 
 
 def _open_safetensors(path: Path) -> Arrays:
@@ -290,8 +291,6 @@ def _header(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
 ) -> tuple[bytes, dict[str, int]]:
     """The length and the JSON with which a safetensors file begins; where each array starts."""
-    import json
-
     codes = {
         torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
         torch.int64: "I64",

@@ -70,6 +70,47 @@ def readers_of(name: str, config: GPT2Config) -> list[str]:
     return [f"h.{layer}.{tap}" for tap in MODULES[path]]
 
 
+def shares(
+    tap: str,
+    pieces: Pieces,
+    weights: Weights,
+    values: Mapping[str, Tensor],
+    arriving: Tensor,
+    wanted: Callable[[str], bool],
+) -> Trace:
+    """What the gradient at a tap adds to those of the taps and parameters that its piece reads.
+
+    Args:
+        tap: at the end of the piece.
+        pieces: what is differentiated.
+        weights: for the piece.
+        values: of its inputs.
+        arriving: the gradient at the tap.
+        wanted: selects the taps and parameters.
+
+    Raises:
+        LookupError: the piece reads none of them.
+    """
+    leaves: Trace = {}
+
+    def leaf(name: str, tensor: Tensor) -> Tensor:
+        if not wanted(name):
+            return tensor
+        return leaves.setdefault(name, tensor.detach().requires_grad_())
+
+    watched = replace(weights, read=lambda name: leaf(name, weights[name]))
+    with torch.enable_grad():
+        inputs = {name: leaf(name, value) for name, value in values.items()}
+        found = run_piece(tap, pieces, watched, inputs)
+        if not leaves:
+            raise LookupError(tap)
+        gradients = torch.autograd.grad(found, list(leaves.values()), arriving, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+
+
 @dataclass(frozen=True)
 class Backward:
     """Gradients that follow from those at later taps.
@@ -126,25 +167,16 @@ class Backward:
         arriving = self._arriving(reader)
         if only is not None:
             arriving = arriving * only.view(*only.shape, *[1] * (arriving.ndim - 2))
-        weights, rows = self.weights, name == "wte.weight" and reader == "embed"
-        if name in values or name in tap_names(self.weights.config.n_layer):
-            leaf = values.get(name, torch.zeros(())).clone().requires_grad_()
-            values[name] = leaf
-        else:
-            stored = TOKENS if rows else name
-            leaf = self._parameter(stored).double().clone().requires_grad_()
-            fixed: Mapping[str, Tensor] = {stored: leaf}
-            weights = replace(
-                weights, read=lambda n: fixed[n] if n in fixed else self._parameter(n)
-            )
-        with torch.enable_grad():
-            computed = run_piece(reader, self.pieces, weights, values)
-            found = torch.autograd.grad(computed, leaf, arriving, allow_unused=True)[0]
-        share = torch.zeros_like(leaf) if found is None else found
+        weights = self.weights
+        if name not in tap_names(weights.config.n_layer):
+            weights = replace(weights, read=self._parameter)
+        rows = name == "wte.weight" and reader == "embed"
+        wanted = TOKENS if rows else name
+        found = shares(reader, self.pieces, weights, values, arriving, lambda n: n == wanted)
         if not rows:
-            return share
-        table = torch.zeros(self.shape_of(name), dtype=share.dtype)
-        return table.index_add_(0, self.weights.ids.flatten(), share.flatten(0, 1))
+            return found[name]
+        table = torch.zeros(self.shape_of(name), dtype=arriving.dtype)
+        return table.index_add_(0, self.weights.ids.flatten(), found[TOKENS].flatten(0, 1))
 
     def _parameter(self, name: str) -> Tensor:
         """A tensor. A gradient is linear in its own matrix, so that zeros serve as well."""

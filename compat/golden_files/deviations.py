@@ -559,8 +559,9 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     yield one("no_head_split_transpose", together(unsplit, mixture(_unsplit)))
     both: Codes = [("no_head_split_transpose", {}), ("no_head_merge_transpose", {})]
     yield Hypothesis(both, together(unsplit, mixture(_unsplit, unmerged)))
-    yield one("shared_kv", {"heads": GPT2["heads"].of("probs", "k")}, "heads = probs @ v")
-    yield one("softmax_dim", {"heads": Piece(("probs", "v"), of_queries)}, found="the queries")
+    fix, transposed = "heads = probs @ v", Piece(("probs", "v"), of_queries)
+    yield one("shared_kv", {"heads": GPT2["heads"].of("probs", "k")}, fix)
+    yield one("softmax_dim", {"heads": transposed}, fix, found="the queries")
     for index, values in _shared_heads(config):
         shared = mixture(partial(_selected, index))
         yield one("grouped_query_attention", {"heads": shared}, UNSHARED, **values)

@@ -56,33 +56,26 @@ def losses(T: int) -> dict[str, Loss]:
     def total(logits: Tensor, ids: Tensor) -> Tensor:
         return next_token_loss(logits, ids) * ids[:, 1:].numel()
 
-    def not_shifted(logits: Tensor, ids: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    def against(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def shifted_twice(logits: Tensor, ids: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
-
-    def around(logits: Tensor, ids: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
-
-    def for_each_sequence(logits: Tensor, ids: Tensor) -> Tensor:
-        return total(logits, ids) / len(ids)
-
-    def over_every_id(logits: Tensor, ids: Tensor) -> Tensor:
-        return total(logits, ids) / ids.numel()
-
-    def in_bits(logits: Tensor, ids: Tensor) -> Tensor:
-        return next_token_loss(logits, ids) / math.log(2)
-
+    each, every = "the sum over the positions", "the sum over all positions"
     found: dict[str, Loss] = {
-        "the sum over all positions": total,
-        "the sum over the positions, averaged over the sequences": for_each_sequence,
-        f"the sum over all positions, divided by B · {T} instead of B · {T - 1}": over_every_id,
-        "measured in bits": in_bits,
-        "computed against the same ids, not the next ones": not_shifted,
-        "computed with the first id as the one after the last": around,
+        every: total,
+        f"{each}, averaged over the sequences": lambda x, ids: total(x, ids) / len(ids),
+        f"{every}, divided by B · {T} instead of B · {T - 1}": (
+            lambda x, ids: total(x, ids) / ids.numel()
+        ),
+        "measured in bits": lambda x, ids: next_token_loss(x, ids) / math.log(2),
+        "computed against the same ids, not the next ones": against,
+        "computed with the first id as the one after the last": (
+            lambda x, ids: against(x, ids.roll(-1, 1))
+        ),
+        "computed against the ids after the next": lambda x, ids: against(x[:, :-2], ids[:, 2:]),
     }
-    return found | ({"computed against the ids after the next": shifted_twice} if T > 2 else {})
+    if T == 2:
+        found.popitem()
+    return found
 
 
 def loss_values(logits: Tensor, ids: Tensor) -> Iterator[Proposal]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from compat.checkpoint.layout import EMBEDDING
-from compat.golden_files.backward import next_token_loss
+from compat.golden_files.backward import next_token_loss, shares
 from compat.golden_files.contents import LOSS
 from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, run_piece
 from compat.parity.trace import Trace
@@ -43,7 +42,10 @@ def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for tap in reversed(taps):
             gradient = arriving.pop(tap)
             yield tap, gradient
-            for name, share in _shares(tap, weights, values, gradient):
+            inputs = {name: values[name] for name in inputs_of(tap, GPT2, config.n_layer)}
+            # The share of a tied embedding, the largest parameter, is computed at the end.
+            found = shares(tap, GPT2, weights, inputs, gradient, lambda name: name != EMBEDDING)
+            for name, share in found.items():
                 total = arriving if name in names else parameters
                 total[name] = rounded(total[name] + share if name in total else share)
         if TOKENS in parameters:
@@ -53,29 +55,3 @@ def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
             rows = parameters.pop(TOKENS).flatten(0, 1)
             parameters[EMBEDDING] = rounded(table.index_add_(0, weights.ids.flatten(), rows))
         yield from parameters.items()
-
-
-def _shares(
-    tap: str, weights: Weights, values: Trace, gradient: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """What the gradient at a tap adds to those of the taps and parameters before it.
-
-    That of a tied embedding, the largest parameter, is not added up but computed at the end.
-    """
-    leaves = {
-        name: values[name].detach().requires_grad_()
-        for name in inputs_of(tap, GPT2, weights.config.n_layer)
-    }
-    inputs = dict(leaves)
-
-    def read(name: str) -> Tensor:
-        if name == EMBEDDING:
-            return weights[name]
-        if name not in leaves:
-            leaves[name] = weights[name].detach().requires_grad_()
-        return leaves[name]
-
-    with torch.enable_grad():
-        found = run_piece(tap, GPT2, replace(weights, read=read), inputs)
-        shares = torch.autograd.grad(found, list(leaves.values()), gradient)
-    yield from zip(leaves, shares, strict=True)
