@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from compat.golden_files.contents import (
     IDS,
     LOSS,
     WEIGHT,
+    sizes_of,
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.layouts import LAYOUTS, STREAM, Layout, layouts_of
@@ -50,6 +50,7 @@ class Entry:
         label: its name in the candidate's file.
         array: as it is stored.
         layouts: the orders of axes that its shape allows; empty for a scalar.
+        chosen: the number of the one that is read.
         third: 0, 1 or 2 for q, k or v of a fused array.
         shape: of the values that count; a padded vocabulary has more rows or columns.
         last_only: whether it holds the logits of the last position only.
@@ -67,9 +68,10 @@ class Entry:
     short: bool = False
     padding: tuple[int, ...] | None = None
     norm: str | None = None
+    chosen: int = 0
 
-    def read(self, layout: Layout | None) -> Tensor:
-        """The values in the golden file's order of axes.
+    def read(self, chosen: int) -> Tensor:
+        """The values in the golden file's order of axes, stored in one of the layouts.
 
         Raises:
             ParityError: they are not floating-point numbers.
@@ -79,9 +81,9 @@ class Entry:
             raise ParityError(
                 f"{self.label} holds {tensor.dtype} values; expected floating-point numbers."
             )
-        if layout is None:
+        if not self.layouts:
             return tensor.reshape(())
-        tensor = layout.arrange(tensor[tuple(slice(size) for size in self.shape)])
+        tensor = self.layouts[chosen].arrange(tensor[tuple(slice(size) for size in self.shape)])
         tensor = tensor if self.third is None else tensor.chunk(3, dim=-1)[self.third]
         return tensor if self.padding is None else F.pad(tensor, self.padding)
 
@@ -94,33 +96,18 @@ class Candidate:
         name: of the candidate.
         entries: by golden name.
         notes: what was accepted, as sentences.
-        chosen: the layout of an array that was compared.
     """
 
     name: str
     entries: dict[str, Entry]
     notes: list[str]
-    chosen: dict[str, Layout | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._read = lru_cache(KEPT)(lambda name, number: self.entries[name].read(number))
 
     def read(self, name: str) -> Tensor:
         """An array in the chosen layout and in its own data type. The last ones are kept."""
-        if name not in self._kept:
-            entry = self.entries[name]
-            default = entry.layouts[0] if entry.layouts else None
-            self._kept[name] = entry.read(self.chosen.get(name, default))
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(name)
-        return self._kept[name]
-
-    def choose(self, name: str, layout: Layout | None) -> None:
-        """Read an array in this layout from now on."""
-        if self.chosen.get(name) is not layout:
-            self._kept.pop(name, None)
-        self.chosen[name] = layout
+        return self._read(name, self.entries[name].chosen)
 
 
 def as_candidate(
@@ -428,12 +415,9 @@ def _without_padding(
 
 def _sizes(golden: Golden) -> dict[str, int]:
     """The size of every axis, see `compat.golden_files.layouts`."""
-    (B, T), config = golden.ids.shape, golden.config
+    B, T = golden.ids.shape
     N = golden.arrays[DECODE_IDS].shape[1] if DECODE_IDS in golden.arrays else 0
-    return {
-        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "D": config.d_head,
-        "F": config.d_inner, "V": config.vocab_size, "N": N, "3": 3,
-    }  # fmt: skip
+    return {**sizes_of(golden.config, B, T), "N": N, "3": 3}
 
 
 def _of_more_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:

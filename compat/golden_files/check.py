@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from compat.golden_files.candidate import NARROW, Candidate, as_candidate, preci
 from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import Golden
-from compat.golden_files.layouts import LAYOUTS, Layout
+from compat.golden_files.layouts import LAYOUTS
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -150,29 +151,28 @@ class Comparison:
         entry = self.candidate.entries[name]
         expected = self.expected(name)
         expected = expected[:, -1:] if entry.last_only else expected
-        options: list[Layout | None] = [*entry.layouts] or [None]
+        options = list(range(len(entry.layouts))) or [0]
         if len(options) > 1 and self._stored_as is not None:
-            options = [x for x in entry.layouts if x.text == self._stored_as] or options
+            options = [n for n in options if entry.layouts[n].text == self._stored_as] or options
         measured = []
-        for layout in options:
-            self.candidate.choose(name, layout)
+        for number in options:
+            entry.chosen = number
             value = self._value(name)
             if name.startswith(GRADIENT):  # what reaches nothing is not compared
                 value = reaching(name, value) + (expected - reaching(name, expected))
-            measured.append((error(value, expected), layout))
+            measured.append((error(value, expected), number))
         # Several layouts have the same shape where sizes are equal, such as B and T.
-        best, layout = measured[0]
+        best, entry.chosen = measured[0]
         for other, second in measured[1:]:
             if not best.rms <= other.rms:
-                best, layout = other, second
-        self.candidate.choose(name, layout)
+                best, entry.chosen = other, second
         if entry.norm is not None:
             self._plain.append(name)
             if (other := error(self._value(name), expected)).rms < best.rms:
                 best = other
             else:
                 self._plain.pop()
-        if layout is not None and layout.text != layout.canonical:
+        if entry.layouts and (layout := entry.layouts[entry.chosen]).text != layout.canonical:
             self._layouts.setdefault(layout.text, []).append(name)
         bound = self.bounds[name] = self._bound(name)
         accumulated = _judged(best, bound.own, bound.rms, bound.worst)
@@ -277,10 +277,7 @@ class Comparison:
         judged = _judged(found, bound.own, largest, math.inf)
         if within and not judged.within:
             # Only the accumulated difference decides.
-            judged = Difference(
-                judged.max_abs, judged.rel_rms, judged.bit_identical, judged.ratio, judged.error,
-                None, True,
-            )  # fmt: skip
+            judged = replace(judged, bound=None, within=True)
         return judged
 
     def _local_gradient(self, name: str) -> Difference | None:

@@ -25,7 +25,7 @@ WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
 HALF = (torch.float16, torch.bfloat16)
 COLUMNS = ("own", "rms", "worst", "local")
 
-# Axes: B batch, T time, C channels, H heads, S keys, F inner width, V vocabulary.
+# Axes: B batch, T time, C channels, H heads, D head size, S keys, F inner width, V vocabulary.
 AXES = {"probs": "B H T S", "fc": "B T F", "act": "B T F", "logits": "B T V"}
 MEANING = {
     "embed": "token embedding + position embedding, which enters the first block",
@@ -47,13 +47,17 @@ MEANING = {
 }
 
 
+def sizes_of(config: GPT2Config, B: int, T: int) -> dict[str, int]:
+    """The size of every axis of a tap for ids (B, T)."""
+    return {
+        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "D": config.d_head,
+        "F": config.d_inner, "V": config.vocab_size,
+    }  # fmt: skip
+
+
 def shape_of(tap: str, config: GPT2Config, B: int, T: int) -> tuple[int, ...]:
     """The shape of a tap for ids (B, T)."""
-    sizes = {
-        "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "F": config.d_inner,
-        "V": config.vocab_size,
-    }  # fmt: skip
-    return tuple(sizes[axis] for axis in axes_of(tap).split())
+    return tuple(sizes_of(config, B, T)[axis] for axis in axes_of(tap).split())
 
 
 def axes_of(tap: str) -> str:

@@ -1,7 +1,7 @@
 """Deviations of one piece: what a wrong implementation computes in place of GPT-2's formula.
 
-Each is a hypothesis about one piece or several, which is run on the candidate's own arrays. The
-codes and messages are those of `adapt`.
+Each is a hypothesis: a code, and one piece of GPT-2 or several with a change. `diagnose` runs it on
+the candidate's own arrays. The codes and messages are those of `adapt`, or in `codes`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Hypothesis:
 def one(
     code: str, pieces: Mapping[str, Piece], fix: str | None = None, /, **values: Any
 ) -> Hypothesis:
+    """A hypothesis with one code and the values of its texts."""
     return Hypothesis([(code, values)], pieces, fix)
 
 
@@ -88,8 +89,8 @@ class Situation:
         tap: such as "h.3.act".
         layer: its layer.
         found: the candidate's array.
-        inputs: the candidate's inputs of the piece by tap name without the layer, as far as it has
-            them.
+        inputs: the candidate's inputs of the piece that ends at the tap, by tap name without the
+            layer; empty if it lacks one.
         moved: the block whose weights other pieces of the layer use, if it is not their own.
     """
 
@@ -102,15 +103,20 @@ class Situation:
 
 
 Generator = Callable[[Situation], Iterator[Hypothesis]]
-GENERATORS: dict[str, list[Generator]] = {}
+GENERATORS: dict[str, list[tuple[Generator, bool]]] = {}
 
 
-def about(*names: str) -> Callable[[Generator], Generator]:
-    """Register hypotheses about the pieces that end at these taps."""
+def about(*names: str, needs_inputs: bool = False) -> Callable[[Generator], Generator]:
+    """Register hypotheses about the pieces that end at these taps.
+
+    Args:
+        names: of the taps, without the layer.
+        needs_inputs: whether the hypotheses are derived from the inputs of the piece.
+    """
 
     def register(generator: Generator) -> Generator:
         for name in names:
-            GENERATORS.setdefault(name, []).append(generator)
+            GENERATORS.setdefault(name, []).append((generator, needs_inputs))
         return generator
 
     return register
@@ -118,8 +124,9 @@ def about(*names: str) -> Callable[[Generator], Generator]:
 
 def hypotheses(name: str, situation: Situation) -> Iterator[Hypothesis]:
     """Everything that is known to go wrong in the piece that ends at a tap."""
-    for generator in GENERATORS.get(name, []):
-        yield from generator(situation)
+    for generator, needs_inputs in GENERATORS.get(name, []):
+        if situation.inputs or not needs_inputs:
+            yield from generator(situation)
 
 
 # Embeddings
@@ -235,10 +242,9 @@ def _normalized(axis: int, eps: float, x: Tensor) -> Tensor:
 
 def _fitted_eps(s: Situation) -> list[float]:
     """The eps with which the candidate's norm follows from its input, in four kinds of norms."""
-    x = next((s.inputs[name] for name in GPT2.get(s.tap.rpartition(".")[2], GPT2["embed"]).inputs
-              if name in s.inputs), None)  # fmt: skip
-    if x is None:
+    if not s.inputs:
         return []
+    [x] = s.inputs.values()
     weight, bias = s.weights[f"{s.tap}.weight"], s.weights[f"{s.tap}.bias"]
     used = weight.abs() > 1e-3 * weight.abs().max()
     normed = (s.found - bias)[..., used] / weight[used]
@@ -283,9 +289,8 @@ def qkv(s: Situation) -> Iterator[Hypothesis]:
 
 def _in_order(order: str) -> tuple[str, Values]:
     """The deviation of q, k and v in another order."""
-    return CODE_OF_ORDER.get(order, "qkv_order"), {
-        "found": f"{order[0]}, {order[1]} and {order[2]}"
-    }
+    found = f"{order[0]}, {order[1]} and {order[2]}"
+    return CODE_OF_ORDER.get(order, "qkv_order"), {"found": found}
 
 
 def _by_head(config: GPT2Config, x: Tensor) -> Tensor:
@@ -344,8 +349,7 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
     masks = [causal, every, every.tril(1), every.tril(-1), every.triu()]
     scales = [usual.scale, 1.0, config.n_embd**-0.5, 1 / config.d_head]
     mask_values = [0.0, -1.0, 1.0, -10.0]
-    direct = s.tap.endswith("probs") and {"q", "k"} <= s.inputs.keys()
-    if direct:
+    if s.inputs:
         q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
         seen = (s.found > 0).flatten(0, 1).any(0)
         masks = [m for m in [seen, *masks] if m.any()]
@@ -360,7 +364,7 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
                 formula = AttentionFormula(allowed, scale, axis, after)
                 codes = _codes_of(formula, usual, s.weights)
                 # Without q and k, only one deviation at a time is tried.
-                if codes and (direct or len(codes) == 1):
+                if codes and (s.inputs or len(codes) == 1):
                     yield Hypothesis(codes, {"probs": pattern(by_formula(formula))})
                     if not allowed.any(-1).all():  # a query without a key has no weights
                         blind = pattern(by_formula(formula, blind=0.0))
@@ -624,10 +628,7 @@ def activations(s: Situation) -> Iterator[Hypothesis]:
 
 def _leaky_slope(s: Situation) -> float | None:
     """The slope of the activation for negative values, if it is one."""
-    if "fc" not in s.inputs:
-        return None
-    negative = s.inputs["fc"] < -0.1
-    if not negative.any():
+    if not s.inputs or not (negative := s.inputs["fc"] < -0.1).any():
         return None
     return float(f"{(s.found[negative] / s.inputs['fc'][negative]).median().item():.3g}")
 
@@ -676,16 +677,15 @@ def head(s: Situation) -> Iterator[Hypothesis]:
         return {"logits": logits.then(lambda w, x: change(x))}
 
     yield one("no_final_ln", {"logits": logits.of("last")})
-    softmax, log = "the softmax", "the logarithm of the softmax"
-    yield one("softmax_output", changed(lambda x: x.softmax(-1)), found=softmax)
-    yield one("softmax_output", changed(lambda x: x.log_softmax(-1)), found=log)
-    of_row = "a subtraction of each row's {}".format
+    softmax, log_softmax = changed(lambda x: x.softmax(-1)), changed(lambda x: x.log_softmax(-1))
+    yield one("softmax_output", softmax, found="the softmax")
+    yield one("softmax_output", log_softmax, found="the logarithm of the softmax")
     lowered = changed(lambda x: x - x.amax(-1, keepdim=True))
-    yield one("changed_logits", lowered, found=of_row("maximum"))
-    yield one("changed_logits", changed(_centred), found=of_row("mean"))
+    yield one("changed_logits", lowered, found="a subtraction of each row's maximum")
+    yield one("changed_logits", changed(_centred), found="a subtraction of each row's mean")
     tensors = head_name(s.weights.config)
     yield one("transposed_head", {"logits": reshaped(logits)}, tensors=tensors)
-    largest = [float(f"{s.found.abs().max().item():.3g}")] if "ln_f" in s.inputs else []
+    largest = [float(f"{s.found.abs().max().item():.3g}")] if s.inputs else []
     for cap in dict.fromkeys([30.0, 50.0, *largest]):
         soft = changed(lambda x, c=cap: c * torch.tanh(x / c))
         yield one("changed_logits", soft, found=f"a soft cap (tanh) at {cap:g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from compat.golden_files.contents import (
     WEIGHT,
     checkpoint_hash,
 )
-from compat.golden_files.pieces import MissingWeightError, Weights
+from compat.golden_files.pieces import KEPT, MissingWeightError, Weights
 from compat.tap import tap_names
 
 if TYPE_CHECKING:
@@ -170,22 +170,15 @@ class Golden(HtmlPage):
 
     def weights(self, checkpoint: Checkpoint | None) -> Weights:
         """The weights of pieces: those in the arrays, and all others from a checkpoint."""
-        kept: dict[str, Tensor] = {}
 
         def read(name: str) -> Tensor:
-            if name in kept:
-                return kept[name]
-            if len(kept) > 24:  # about a block
-                kept.clear()
             if WEIGHT + name in self.arrays:
-                kept[name] = self.read(WEIGHT + name)
-            elif checkpoint is not None:
-                kept[name] = checkpoint.read(name)
-            else:
+                return self.read(WEIGHT + name)
+            if checkpoint is None:
                 raise MissingWeightError(name)
-            return kept[name]
+            return checkpoint.read(name)
 
-        return Weights(self.config, self.ids, read)
+        return Weights(self.config, self.ids, lru_cache(KEPT)(read))
 
     def __repr__(self) -> str:
         B, T = self.ids.shape

@@ -19,6 +19,7 @@ from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.errors import listed
 from compat.golden_files.deviations import (
+    NORMS,
     TANH_GELU,
     Hypothesis,
     Situation,
@@ -108,11 +109,9 @@ def _described(found: Tensor, ids: Tensor) -> str:
 # Activations
 
 
-@about("act")
+@about("act", needs_inputs=True)
 def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
     """GELU by tanh or by a sigmoid, with constants that are not GPT-2's."""
-    if not s.tap.endswith(".act") or "fc" not in s.inputs:
-        return
     x, y = s.inputs["fc"].flatten(), s.found.flatten()
     share = y / x  # of x that passes
     used = (x.abs() > 0.05) & (x.abs() < 4) & (share > 0.02) & (share < 0.98)
@@ -153,11 +152,9 @@ def _formula(root: float, square: float, cube: float) -> str:
 # The weights of other blocks
 
 
-@about("ln_1", "ln_2", "q", "k", "v", "attn", "fc", "mlp")
+@about("ln_1", "ln_2", "q", "k", "v", "attn", "fc", "mlp", needs_inputs=True)
 def other_blocks(s: Situation) -> Iterator[Hypothesis]:
     kind = split_name(s.tap)[1]
-    if not s.tap.startswith("h.") or not s.inputs:
-        return
     if s.moved is not None:
         tried = [s.moved]
     elif (n_layer := s.weights.config.n_layer) <= BLOCKS:
@@ -179,14 +176,12 @@ def _in_block(j: int, part: str, name: str) -> str:
 # Projections and residual sums
 
 
-@about("q", "k", "v", "attn", "fc", "mlp", "logits")
+@about("q", "k", "v", "attn", "fc", "mlp", "logits", needs_inputs=True)
 def other_biases(s: Situation) -> Iterator[Hypothesis]:
     """A vector that is added to the results of all tokens."""
     kind = split_name(s.tap)[1]
-    if not s.inputs or set(s.inputs) != set(GPT2[kind].inputs):
-        return
     try:
-        plain = GPT2[kind].run(s.weights, s.layer, *(s.inputs[n] for n in GPT2[kind].inputs))
+        plain = GPT2[kind].run(s.weights, s.layer, *s.inputs.values())
     except MissingWeightError:
         return
     rest = (s.found - plain).flatten(0, -2)
@@ -196,12 +191,10 @@ def other_biases(s: Situation) -> Iterator[Hypothesis]:
     yield one("other_bias", {kind: GPT2[kind].then(lambda w, y: y + shift)}, tensors=s.tap)
 
 
-@about("resid_mid", "out")
+@about("resid_mid", "out", needs_inputs=True)
 def weights_of_sums(s: Situation) -> Iterator[Hypothesis]:
     kind = split_name(s.tap)[1]
-    if set(s.inputs) != set(GPT2[kind].inputs) or kind not in ("resid_mid", "out"):
-        return
-    terms = torch.stack([s.inputs[name].flatten() for name in GPT2[kind].inputs], dim=-1)
+    terms = torch.stack([term.flatten() for term in s.inputs.values()], dim=-1)
     fitted = torch.linalg.lstsq(terms, s.found.flatten()[:, None]).solution[:, 0].tolist()
     a, b = (float(f"{c:.6g}") for c in fitted)
     if not math.isclose(a, b, rel_tol=1e-5):  # a factor of both is another deviation
@@ -209,10 +202,8 @@ def weights_of_sums(s: Situation) -> Iterator[Hypothesis]:
         yield one("residual_weights", {kind: piece}, found=f"{a:g}", branch=f"{b:g}")
 
 
-@about("heads")
+@about("heads", needs_inputs=True)
 def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
-    if not s.tap.endswith("heads") or set(s.inputs) != {"probs", "v"}:
-        return
     expected = s.inputs["probs"] @ split_heads(s.weights, s.inputs["v"])  # (B, H, T, D)
     found = split_heads(s.weights, s.found)
     mine, theirs = (t.transpose(0, 1).flatten(1) for t in (found, expected))
@@ -225,15 +216,11 @@ def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
 # Norms
 
 
-@about("ln_1", "ln_2", "ln_f")
+@about(*NORMS, needs_inputs=True)
 def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
     """A right norm whose weight and bias, by least squares, are other tensors than its own."""
-    own = s.tap.rpartition(".")[2]
-    label = next(iter(GPT2[own].inputs), "") if own in ("ln_1", "ln_2", "ln_f") else ""
-    if label not in s.inputs:
-        return
-    name = s.tap
-    normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(s.inputs[label]).flatten(0, -2)
+    [x], name, own = s.inputs.values(), s.tap, split_name(s.tap)[1]
+    normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(x).flatten(0, -2)
     y = s.found.flatten(0, -2)
     if len(y) < FEWEST:
         return
@@ -280,11 +267,9 @@ def _relative(found: str, own: str) -> str:
 # Attention
 
 
-@about("probs")
+@about("probs", needs_inputs=True)
 def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
     """A mask for each sequence, and a bias that grows with the distance (ALiBi)."""
-    if not s.tap.endswith("probs") or not {"q", "k"} <= s.inputs.keys():
-        return
     usual = attention_formula(s.weights, s.layer)
     q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
     scores = q @ k.mT * usual.scale

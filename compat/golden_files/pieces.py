@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,10 +30,22 @@ from compat.parity.trace import Trace
 from compat.tap import tap_names
 
 TOKENS = "token_embedding"  # stands for the rows of wte.weight that the ids select
+KEPT = 24  # tensors in memory, about those of a block
+Read = Callable[[str], Tensor]
 
 
 class MissingWeightError(LookupError):
     """A piece needs a tensor that is neither in the golden file nor in an open checkpoint."""
+
+
+def keeping(read: Read, ids: Tensor) -> Read:
+    """Reads tensors and keeps the last ones; TOKENS stands for the rows that the ids select."""
+
+    @lru_cache(KEPT)
+    def kept(name: str) -> Tensor:
+        return read(EMBEDDING)[ids] if name == TOKENS else read(name)
+
+    return kept
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,6 @@ class Weights:
         return replace(self, ids=self.ids[:rows, :length], read=read)
 
 
-Read = Callable[[str], Tensor]
 Run = Callable[..., Tensor]  # (weights, layer, *inputs) → the tap
 Change = Callable[[Weights, Tensor], Tensor]
 Softmax = Callable[[Tensor, AttentionFormula], Tensor]  # (scores q·k, mask and scale) → probs

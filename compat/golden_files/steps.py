@@ -14,13 +14,13 @@ from compat.golden_files.deviations import Values
 from compat.golden_files.gradient_deviations import Proposal
 from compat.golden_files.pieces import (
     GPT2,
-    TOKENS,
     Piece,
     Pieces,
     Weights,
     attention_formula,
     chain,
     embedding,
+    keeping,
     mixture,
     pattern,
     split_heads,
@@ -40,11 +40,7 @@ def step_logits(weights: Weights, steps: Tensor, values: Values) -> Iterator[Pro
     """
     (_, T), N = weights.ids.shape, steps.shape[1]
     ids = torch.cat([weights.ids, steps], dim=1)
-
-    def read(name: str) -> Tensor:
-        return weights.read("wte.weight")[ids] if name == TOKENS else weights.read(name)
-
-    extended = replace(weights, ids=ids, read=read, dtype=torch.float32)
+    extended = replace(weights, ids=ids, read=keeping(weights.read, ids), dtype=torch.float32)
     for found, pieces in _deviations(extended, T, N):
         for tap, value in chain(extended, {**GPT2, **pieces}):
             if tap == "logits":

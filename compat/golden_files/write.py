@@ -41,7 +41,7 @@ from compat.golden_files.contents import (
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
-from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, run_piece
+from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, keeping, run_piece
 from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
@@ -130,7 +130,7 @@ class _Recording:
         self.config = self.checkpoint.config
         self.model: Any = transformers_gpt2.load_reference(self.checkpoint, self.dtype)
         self.taps = transformers_gpt2.taps(self.config.n_layer, "eager")
-        self.weights = Weights(self.config, self.ids, partial(_read, self.mapped, self.ids, {}))
+        self.weights = Weights(self.config, self.ids, keeping(self.mapped.read, self.ids))
         # Beside the reference run GPT-2 in float64 and two simulations of half precision.
         self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
         infos = self.checkpoint.infos
@@ -246,7 +246,7 @@ class _Recording:
         """Decode greedily through the KV cache, and calibrate by one run without a cache."""
         fed, logits = _decode(self.model, self.ids, self.logits[:, -1:], self.decode)
         every = torch.cat([self.ids, fed], dim=1)
-        weights = Weights(self.config, every, partial(_read, self.mapped, every, {}))
+        weights = Weights(self.config, every, keeping(self.mapped.read, every))
         exact = self.logits
         for _, value in chain(weights):
             exact = value  # the last one is the logits
@@ -262,16 +262,6 @@ def _bounds(
     """The bounds in half precision."""
     pairs = zip(simulations, found, strict=True)
     return [simulation.bound(half, exact) for simulation, half in pairs]
-
-
-def _read(checkpoint: Checkpoint, ids: Tensor, kept: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor of the checkpoint. Those of the last block that was read are kept."""
-    if name not in kept:
-        block = name.split(".")[:2] if name.startswith("h.") else []
-        if kept and next(iter(kept)).split(".")[:2] != block:
-            kept.clear()
-        kept[name] = checkpoint.read("wte.weight")[ids] if name == TOKENS else checkpoint.read(name)
-    return kept[name]
 
 
 def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
