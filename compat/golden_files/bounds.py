@@ -9,7 +9,6 @@ projections. A bound allows a port twice the larger of them, and the reference i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +45,6 @@ class Error:
     worst: float
     max_abs: float
     identical: bool
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.rms) and math.isfinite(self.worst)
 
 
 def error(ours: Tensor, reference: Tensor) -> Error:
@@ -173,14 +168,3 @@ def _matrix(weights: Weights, i: int, name: str) -> tuple[Tensor, Tensor | None]
     if (third := PROJECTIONS[name]) is not None:
         weight, bias = weight.chunk(3, dim=-1)[third], bias.chunk(3)[third]
     return weight, bias
-
-
-def taps_in_layers(stream: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The taps of a run, grouped by block."""
-    group: dict[str, Tensor] = {}
-    for tap, value in stream:
-        if group and tap.rpartition(".")[0] != next(iter(group)).rpartition(".")[0]:
-            yield group
-            group = {}
-        group[tap] = value
-    yield group

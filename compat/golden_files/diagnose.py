@@ -179,7 +179,7 @@ class _Search:
         self.n_layer = comparison.weights.config.n_layer
         self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
         self.compared = [result.tap for result in results]
-        self.agreeing = {result.tap for result in results if result.accumulated.within}
+        self.agreeing = [result.tap for result in results if result.accumulated.within]
         self.moved: dict[int, int] = {}  # layers that use the weights of another one
 
     def explain(self, result: TapResult) -> list[Named]:

@@ -39,7 +39,7 @@ class MissingWeightError(LookupError):
 
 
 def keeping(read: Read, ids: Tensor) -> Read:
-    """Reads tensors and keeps the last ones; TOKENS stands for the rows that the ids select."""
+    """The same tensors, of which the last ones are kept, and the rows that the ids select."""
 
     @lru_cache(KEPT)
     def kept(name: str) -> Tensor:
@@ -63,7 +63,7 @@ class Weights:
 
     config: GPT2Config
     ids: Tensor
-    read: Callable[[str], Tensor]
+    read: Read
     dtype: torch.dtype = torch.float64
     rounded: Callable[[Tensor], Tensor] = lambda x: x
 
@@ -126,7 +126,7 @@ class Piece:
         return self._reading(lambda read, name: change(name, read(name)))
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
-        """The same function of the weights that have other names."""
+        """The same function of other weights: `rename(name)` is read in place of each name."""
         return self._reading(lambda read, name: read(rename(name)))
 
     def _reading(self, get: Callable[[Read, str], Tensor]) -> Piece:

@@ -41,18 +41,17 @@ class GoldenReport(ParityReport):
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        first = next((tap for tap in self.taps if not tap.accumulated.within), None)
-        passed = sum(tap.accumulated.within for tap in self.taps)
-        count = f"{passed} of {len(self.taps)} arrays pass"
+        wrong = [tap for tap in self.taps if not tap.accumulated.within]
+        count = f"{len(self.taps) - len(wrong)} of {len(self.taps)} arrays pass"
         if len(self.taps) < self.recorded:
             count += f", and {self.recorded - len(self.taps)} were not compared"
-        if first is None:
+        if not wrong:
             text = f"{self.model_name} agrees with transformers on {self.source}: {count}"
             if self.has_logits:
                 return f"{text}; max|Δlogits| = {self.max_abs_diff:.2g}."
             return f"{text}. Its logits are among those that were not compared."
-        text = f"{self.model_name} diverges from transformers on {self.source} at {first.tap}: "
-        found = first.accumulated
+        text = f"{self.model_name} diverges from transformers on {self.source} at {wrong[0].tap}: "
+        found = wrong[0].accumulated
         if math.isfinite(found.error) and found.bound:
             text += f"the difference is {found.rel_rms:.2g} of the array's RMS, "
             times = found.error / found.bound

@@ -47,7 +47,8 @@ def stream_gradients(
     """Run a reference forward and backward, and yield every gradient as soon as it is computed.
 
     Args:
-        model: returns logits; its parameters have Hugging Face's names.
+        model: returns logits; its parameters have Hugging Face's names, and require gradients
+            from then on.
         taps: where gradients are recorded.
         ids: (B, T).
 
@@ -80,28 +81,20 @@ def stream_gradients(
             del without[name]
             record(name, gradient)
 
-        before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        try:
-            with torch.enable_grad(), ExitStack() as hooks:
-                for name, parameter in without.items():
-                    parameter.requires_grad_(True)
-                    hook = parameter.register_post_accumulate_grad_hook(
-                        partial(record_parameter, name)
-                    )
-                    hooks.callback(hook.remove)
-                for parts in places.values():
-                    whole = replace(parts[0], part=None)
-                    module = model.get_submodule(whole.module)
-                    hooks.enter_context(hook_tap(module, whole, partial(observe, parts)))
-                loss = next_token_loss(model(ids).logits, ids)
-                record(LOSS, loss.detach())
-                torch.autograd.backward(loss)
+        with torch.enable_grad(), ExitStack() as hooks:
             for name, parameter in without.items():
-                record(name, torch.zeros_like(parameter))
-        finally:
-            for parameter, required in before:
-                parameter.requires_grad_(required)
-                parameter.grad = None
+                parameter.requires_grad_(True)
+                hook = parameter.register_post_accumulate_grad_hook(partial(record_parameter, name))
+                hooks.callback(hook.remove)
+            for parts in places.values():
+                whole = replace(parts[0], part=None)
+                module = model.get_submodule(whole.module)
+                hooks.enter_context(hook_tap(module, whole, partial(observe, parts)))
+            loss = next_token_loss(model(ids).logits, ids)
+            record(LOSS, loss.detach())
+            torch.autograd.backward(loss)
+        for name, parameter in without.items():
+            record(name, torch.zeros_like(parameter))
 
     return _stream(run)
 

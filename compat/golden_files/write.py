@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from compat.golden_files.bounds import (
     Calibration,
     error,
     plain_sum_error,
-    taps_in_layers,
 )
 from compat.golden_files.contents import (
     BOUND,
@@ -195,7 +194,9 @@ class _Recording:
         runs = [chain(weights) for weights in self.runs]
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
         before: dict[str, Tensor] = {}  # the residual stream that enters the block
-        for group in taps_in_layers(stream_taps(self.model, self.taps, self.ids)):
+        stream = stream_taps(self.model, self.taps, self.ids)
+        for _, layer in groupby(stream, key=lambda item: item[0].rpartition(".")[0]):
+            group = dict(layer)
             names = sorted(group, key=tap_names(self.config.n_layer).index)
             exact, *halves = [dict(islice(run, len(names))) for run in runs]
             known = {**before, **group}
