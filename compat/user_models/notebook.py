@@ -18,6 +18,7 @@ from typing import Any
 
 from compat.errors import AdaptError
 from compat.user_code import translated
+from compat.user_models.missing import Unknown
 from compat.user_models.synonyms import plain, role_of
 
 # Cell magics that run the cell's code in the notebook's own namespace.
@@ -61,7 +62,8 @@ class LazyModule:
     """The code of a module that executes what a name needs when the name is first looked up.
 
     A name needs the statements that bind it or change its value, and what these read. Other
-    statements, such as a training loop, are never executed.
+    statements, such as a training loop, are never executed. A statement that raises, as one that
+    reads a file that is missing, binds its names to an `Unknown`.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -120,7 +122,13 @@ class LazyModule:
         for statement in [self.statements[index] for index in fresh]:
             body = ast.Module(body=[statement.node], type_ignores=[])
             code = compile(body, statement.filename, "exec", self._flags, dont_inherit=True)
-            exec(code, vars(self.module))
+            try:
+                exec(code, vars(self.module))
+            except (Exception, SystemExit) as error:
+                if isinstance(statement.node, (ast.Import, ast.ImportFrom)):
+                    raise
+                vars(self.module).update(dict.fromkeys(statement.binds, Unknown(error)))
+                continue
             if isinstance(statement.node, ast.ClassDef):
                 made = vars(self.module)[statement.node.name]
                 if hasattr(made, "__firstlineno__"):  # inspect reads it since Python 3.13
