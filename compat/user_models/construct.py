@@ -14,14 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, is_users, translated
+from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_object import (
     ReadableDict,
     accepts,
+    is_users_class,
     known_values,
     make_config,
     merged,
@@ -46,7 +47,7 @@ from compat.user_models.trials import (
     small_config,
     tried,
 )
-from compat.user_models.usage import items_of, modules_text, reads
+from compat.user_models.usage import forwarded, items_of, modules_text, reads
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
@@ -128,12 +129,13 @@ def _inferred(
                 return model, True  # as far as is known: its other arguments are not
             try:
                 with torch.no_grad():
-                    model.eval()(IDS)
+                    found = model.eval()(IDS)
             except Exception as error:
                 if _missing_entries(target, arguments, error):
                     raise
                 return model, False
-            return model, True
+            # Logits are as wide as the vocabulary; what is no tensor may hold them.
+            return model, not isinstance(found, Tensor) or sizes.vocab_size in found.shape
 
     small, chosen = small_config(config), dict[str, Value]()
     try:
@@ -277,7 +279,8 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     """A function's parameters; a constructor's, and after its **kwargs those of the next base.
 
     What it reads from its **kwargs are parameters too: `kwargs["bias"]`, and of what has a default
-    the sizes, as in `kwargs.get("block_size", 8)`.
+    the sizes, as in `kwargs.get("block_size", 8)`; and those of the classes that it passes its
+    **kwargs to.
     """
     if not isinstance(target, type):
         return dict(inspect.signature(target).parameters)
@@ -292,6 +295,9 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
                     items = items_of(base, parameter.name).items()
                     read = [n for n, required in items if required or role_of(n) in SIZES]
                     found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in read}
+                    for inner, passed in forwarded(base, parameter.name):
+                        more = _parameters(inner).items()
+                        found = {n: p for n, p in more if n not in passed} | found
                 found.setdefault(parameter.name, parameter)
             if not any(p.kind is p.VAR_KEYWORD for p in own):
                 break
@@ -341,7 +347,7 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
     classes = {
         value for value in vars(sys.modules[cls.__module__]).values()
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
-        and is_users(str(getattr(sys.modules.get(value.__module__), "__file__", "<unknown>")))
+        and is_users_class(value)
     }  # fmt: skip
     for value in classes:
         annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation))
