@@ -52,7 +52,9 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 if isinstance(error, AdaptError) and isinstance(error.__cause__, Exception):
                     cause = error.__cause__
                 if isinstance(cause, ModuleNotFoundError) and not isinstance(cause, _UsedError):
-                    name = (cause.name or "").partition(".")[0]
+                    parts = (cause.name or "").split(".")
+                    names = (".".join(parts[: i + 1]) for i in range(len(parts)))
+                    name = next((n for n in names if n not in sys.modules), "")
                 if finder.names and (not name or name in finder.names):
                     name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it

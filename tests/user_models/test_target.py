@@ -6,13 +6,16 @@ import dataclasses
 import inspect
 import json
 import linecache
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import compat
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_forward, load_target
 
@@ -188,6 +191,23 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     path.write_text(f"{text}\n\nclass Logged(GPT):\n    log = Writer()()\n")
     refused(f"{path}:Logged", "own_lib")
     del sys.modules["own_lib"]
+
+
+def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
+    """It is missing, while the modules of this tool stay imported."""
+    write(tmp_path / "compat" / "__init__.py", "")
+    write(tmp_path / "compat" / "sizes.py", "width = 7\n")
+    before = sys.modules["compat.user_models"]
+    path = write(tmp_path / "gpt.py", f"from compat.sizes import width\n{GPT}")
+    assert load_target(f"{path}:GPT").__name__ == "GPT"
+    assert sys.modules["compat.user_models"] is before
+    write(path, f"from compat import width\n{GPT}    size = 2 * width\n")
+    refused(f"{path}:GPT", "'width'", "`compat` is this tool's own package", "rename yours")
+    python = [sys.executable, str(Path(compat.__file__).parent / "__main__.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert f"Python imports {tmp_path / 'compat' / '__init__.py'} as `compat`" in run.stderr
 
 
 def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
