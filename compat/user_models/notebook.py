@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import json
 import linecache
 import re
@@ -236,10 +237,29 @@ def is_main_guard(node: ast.stmt) -> bool:
 
 
 def unguarded(tree: ast.Module) -> list[ast.stmt]:
-    """A module's statements, with those below the main guard in its place."""
+    """A module's statements, with those below the main guard in its place.
+
+    After a function that defines classes come its statements, as if they were the module's.
+    """
     found: list[ast.stmt] = []
     for node in tree.body:
-        found += node.body if isinstance(node, ast.If) and is_main_guard(node) else [node]
+        for each in node.body if isinstance(node, ast.If) and is_main_guard(node) else [node]:
+            found.append(each)
+            if isinstance(each, ast.FunctionDef):
+                defines = any(isinstance(inner, ast.ClassDef) for inner in each.body)
+                found += _inlined(each) if defines else []
+    return found
+
+
+def _inlined(function: ast.FunctionDef) -> list[ast.stmt]:
+    """A function's parameters as globals that are None, and its statements that return nothing."""
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    globals_ = "\n".join(f"{argument.arg} = None" for argument in arguments)
+    found: list[ast.stmt] = []
+    for node in (*ast.parse(globals_).body, *function.body):
+        with contextlib.suppress(SyntaxError):  # 'return' outside function
+            compile(ast.Module(body=[node], type_ignores=[]), "<statement>", "exec")
+            found.append(node)
     return found
 
 

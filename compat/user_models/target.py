@@ -29,6 +29,7 @@ from compat.user_models.notebook import (
     needs_main,
     python_tree,
     read_source,
+    unguarded,
 )
 from compat.user_models.synonyms import takes_sizes
 from compat.user_models.usage import SIBLINGS
@@ -182,7 +183,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
             module = importlib.import_module(".".join([*parts, path.stem]))
             return choose(module, tree.body)
 
-    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree):
+    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree) or _hides_model(tree):
         return lazily()
     try:
         try:
@@ -355,6 +356,14 @@ def _trains(tree: ast.Module) -> bool:
     return any(_called(node) & training for node in script)
 
 
+def _hides_model(tree: ast.Module) -> bool:
+    """Whether a file defines language models only in functions or below the main guard."""
+    nothing = ModuleType("nothing")
+    seen, every = _model_classes(nothing, tree.body), _model_classes(nothing, unguarded(tree))
+    whole = any(_features(name, seen, FEATURES) == len(FEATURES) for name in seen)
+    return len(every) > len(seen) and not whole
+
+
 def _called(tree: ast.AST) -> set[str]:
     """The names of the functions, classes and methods that code calls."""
     callees = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -402,7 +411,7 @@ def _chosen(
 def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, ast.ClassDef]:
     """The module's own nn.Module classes; judged by their bases where they are not executed yet."""
     found: dict[str, ast.ClassDef] = {}
-    for node in body:
+    for node in _with_blocks(body):
         if isinstance(node, ast.ClassDef):
             value = vars(module).get(node.name)
             bases = [ast.unparse(base) for base in node.bases]
@@ -410,6 +419,16 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
             if issubclass(value, nn.Module) if isinstance(value, type) else named:
                 found[node.name] = node
     return found
+
+
+def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Statements, and those in the blocks of `if`, `try` and `with`, without the main guard."""
+    for node in body:
+        yield node
+        guarded = isinstance(node, ast.If) and is_main_guard(node)
+        if not guarded and not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                yield from _with_blocks(getattr(node, block, []))
 
 
 def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:

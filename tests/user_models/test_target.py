@@ -498,6 +498,38 @@ class GPT(nn.Module):
     assert load_target(str(path)).__name__ == "Last"
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "def main(n_embd, *, vocab_size=65):\n    block_size = len(open('no such file').read())\n",
+        "if __name__ == '__main__':\n    n_embd, vocab_size, block_size = 32, 65, 8\n",
+        "n_embd, vocab_size, block_size = 32, 65, 8\nif n_embd:\n    pass\n",
+        "n_embd, vocab_size, block_size = 32, 65, 8\ntry:\n    import no\nexcept ImportError:\n",
+    ],
+    ids=["function", "main guard", "if", "try"],
+)
+def test_a_model_in_a_block_of_statements(tmp_path: Path, start: str) -> None:
+    """Of a function, what returns is not executed; its parameters are sizes like globals."""
+    own = """
+    class GPT(Part):
+        def __init__(self):
+            super().__init__(n_embd)
+            self.wte, self.sizes = nn.Embedding(vocab_size, n_embd), (vocab_size, block_size)
+        def attention(self):
+            pass
+    if n_embd:
+        RETURN
+    model = GPT()
+"""
+    part = "from torch import nn\nclass Part(nn.Module):\n    def __init__(self, width):\n"
+    part += "        super().__init__()\n        self.width = width\n"
+    own = own.replace("RETURN", "return model" if "def main" in start else "pass")
+    cls = load_target(str(write(tmp_path / "own.py", part + start + own)))
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=24)
+    model = vars(construct(cls, config))
+    assert cls.__name__ == "GPT" and model["sizes"] == (97, 32) and model["width"] == 24
+
+
 def test_a_file_that_parses_arguments_at_module_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
