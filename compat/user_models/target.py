@@ -342,13 +342,13 @@ def _import_path(folders: list[Path]) -> Iterator[None]:
 
 
 def _trains(tree: ast.Module) -> bool:
-    """Whether a file calls `.backward()`, or a function of its own that does, when it is imported.
+    """Whether a file calls `.backward()` or `.fit(…)`, or a function that does, when imported.
 
     What stands below the main guard does not count.
     """
     functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     called = {node.name: _called(node) for node in functions}
-    training, before = {"backward"}, 0
+    training, before = {"backward", "fit"}, 0
     while len(training) > before:
         before = len(training)
         training |= {name for name, callees in called.items() if callees & training}

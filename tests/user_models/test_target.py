@@ -273,6 +273,13 @@ def test_training_at_module_level_is_not_executed(tmp_path: Path) -> None:
     )  # all of it was imported
 
 
+def test_training_by_a_trainer_is_not_executed(tmp_path: Path) -> None:
+    trainer = "class Trainer:\n    def fit(self, model):\n        model.train()\n"
+    path = write(tmp_path / "gpt.py", f"{GPT}{trainer}seen = [1]\nTrainer().fit(GPT())\n")
+    module = sys.modules[load_target(f"{path}:GPT").__module__]
+    assert "GPT" in vars(module) and "seen" not in vars(module)
+
+
 # Choosing the function or class.
 
 
