@@ -64,8 +64,13 @@ def described(error: BaseException, owns: Callable[[str], bool] | None = None) -
     owned = [frame for frame in frames if (owns or is_users)(frame.filename)]
     places = [f"  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in owned[-1:]]
     text = "\n".join([f"{type(error).__name__}: {error}".removesuffix(": "), *places])
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = error.name.split(".")[0]
+    missing = (error.name or "").split(".")[0] if isinstance(error, ImportError) else ""
+    if missing == "compat":
+        text += (
+            "\n  `compat` is this tool's own package. A module or package of that name in your "
+            "project cannot be imported beside it: rename yours"
+        )
+    elif missing and isinstance(error, ModuleNotFoundError):
         text += (
             f"\n  If it is a library, install it with: pip install {PACKAGES.get(missing, missing)}"
             "\n  If it belongs to your project, run this command in the folder that it lies in"

@@ -162,7 +162,8 @@ def adapt_command(
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our data
         call_model = None if forward is None else load_forward(forward)
-        cls = load_target(target)
+        notes: list[str] = []
+        cls = load_target(target, notes)
         checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
@@ -178,7 +179,7 @@ def adapt_command(
                     forward=call_model,
                     progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
                 )
-    for line in [*checkpoint.notes, f"compat built {call}"]:
+    for line in [*checkpoint.notes, *notes, f"compat built {call}"]:
         note(f"note: {line}")
     if html is not None:
         from compat.html_report import adapt_page

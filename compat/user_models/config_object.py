@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.missing import is_missing
+from compat.user_code import is_users
+from compat.user_models.missing import Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
     CONFIG_CLASSES,
@@ -25,6 +26,7 @@ from compat.user_models.synonyms import (
     neutral,
     plain,
     role_of,
+    takes_sizes,
     value_of,
 )
 from compat.user_models.usage import Usage, modules_text, source_of, user_modules
@@ -100,10 +102,8 @@ def make_config(
         form = dict
     elif usage.attributes and not usage.items and not _exports(cls):
         form = SimpleNamespace
-    for name in SECTIONS & {*usage.names}:
-        inner = template.get(name, {})
-        if isinstance(inner, Mapping):
-            values[name] = form(**{**inner, **values})
+    inner = {name: template.get(name, {}) for name in _sections(usage)}
+    values |= {n: form(**{**i, **values}) for n, i in inner.items() if isinstance(i, Mapping)}
     if embeddings := _embeddings(cls, parameter, config):
         values |= {"config": form(**values), **embeddings}
     return merged(form(**values), entries), []
@@ -130,7 +130,12 @@ def _instance(
             arguments[name] = known[name]
         elif parameter.default is parameter.empty:
             has_neutral, arguments[name] = neutral(name)
-            missing += [] if has_neutral else [name]
+            section = None if has_neutral else _config_class(template, parameter)
+            if section is not None:
+                arguments[name], unknown = _instance(cls, section, usage, config, {})
+                missing += [f"{name}.{key}" for key in unknown]
+            elif not has_neutral:
+                missing.append(name)
     if missing:
         return None, missing
     made = template(**{**arguments, **(entries if parameters else {})})
@@ -140,15 +145,22 @@ def _instance(
         if not parameters or (name in needed and not hasattr(made, name)):
             with contextlib.suppress(*REFUSED):  # a property, or frozen
                 setattr(made, name, value)
-    for name in SECTIONS & {*usage.names}:
-        if not hasattr(made, name):
-            with contextlib.suppress(*REFUSED):
-                setattr(made, name, made)
+    for name in _sections(usage):
+        section = getattr(made, name, made)
+        with contextlib.suppress(Exception):  # of a property, or a constructor of the user's
+            if section is not made and is_namespace(section):
+                section = _instance(cls, type(section), usage, config, {})[0] or section
+            setattr(made, name, section)
     if _exports(cls) and not hasattr(made, "to_dict"):
         exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
         with contextlib.suppress(*REFUSED):
             made.to_dict = lambda: exported
     return made, []
+
+
+def _sections(usage: Usage) -> set[str]:
+    """The names of the parts of a config that have entries of their own."""
+    return {n for n in usage.names if n.lower() in SECTIONS or n in usage.sections}
 
 
 def _embeddings(
@@ -169,6 +181,8 @@ def _exports(cls: Callable[..., Any]) -> bool:
 def accepts(parameter: Parameter, value: Any) -> bool:
     """Whether a value has the type of the parameter's default; a default that is a text stays."""
     default = parameter.default
+    if isinstance(default, Unknown):
+        return True
     if default is None:
         return parameter.name.lower() not in AMBIGUOUS and not isinstance(value, str)
     if default is parameter.empty or isinstance(value, str):
@@ -176,6 +190,22 @@ def accepts(parameter: Parameter, value: Any) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return type(value) is type(default)
     return isinstance(default, (int, float))
+
+
+def is_namespace(value: Any) -> bool:
+    """Whether a value is a config class or an instance of one, by its name or its sizes."""
+    cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, nn.Module) or not hasattr(value, "__dict__"):
+        return False
+    named = cls.__name__.lower().endswith((*CONFIG_CLASSES, "namespace"))
+    integers = [name for name, entry in vars(value).items() if type(entry) is int]
+    return named or (is_users_class(cls) and takes_sizes(integers))
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class is defined in a user's file."""
+    module = sys.modules.get(cls.__module__)
+    return is_users(str(getattr(module, "__file__", "<unknown>")))
 
 
 def merged(base: Any, entries: Any) -> Any:
@@ -207,7 +237,8 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
         library = str(getattr(value, "__module__", "")).split(".")[0]
         if not isinstance(value, type) or library in {"torch", *sys.stdlib_module_names}:
             continue
-        if is_missing(value) or inspect.isabstract(value):  # an interface, as of a tokenizer
+        interface = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
+        if is_missing(value) or interface or value is Unknown:  # an interface, as of a tokenizer
             continue
         if not issubclass(value, (nn.Module, Mapping)):
             return value

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import inspect
 import io
 import json
+import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, is_users, translated
+from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_object import (
     ReadableDict,
     accepts,
+    is_users_class,
     known_values,
     make_config,
     merged,
@@ -46,10 +51,11 @@ from compat.user_models.trials import (
     small_config,
     tried,
 )
-from compat.user_models.usage import items_of, modules_text, reads
+from compat.user_models.usage import forwarded, items_of, modules_text, reads, tree_of, user_modules
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
+UNUSUAL_WIDTH = 320  # in which code runs that contains no width of its own
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
@@ -96,22 +102,63 @@ def construct_with_call(
     dropout.
     """
     inferred: dict[str, Any] = {}
+    sizes = config
     if isinstance(target, type) and config_name is None:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inferred = _inferred(target, config, kwargs)
+            sizes = config if inferred else _in_own_width(target, config, kwargs)
         kwargs = merged(inferred, kwargs or {})
-    arguments = _found_arguments(target, config, kwargs, config_name)
+    arguments = _found_arguments(target, sizes, kwargs, config_name)
     described = _described_call(target, arguments)
     if inferred:
         described += f"; found by trying: {_listed_entries(inferred)}"
+    if sizes is not config:
+        described += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
-        with _entries_known(target, arguments, config), resized(target, config):
+        with _entries_known(target, arguments, sizes), resized(target, sizes):
             model = target(**arguments)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
     return model, described
+
+
+def _needs_more_than_ids(model: nn.Module) -> bool:
+    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+def _in_own_width(
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
+) -> GPT2Config:
+    """The config, with another width if the code only runs with a number that it contains.
+
+    An example is `nn.LayerNorm(384)` beside sizes that are arguments.
+    """
+
+    def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
+        heads, inner = math.gcd(width, config.n_head), width * config.d_inner // config.n_embd
+        return replace(sizes, n_embd=width, n_head=heads, n_inner=inner)
+
+    def runs(width: int) -> bool:
+        sizes = replace(with_width(small_config(config), width), n_layer=1)
+        with contextlib.suppress(Exception, SystemExit):
+            arguments = _found_arguments(target, sizes, kwargs, None)
+            with resized(target, sizes), torch.no_grad():
+                model = target(**arguments).eval()
+                if not _needs_more_than_ids(model):
+                    model(IDS)
+            return True
+        return False
+
+    if runs(UNUSUAL_WIDTH) or runs(config.n_embd):
+        return config
+    trees = [tree_of(module) for module in user_modules(target)]
+    constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
+    numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
+    width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
+    return config if width is None else with_width(config, width)
 
 
 def _inferred(
@@ -123,17 +170,17 @@ def _inferred(
         arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
         with _entries_known(target, arguments, sizes), resized(target, sizes):
             model = target(**arguments)
-            needed = list(inspect.signature(model.forward).parameters.values())[1:]
-            if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
-                return model, True  # as far as is known: its other arguments are not
+            if _needs_more_than_ids(model):
+                return model, True  # as far as is known
             try:
                 with torch.no_grad():
-                    model.eval()(IDS)
+                    found = model.eval()(IDS)
             except Exception as error:
                 if _missing_entries(target, arguments, error):
                     raise
                 return model, False
-            return model, True
+            # Logits are as wide as the vocabulary; what is no tensor may hold them.
+            return model, not isinstance(found, Tensor) or sizes.vocab_size in found.shape
 
     small, chosen = small_config(config), dict[str, Value]()
     try:
@@ -277,7 +324,8 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     """A function's parameters; a constructor's, and after its **kwargs those of the next base.
 
     What it reads from its **kwargs are parameters too: `kwargs["bias"]`, and of what has a default
-    the sizes, as in `kwargs.get("block_size", 8)`.
+    the sizes, as in `kwargs.get("block_size", 8)`; and those of the classes that it passes its
+    **kwargs to.
     """
     if not isinstance(target, type):
         return dict(inspect.signature(target).parameters)
@@ -292,6 +340,9 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
                     items = items_of(base, parameter.name).items()
                     read = [n for n, required in items if required or role_of(n) in SIZES]
                     found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in read}
+                    for inner, passed in forwarded(base, parameter.name):
+                        more = _parameters(inner).items()
+                        found = {n: p for n, p in more if n not in passed} | found
                 found.setdefault(parameter.name, parameter)
             if not any(p.kind is p.VAR_KEYWORD for p in own):
                 break
@@ -341,7 +392,7 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
     classes = {
         value for value in vars(sys.modules[cls.__module__]).values()
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
-        and is_users(str(getattr(sys.modules.get(value.__module__), "__file__", "<unknown>")))
+        and is_users_class(value)
     }  # fmt: skip
     for value in classes:
         annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation))

@@ -1,29 +1,32 @@
 """Libraries that a user's files import and that are not installed, such as those for logging.
 
 The model may not need them. Their names can be imported and stand in annotations. While files are
-loaded, they can be called outside of functions, as in `config = load("config.yaml")`; what such a
-call returns has any attribute. As decorators they return what they decorate. A call whose result is
-not used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use
-raises the error of the import. A module of an installed library that cannot be imported without
-another one, such as `torch.utils.tensorboard`, is missing as well.
+loaded, they can be called outside of functions, as in `config = load("config.yaml")`; such a call
+returns an `Unknown`. As decorators they return what they decorate. A call whose result is not used,
+such as `logger.info(…)`, does nothing in code that imports the library. Any other use raises the
+error of the import. A module of an installed library that cannot be imported without another one,
+such as `torch.utils.tensorboard`, is missing as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import importlib.machinery
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
+from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.user_code import is_users
+from compat.user_models.synonyms import SIZES, role_of, value_of
 
 Loaded = TypeVar("Loaded")
 
@@ -49,7 +52,9 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 if isinstance(error, AdaptError) and isinstance(error.__cause__, Exception):
                     cause = error.__cause__
                 if isinstance(cause, ModuleNotFoundError) and not isinstance(cause, _UsedError):
-                    name = (cause.name or "").partition(".")[0]
+                    parts = (cause.name or "").split(".")
+                    names = (".".join(parts[: i + 1]) for i in range(len(parts)))
+                    name = next((n for n in names if n not in sys.modules), "")
                 if finder.names and (not name or name in finder.names):
                     name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it
@@ -83,6 +88,69 @@ def is_missing(value: object) -> bool:
 
 
 _loading: list[bool] = []
+_configs: list[GPT2Config] = []
+
+
+@contextlib.contextmanager
+def known_sizes(config: GPT2Config) -> Iterator[None]:
+    """Run the body with the checkpoint's values for sizes that are read off an `Unknown`."""
+    _configs.append(config)
+    try:
+        yield
+    finally:
+        _configs.pop()
+
+
+class Unknown:
+    """A value that could not be computed while a file was loaded, as from data that is missing.
+
+    What is read off it is unknown too, and what it returns while files are loaded. In the body of
+    `known_sizes`, `tokenizer.vocab_size`, `args.dropout` and `len(tokenizer)` are the checkpoint's.
+    Any other use raises the exception that was raised when it was computed.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def error(self) -> BaseException:
+        """The exception that was raised when the value was computed."""
+        return self._error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        role = role_of(name) if _configs else None
+        if role is None:
+            return Unknown(self._error)
+        value = value_of(role, _configs[-1])
+        return _Size(value) if role in SIZES else value
+
+    def __getitem__(self, key: object) -> Any:
+        return self.__getattr__(key) if isinstance(key, str) else Unknown(self._error)
+
+    def __len__(self) -> int:
+        if not _configs:
+            raise self._error
+        return _configs[-1].vocab_size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _loading:
+            raise self._error
+        return args[0] if _decorates(sys._getframe(1), args, kwargs) else Unknown(self._error)
+
+
+class _Size(int):
+    """A size of the checkpoint that may be called, as in `tokenizer.get_vocab_size()`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> int:
+        return int(self)
+
+
+def _decorates(caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call decorates a function or class, or a library makes it in order to."""
+    one = len(args) == 1 and not kwargs and callable(args[0]) and not is_missing(args[0])
+    library = not is_users(caller.f_code.co_filename)
+    return one and (library or _line(caller).startswith("@"))
 
 
 class _Finder:
@@ -148,19 +216,15 @@ class _Missing(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if _loading and _line(caller).startswith("@"):
-            decorated = len(args) == 1 and not kwargs and not is_missing(args[0])
-            return args[0] if decorated and callable(args[0]) else cls._result()
-        if _loading and caller.f_code.co_name == "<module>":
-            return cls._result()
+        if _loading and _decorates(caller, args, kwargs):
+            return args[0]
+        if _loading and (caller.f_code.co_name == "<module>" or _line(caller).startswith("@")):
+            return Unknown(cls.error())
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)
         if not imported or _next_operation(caller) != "POP_TOP":  # which discards the result
             raise cls.error()
         return None
-
-    def _result(cls) -> _Result:
-        return _Result("result", (), {"library": cls.library})
 
     def error(cls) -> ModuleNotFoundError:
         return _UsedError(f"No module named {cls.library!r}", name=cls.library)
@@ -177,21 +241,13 @@ def _next_operation(frame: FrameType) -> str:
     return next(operations).opname
 
 
-class _Result(_Missing):
-    """The type of what a missing library returns; whether it is true is not known."""
-
-    def __bool__(cls) -> bool:
-        raise cls.error()
-
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Result(name, (), {"library": cls.library})
+def _use(value: _Missing | Unknown, *args: object, **kwargs: object) -> Any:
+    raise value.error()
 
 
-def _use(cls: _Missing, *args: object, **kwargs: object) -> Any:
-    raise cls.error()
-
-
-for _name in "iter len int float index add radd sub rsub mul rmul truediv floordiv".split():
+_BOTH = "iter int float index add radd sub rsub mul rmul truediv floordiv"
+_UNKNOWN = "mro_entries bool contains rtruediv rfloordiv mod pow neg eq ne lt le gt ge enter exit"
+for _name in ("len", *_BOTH.split()):
     setattr(_Missing, f"__{_name}__", _use)
+for _name in (*_BOTH.split(), *_UNKNOWN.split()):
+    setattr(Unknown, f"__{_name}__", _use)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import linecache
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,10 @@ import torch
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, SIZES, role_of, value_of
-from compat.user_models.usage import source_of, user_modules
+from compat.user_models.config_object import is_namespace
+from compat.user_models.missing import Unknown, known_sizes
+from compat.user_models.synonyms import AMBIGUOUS, SIZES, role_of, value_of
+from compat.user_models.usage import source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -43,22 +44,33 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     function wait; code that reads these globals without calling it sees the changed values. Nothing
     changes for a function, which builds its model in the sizes that it chooses.
     """
-    with _LOCK, contextlib.ExitStack() as undo:
+    with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
         changed, by_use = False, _roles_by_use(modules)
         for module in modules:
             for value in list(vars(module).values()):
-                if isinstance(value, dict):
-                    changed |= _resize(value, value, config, undo)
-                elif _is_namespace(value):
-                    members = {n: inspect.getattr_static(value, n) for n in dir(value)}
-                    owner = value if isinstance(value, type) else vars(value)
-                    changed |= _resize(owner, members, config, undo)
+                for owner, entries in _configs(value):
+                    changed |= _resize(owner, entries, config, undo)
             changed |= _resize(vars(module), vars(module), config, undo, by_use)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
         yield
+
+
+def _configs(
+    value: Any, most: int = 3
+) -> Iterator[tuple[dict[Any, Any] | type, Mapping[Any, Any]]]:
+    """What holds the entries of a config and of those in it, and the entries; `most` deep."""
+    entries: Mapping[Any, Any] = {}
+    if isinstance(value, dict):
+        entries = value
+        yield value, entries
+    elif is_namespace(value):
+        entries = {n: inspect.getattr_static(value, n) for n in dir(value)}
+        yield value if isinstance(value, type) else vars(value), entries
+    for entry in list(entries.values()) if most > 1 else ():
+        yield from _configs(entry, most - 1)
 
 
 def _resize(
@@ -71,12 +83,13 @@ def _resize(
     """Write the checkpoint's value for each integer whose name, or else use, stands for a size.
 
     Devices become the CPU, where models are compared.
-    A global that is None, such as `vocab_size = None`, is set by the code that reads the data.
+    A global that is None, such as `vocab_size = None`, is set by the code that reads the data. One
+    that is unknown may be any hyperparameter.
 
     Returns:
         Whether there was one.
     """
-    kinds = (int, NoneType) if by_use is not None else (int,)
+    kinds = (int, Unknown, *((NoneType,) if by_use is not None else ()))
     numbers = {n: v for n, v in entries.items() if type(v) in kinds and isinstance(n, str)}
     roles = {n: role_of(n, among=numbers) or (by_use or {}).get(n) for n in numbers}
     own = owner if isinstance(owner, dict) else vars(owner)
@@ -86,7 +99,8 @@ def _resize(
             _write(owner, name, type(value)("cpu"))
     sizes = {
         name: role for name, role in roles.items()
-        if role in SIZES and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
+        if role and (role in SIZES or isinstance(numbers[name], Unknown))
+        and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
     }  # fmt: skip
     for name, role in sizes.items():
         undo.callback(_write, owner, name, own.get(name, _ABSENT))
@@ -102,7 +116,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
     found: dict[str, set[str | None]] = {}
     own = {module.__name__ for module in modules}
     for module in modules:
-        tree = _tree(module)
+        tree = tree_of(module)
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             passed = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
             callee = vars(module).get(call.func.id) if isinstance(call.func, ast.Name) else None
@@ -128,23 +142,16 @@ def _positional(function: Any) -> list[str]:
     return []
 
 
-def _tree(module: ModuleType) -> ast.Module:
-    """The syntax of a module's source; empty if it has none."""
-    with contextlib.suppress(SyntaxError):
-        return ast.parse("".join(linecache.getlines(str(module.__file__))))
-    return ast.Module(body=[], type_ignores=[])
-
-
 def _recompute_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:
     """Compute other integers, such as `fused = 3 * n_embd`, from the new sizes."""
     own = vars(module)
-    numbers = {name for name, value in own.items() if type(value) is int}
+    numbers = {name for name, value in own.items() if type(value) in (int, Unknown)}
     others = {name for name in numbers if role_of(name, among=numbers) not in SIZES}
-    for node in _tree(module).body:
+    for node in tree_of(module).body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in others:
                 found = _computed(value, module)
-                if type(found) is int:
+                if isinstance(found, int):
                     undo.callback(_write, own, name, own[name])
                     own[name] = found
 
@@ -178,8 +185,8 @@ def _recompute_defaults(module: ModuleType, undo: contextlib.ExitStack) -> None:
 
 def _again(value: Any, expression: ast.expr, module: ModuleType) -> Any:
     """A default computed again, if it is an integer from the module's globals."""
-    found = _computed(expression, module) if type(value) is int else None
-    return found if type(found) is int else value
+    found = _computed(expression, module) if type(value) in (int, Unknown) else None
+    return found if isinstance(found, int) else value
 
 
 def _computed(expression: ast.expr, module: ModuleType) -> Any:
@@ -203,10 +210,3 @@ def _write(owner: dict[Any, Any] | type, name: str, value: object) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
-
-
-def _is_namespace(value: Any) -> bool:
-    """Whether a value is a config class or an instance of one."""
-    cls = value if isinstance(value, type) else type(value)
-    named = cls.__name__.lower().endswith((*CONFIG_CLASSES, "namespace"))
-    return named and not issubclass(cls, nn.Module) and hasattr(value, "__dict__")

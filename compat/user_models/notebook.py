@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import json
 import linecache
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 from compat.errors import AdaptError
 from compat.user_code import translated
+from compat.user_models.missing import Unknown
 from compat.user_models.synonyms import plain, role_of
 
 # Cell magics that run the cell's code in the notebook's own namespace.
@@ -61,7 +63,8 @@ class LazyModule:
     """The code of a module that executes what a name needs when the name is first looked up.
 
     A name needs the statements that bind it or change its value, and what these read. Other
-    statements, such as a training loop, are never executed.
+    statements, such as a training loop, are never executed. A statement that raises, as one that
+    reads a file that is missing, binds its names to an `Unknown`.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -120,7 +123,13 @@ class LazyModule:
         for statement in [self.statements[index] for index in fresh]:
             body = ast.Module(body=[statement.node], type_ignores=[])
             code = compile(body, statement.filename, "exec", self._flags, dont_inherit=True)
-            exec(code, vars(self.module))
+            try:
+                exec(code, vars(self.module))
+            except (Exception, SystemExit) as error:
+                if isinstance(statement.node, (ast.Import, ast.ImportFrom)):
+                    raise
+                vars(self.module).update(dict.fromkeys(statement.binds, Unknown(error)))
+                continue
             if isinstance(statement.node, ast.ClassDef):
                 made = vars(self.module)[statement.node.name]
                 if hasattr(made, "__firstlineno__"):  # inspect reads it since Python 3.13
@@ -228,10 +237,29 @@ def is_main_guard(node: ast.stmt) -> bool:
 
 
 def unguarded(tree: ast.Module) -> list[ast.stmt]:
-    """A module's statements, with those below the main guard in its place."""
+    """A module's statements, with those below the main guard in its place.
+
+    After a function that defines classes come its statements, as if they were the module's.
+    """
     found: list[ast.stmt] = []
     for node in tree.body:
-        found += node.body if isinstance(node, ast.If) and is_main_guard(node) else [node]
+        for each in node.body if isinstance(node, ast.If) and is_main_guard(node) else [node]:
+            found.append(each)
+            if isinstance(each, ast.FunctionDef):
+                defines = any(isinstance(inner, ast.ClassDef) for inner in each.body)
+                found += _inlined(each) if defines else []
+    return found
+
+
+def _inlined(function: ast.FunctionDef) -> list[ast.stmt]:
+    """A function's parameters as globals that are None, and its statements that return nothing."""
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    globals_ = "\n".join(f"{argument.arg} = None" for argument in arguments)
+    found: list[ast.stmt] = []
+    for node in (*ast.parse(globals_).body, *function.body):
+        with contextlib.suppress(SyntaxError):  # 'return' outside function
+            compile(ast.Module(body=[node], type_ignores=[]), "<statement>", "exec")
+            found.append(node)
     return found
 
 

@@ -103,15 +103,19 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     Args:
         name: The name of an argument, a key or an attribute.
         among: The names beside it. `hidden_size` is the width of the MLP's hidden layer if one of
-            them stands for the width of the residual stream, and otherwise this width itself.
+            them stands for the width of the residual stream, and otherwise this width itself. A
+            letter has no role that a longer name has.
     """
     short = plain(name)
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
             others = (other for other in among if not pattern.fullmatch(plain(other)))
             return second if any(role_of(other) == first for other in others) else first
+    if short in _LETTERS:
+        longer = {role_of(other) for other in among if len(plain(other)) > 1}
+        return None if _LETTERS[short] in longer else _LETTERS[short]
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
-    return next(matching, None) or _LETTERS.get(short) or _FIELDS.get(short)
+    return next(matching, None) or _FIELDS.get(short)
 
 
 def takes_sizes(names: Collection[str]) -> bool:

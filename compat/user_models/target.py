@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -22,22 +22,24 @@ from torch import Tensor, nn
 
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
-from compat.user_models.missing import despite_missing_libraries
+from compat.user_models.missing import Unknown, despite_missing_libraries
 from compat.user_models.notebook import (
     LazyModule,
     is_main_guard,
     needs_main,
     python_tree,
     read_source,
+    unguarded,
 )
 from compat.user_models.synonyms import takes_sizes
 from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
+Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
 # What the code of a language model mentions.
-FEATURES = (r"(?i)embedding\(|vocab", "(?i)softmax|attention")
+FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
 # What tells the last of several models in a lesson from those before it.
 PARTS = (
     "(?i)pos",
@@ -52,24 +54,30 @@ INIT = "__init__"
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 
 
-def load_target(target: str) -> Callable[..., nn.Module]:
+def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn.Module]:
     """Import the function or the class that `target` names.
 
     Of a notebook, and of a file that trains at module level, only the statements that it needs are
-    executed. If the target has no `:NAME`, it means the function `make_model`, or else the only
-    `nn.Module` class that no other class of the file uses.
+    executed. If the target has no `:NAME`, it means the function `make_model`, or else the
+    `nn.Module` class that no other class of the file uses. Of several such classes, those that
+    look most like a language model are preferred, and of these the last is meant.
+
+    Args:
+        target: the file and the name.
+        notes: receives a note where one of several classes was chosen.
 
     Raises:
         AdaptError: The target does not exist, cannot be imported, or is neither a function nor an
             `nn.Module` class.
     """
     place, name = _parsed(target)
+    choose = partial(_chosen, place=place, name=name, notes=[] if notes is None else notes)
     _forget_siblings()  # another target's `config.py` is not this one's; a file may be edited
     path = Path(place).expanduser().absolute()
     if path.suffix in (".py", ".ipynb"):
         _check_file(path, place)
         with translated(f"{place} cannot be imported"):
-            return _from_file(path, place, name)
+            return _from_file(path, choose)
     if not re.fullmatch(r"\w+(\.\w+)*", place):
         raise AdaptError(
             f"{target!r} does not name a model; expected FILE.py:make_model (a function that "
@@ -78,7 +86,7 @@ def load_target(target: str) -> Callable[..., nn.Module]:
     module = _package_module(place)
     path = Path(getattr(module, "__file__", None) or "")
     body = ast.parse(read_source(path)).body if path.suffix == ".py" else []
-    return _chosen(module, body, place, name)
+    return choose(module, body)
 
 
 def load_forward(text: str) -> Forward:
@@ -127,7 +135,7 @@ def _check_file(path: Path, place: str) -> None:
 # Importing.
 
 
-def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Module]:
+def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
     """Import a file as a new module and choose the function or class."""
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
@@ -140,7 +148,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
     folders = [path.parent, root]
     deferred = _DeferredFinder()
 
-    def execute(lazily: bool, folders: list[Path] = folders) -> Callable[..., nn.Module]:
+    def execute(lazily: bool, folders: list[Path] = folders) -> Model:
         while True:
             try:
                 return execute_once(lazily, folders)
@@ -148,22 +156,22 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
                 if not deferred.defers(error, path):
                     raise
 
-    def execute_once(lazily: bool, folders: list[Path]) -> Callable[..., nn.Module]:
+    def execute_once(lazily: bool, folders: list[Path]) -> Model:
         if lazily:
             lazy = LazyModule(".".join([*parts, unique]), path)
             lazy.module.__package__ = ".".join(parts)
             with _importing(lazy.module, folders, deferred):
-                return _chosen(lazy.module, [s.node for s in lazy.statements], place, name)
+                return choose(lazy.module, [s.node for s in lazy.statements])
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
             exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
-            return _chosen(module, tree.body, place, name)
+            return choose(module, tree.body)
 
-    def lazily() -> Callable[..., nn.Module]:
+    def lazily() -> Model:
         return despite_missing_libraries(lambda: execute(lazily=True))
 
-    def in_package() -> Callable[..., nn.Module]:
+    def in_package() -> Model:
         """As other modules import the file: under its own name, with its package before it.
 
         They may import it in a circle, or have a subpackage with the name of a library.
@@ -173,9 +181,9 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
         holder.__file__ = str(path)
         with _importing(holder, [root], deferred):
             module = importlib.import_module(".".join([*parts, path.stem]))
-            return _chosen(module, tree.body, place, name)
+            return choose(module, tree.body)
 
-    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree):
+    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree) or _hides_model(tree):
         return lazily()
     try:
         try:
@@ -188,7 +196,7 @@ def _from_file(path: Path, place: str, name: str | None) -> Callable[..., nn.Mod
                 raise
             sys.modules.pop(package, None)
             return despite_missing_libraries(lambda: execute(False, [outer]))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not isinstance(error, AdaptError):  # of a statement that the target may not need
             with contextlib.suppress(Exception):
                 return lazily()
@@ -294,8 +302,8 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Add the file that raised an error while it was imported, unless it is the target's."""
         cause = error.__cause__ or error if isinstance(error, AdaptError) else error
         importing = [f.filename for f in users_frames(cause) if f.name == "<module>"]
-        not_found = isinstance(cause, ModuleNotFoundError)
-        if not importing or (not_found and not isinstance(cause, PackageNotFoundError)):
+        # Its subclasses are raised where a version is asked for, or a missing library used.
+        if not importing or type(cause) is ModuleNotFoundError:
             return False
         file = importing[-1]
         fresh = file.endswith(".py") and file not in (str(path), *self._files)
@@ -334,28 +342,46 @@ def _import_path(folders: list[Path]) -> Iterator[None]:
 
 
 def _trains(tree: ast.Module) -> bool:
-    """Whether a file calls `.backward()` outside of functions and the main guard."""
-    for statement in tree.body:
-        defines = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
-        if not defines and not is_main_guard(statement):
-            nodes = ast.walk(statement)
-            if any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes):
-                return True
-    return False
+    """Whether a file calls `.backward()` or `.fit(…)`, or a function that does, when imported.
+
+    What stands below the main guard does not count.
+    """
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    called = {node.name: _called(node) for node in functions}
+    training, before = {"backward", "fit"}, 0
+    while len(training) > before:
+        before = len(training)
+        training |= {name for name, callees in called.items() if callees & training}
+    script = (node for node in tree.body if node not in functions and not is_main_guard(node))
+    return any(_called(node) & training for node in script)
+
+
+def _hides_model(tree: ast.Module) -> bool:
+    """Whether a file defines language models only in functions or below the main guard."""
+    nothing = ModuleType("nothing")
+    seen, every = _model_classes(nothing, tree.body), _model_classes(nothing, unguarded(tree))
+    whole = any(_features(name, seen, FEATURES) == len(FEATURES) for name in seen)
+    return len(every) > len(seen) and not whole
+
+
+def _called(tree: ast.AST) -> set[str]:
+    """The names of the functions, classes and methods that code calls."""
+    callees = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {getattr(callee, "attr", getattr(callee, "id", "")) for callee in callees}
 
 
 # Choosing the function or class.
 
 
 def _chosen(
-    module: ModuleType, body: Sequence[ast.stmt], place: str, name: str | None
-) -> Callable[..., nn.Module]:
-    """The function or class of that name, or the only candidate."""
+    module: ModuleType, body: Sequence[ast.stmt], place: str, name: str | None, notes: list[str]
+) -> Model:
+    """The function or class of that name, or the likeliest one."""
     classes = _model_classes(module, body)
     known = list(classes)
     if name is None:
         functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        name = "make_model" if "make_model" in functions else _only_root(classes, place)
+        name = "make_model" if "make_model" in functions else _root(classes, place, notes)
     there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
     try:
         found = getattr(module, name)
@@ -364,6 +390,9 @@ def _chosen(
         close = difflib.get_close_matches(name.lower(), list(folded), 1)
         hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
         raise AdaptError(f"no class or function {name!r} in {place}{hint}. {there_are}") from None
+    if isinstance(found, Unknown):
+        with translated(f"{place} cannot be executed"):
+            raise found.error()
     if isinstance(found, nn.Module):
         raise AdaptError(
             f"{name!r} in {place} is a model that is built already. Pass its class, "
@@ -382,7 +411,7 @@ def _chosen(
 def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, ast.ClassDef]:
     """The module's own nn.Module classes; judged by their bases where they are not executed yet."""
     found: dict[str, ast.ClassDef] = {}
-    for node in body:
+    for node in _with_blocks(body):
         if isinstance(node, ast.ClassDef):
             value = vars(module).get(node.name)
             bases = [ast.unparse(base) for base in node.bases]
@@ -390,6 +419,16 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
             if issubclass(value, nn.Module) if isinstance(value, type) else named:
                 found[node.name] = node
     return found
+
+
+def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Statements, and those in the blocks of `if`, `try` and `with`, without the main guard."""
+    for node in body:
+        yield node
+        guarded = isinstance(node, ast.If) and is_main_guard(node)
+        if not guarded and not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                yield from _with_blocks(getattr(node, block, []))
 
 
 def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
@@ -429,8 +468,11 @@ def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence
     return [name for name in names if features[name] == max(features.values())]
 
 
-def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
-    """The only class that no other class uses, without classifiers built on the model."""
+def _root(classes: dict[str, ast.ClassDef], place: str, notes: list[str]) -> str:
+    """The class that no other class uses, without classifiers built on the model.
+
+    Of several the last is chosen, which in a lesson is the complete one, and a note says so.
+    """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
     used = {
         node.id
@@ -444,11 +486,10 @@ def _only_root(classes: dict[str, ast.ClassDef], place: str) -> str:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)
     roots = [name for name in roots if all(name in other for other in roots)] or roots  # no variant
-    if len(roots) == 1:
-        return roots[0]
     if not classes:
         raise AdaptError(f"{place} defines no nn.Module class. {MAKE_MODEL}")
-    raise AdaptError(
-        f"{place} has {len(roots)} nn.Module classes that no other class uses: {listed(roots)}. "
-        f"Pass {place}:{(roots or list(classes))[-1]}, or one of the others"
-    )
+    *others, chosen = roots or list(classes)
+    if others:
+        names = listed([f"{place}:{name}" for name in others])
+        notes[:] = [f"{chosen} is the last model in the file, which has others too: {names}"]
+    return chosen

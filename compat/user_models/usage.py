@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
 import linecache
 import re
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,12 +41,14 @@ class Usage:
         attributes: Names read as `config.name` or `getattr(config, "name")`.
         tables: Names of tables in which a key is looked up: `key in config["name"]`.
         optional: Attributes that are only read with a default: `getattr(config, "name", 1)`.
+        sections: Names off which sizes are read in turn: `model` of `config.model.n_layer`.
     """
 
     items: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    sections: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -83,7 +88,42 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         frozenset(attributes),
         frozenset(_TABLE.findall(text)),
         frozenset(optional),
+        frozenset(_sections(cls) & {*items, *attributes}),
     )
+
+
+def _sections(cls: Callable[..., Any]) -> set[str]:
+    """Names off which sizes are read: `cfg.model.n_layer`, or `m.get("dim")` of `m = cfg["m"]`."""
+    found: set[str] = set()
+    for module in user_modules(cls):
+        nodes = list(ast.walk(tree_of(module)))
+        variables: dict[str, str] = {}
+        for node in nodes:
+            match node:
+                case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+                    pairs = zip(targets, values, strict=False)
+                case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
+                    pairs = zip([target], [value], strict=True)
+                case _:
+                    continue
+            variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(v)[1])}
+        for node in nodes:
+            owner, name = _read(node)
+            if owner is not None and len(name) > 1 and role_of(name):
+                found.add(variables.get(ast.unparse(owner)) or _read(owner)[1])
+    return found
+
+
+def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
+    """What `node` reads a name off, and the name: `o.name`, `o["name"]` or `o.get("name", 1)`."""
+    match node:
+        case (
+            ast.Attribute(owner, str(name))
+            | ast.Subscript(owner, ast.Constant(str(name)))
+            | ast.Call(ast.Attribute(owner, "get"), [ast.Constant(str(name)), *_])
+        ):
+            return owner, name
+    return None, ""
 
 
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
@@ -95,6 +135,21 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
     own = source_of(inspect.getattr_static(cls, "__init__"))
     names = re.findall(rf"\b{parameter}{_ITEM.pattern}", own)
     return {n: bool(re.search(rf"""\b{parameter}\[\s*["']{n}["']""", own)) for n in names}
+
+
+def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:
+    """The classes that a constructor passes its **kwargs to, and the parameters it sets itself."""
+    with contextlib.suppress(SyntaxError, TypeError, ValueError):
+        own = textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__")))
+        for node in ast.walk(ast.parse(own)):
+            match node:
+                case ast.Call(ast.Name(name), positional, keywords) if any(
+                    k.arg is None and ast.unparse(k.value) == parameter for k in keywords
+                ):
+                    inner = vars(sys.modules[cls.__module__]).get(name)
+                    if isinstance(inner, type) and inner is not cls:
+                        first = list(inspect.signature(inner).parameters)[: len(positional)]
+                        yield inner, {*first, *(k.arg for k in keywords if k.arg)}
 
 
 def source_of(function: object) -> str:
@@ -110,6 +165,13 @@ def modules_text(cls: Callable[..., Any]) -> str:
     files = [str(module.__file__) for module in user_modules(cls)]
     linecache.checkcache()
     return "\n".join("".join(linecache.getlines(file)) for file in files)
+
+
+def tree_of(module: ModuleType) -> ast.Module:
+    """The syntax of a module's source; empty if it has none."""
+    with contextlib.suppress(SyntaxError):
+        return ast.parse("".join(linecache.getlines(str(module.__file__))))
+    return ast.Module(body=[], type_ignores=[])
 
 
 def user_modules(target: Callable[..., Any]) -> list[ModuleType]:

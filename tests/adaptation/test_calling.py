@@ -114,6 +114,12 @@ class Positions(Plain):
         return {"logits": self.table(ids) + 0 * position_ids[:, None]}
 
 
+class Decoder(Plain):
+    def forward(self, source: Tensor, target_ids: Tensor, padding_mask: Tensor) -> Tensor:
+        self.seen(target=target_ids, mask=padding_mask)
+        return self.table(source) + 0 * self.table(target_ids) * padding_mask[..., None]
+
+
 class Batch(Plain):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
@@ -124,7 +130,7 @@ class Last(Plain):
         return self.table(ids)[:, -1]
 
 
-@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions, Batch])
+@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions, Decoder, Batch])
 def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
     signature = find_signature(model, IDS)
@@ -138,6 +144,9 @@ def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) ->
         assert model.calls[-1]["mask"] is None
     if cls is Positions:
         assert model.calls[-1]["positions"].tolist() == [0, 1, 2, 3, 4]
+    if cls is Decoder:
+        assert torch.equal(model.calls[-1]["target"], IDS)
+        assert torch.equal(model.calls[-1]["mask"], torch.ones_like(IDS))
     torch.testing.assert_close(logits, model.table(IDS))
     assert model.training
 

@@ -18,6 +18,7 @@ from compat.adaptation.mapping.linear_maps import LinearMap, linear_map, token_v
 from compat.adaptation.tracing.calling import find_signature
 from compat.adaptation.tracing.graph import Graph
 from compat.adaptation.tracing.record import to_graph
+from compat.adaptation.tracing.rewrites import drop_zero_terms
 from tests.adaptation.catalogue import MODELS, MUTATIONS, composed
 from tests.adaptation.common import build, tiny_config
 
@@ -68,6 +69,30 @@ def test_a_graph_records_dependence_on_ids_and_parameters() -> None:
     place = graph.place(graph.output)
     assert place is not None and place.file == __file__
     assert "exp()" in place.text
+
+
+class Routed(nn.Module):
+    """Adds a term that is zero to the two rows that the ids and their positions choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).view(-1, 4)
+        rows = (ids * torch.arange(ids.shape[1]) > 5).flatten().nonzero()[:, 0]
+        chosen: Tensor = x[rows]
+        term = 0 * (torch.ones(2, 2) @ chosen)
+        return x.index_add(0, rows, chosen + term).view(*ids.shape, 4)
+
+
+@pytest.mark.parametrize("ids, dropped", [([1, 2, 5, 6], False), ([6, 6, 6], True)])
+def test_zero_terms_are_only_dropped_where_the_graph_runs_with_other_ids(
+    ids: list[int], dropped: bool
+) -> None:
+    example = torch.tensor([ids])
+    graph = to_graph(Routed(), lambda model, x: model(x), example)
+    assert drop_zero_terms(graph) is dropped
 
 
 def test_equal_operations_are_merged() -> None:

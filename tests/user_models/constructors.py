@@ -115,6 +115,45 @@ class GPT(Core):
         m, d = cfg["model"], cfg["data"]
         super().__init__(d["vocab"], d["ctx"], m["dim"], m["depth"], m["heads"], m["magic"])
 """,
+    "sections by get": """
+class GPT(Core):
+    def __init__(self, cfg):
+        m, self.data = cfg["NET_PART"], cfg.get("TEXTS", {})
+        vocab = cfg.get("VOCABULARY", {}).get("vocab_size", 1)
+        super().__init__(vocab, self.data["n_ctx"], m.get("dim", 3), m["depth"], m["heads"])
+""",
+    "config classes in one": """
+@dataclass
+class NetPart:
+    dim: int
+    depth: int = 2
+    heads: int = 3
+class Texts:
+    def __init__(self, vocab_size=4, n_ctx=5):
+        self.vocab_size, self.n_ctx = vocab_size, n_ctx
+@dataclass
+class Everything:
+    net: NetPart
+    texts: Texts = None
+    def __post_init__(self):
+        self.texts = self.texts or Texts()
+class GPT(Core):
+    def __init__(self, config: Everything):
+        c, d = config.net, config.texts
+        super().__init__(d.vocab_size, d.n_ctx, c.dim, c.depth, c.heads)
+""",
+    "kwargs of a part": BASE + """
+class Part:
+    def __init__(self, rate, **kwargs):
+        self.sizes = kwargs["n_vocab"], kwargs.get("n_ctx", 5)
+class Parts:
+    def __init__(self, dim, depth, heads=3, **kw):
+        self.sizes = (*Part(0.5, **kw).sizes, dim, depth, heads)
+class GPT(nn.Module):
+    def __init__(self, depth, **kwargs):
+        super().__init__()
+        self.sizes = Parts(depth=depth, **kwargs).sizes
+""",
     "annotated dataclass": DATACLASS + gpt(", c: GPTConfig", READ),
     "annotated by string": DATACLASS + gpt(', c: "typing.Optional[GPTConfig]" = None', READ),
     "dataclass by default": DATACLASS + gpt(", x=GPTConfig()", READ, "c = x"),
@@ -167,5 +206,15 @@ class Config:
     n_layer = 4
     n_head = 5
 """ + gpt("", READ.replace("c.", "Config.")),
+    "global sections": """
+CFG = {"data": {"vocab_size": 65, "n_ctx": 8}, "net": {"dim": 32, "depth": 3, "heads": 2}}
+""" + gpt("", "*CFG['data'].values(), *CFG['net'].values()"),
+    "global constants": """
+class Hyper:
+    vocab, ctx, dim, layers, heads = 65, 8, 32, 2, 2
+""" + gpt("", "Hyper.vocab, Hyper.ctx, Hyper.dim, Hyper.layers, Hyper.heads"),
+    "a letter beside its name": gpt(
+        ", vocab_size, T, d_model, L, n_heads, d=1", "vocab_size, T, d_model, L, n_heads, d"
+    ),
     "global dataclass": DATACLASS + "\nc = GPTConfig()\n" + gpt("", READ),
 }  # fmt: skip

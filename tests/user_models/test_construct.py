@@ -412,3 +412,28 @@ class GPT(nn.Module):
     assert own == "your CONFIG has qkv_bias=False"
     path.write_text(CORE + source.replace("False", "True"))
     assert ";" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
+
+
+def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:
+    """The model is built in it where it runs in no other, and the call says so."""
+    path = tmp_path / "own.py"
+    path.write_text("""
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, n_head, block_size=99):
+        super().__init__()
+        self.sizes = n_embd, n_head
+        self.wte, self.ln_f = nn.Embedding(vocab_size, n_embd), nn.LayerNorm(40)
+    def forward(self, ids):
+        return self.ln_f(self.wte(ids)) @ self.wte.weight.T
+""")
+    cls = load_target(f"{path}:GPT")
+    model, call = construct_with_call(cls, CONFIG)
+    assert vars(model)["sizes"] == (40, 4)
+    assert call.endswith("; your code runs in width 40 and not in 24")
+    model, call = construct_with_call(cls, dataclasses.replace(CONFIG, n_embd=40))
+    assert vars(model)["sizes"] == (40, 4) and "width" not in call
+    path.write_text(path.read_text().replace("LayerNorm(40)", "LayerNorm(block_size + 1)"))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)  # which raises in all
+    assert vars(model)["sizes"] == (24, 4) and "width" not in call

@@ -6,13 +6,16 @@ import dataclasses
 import inspect
 import json
 import linecache
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import compat
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_forward, load_target
 
@@ -190,14 +193,33 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     del sys.modules["own_lib"]
 
 
+def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
+    """It is missing, while the modules of this tool stay imported."""
+    write(tmp_path / "compat" / "__init__.py", "")
+    write(tmp_path / "compat" / "sizes.py", "width = 7\n")
+    before = sys.modules["compat.user_models"]
+    path = write(tmp_path / "gpt.py", f"from compat.sizes import width\n{GPT}")
+    assert load_target(f"{path}:GPT").__name__ == "GPT"
+    assert sys.modules["compat.user_models"] is before
+    write(path, f"from compat import width\n{GPT}    size = 2 * width\n")
+    refused(f"{path}:GPT", "'width'", "`compat` is this tool's own package", "rename yours")
+    python = [sys.executable, str(Path(compat.__file__).parent / "__main__.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert f"Python imports {tmp_path / 'compat' / '__init__.py'} as `compat`" in run.stderr
+
+
 def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
-    """`vocab_size = len(chars)` is the checkpoint's, and what else needs the data is refused."""
+    """`vocab_size = len(chars)` is the checkpoint's, and a class that needs the data is refused."""
     read = "text = open('no such file').read()\nchars = set(text)\nvocab_size = len(chars)\n"
     write(tmp_path / "own_data.py", f"{read}width = 7\n")
     text = f"from own_data import vocab_size, width\n{GPT}    size = width\n"
     path = write(tmp_path / "gpt.py", text)
     assert vars(load_target(f"{path}:GPT"))["size"] == 7
     path.write_text(text.replace("vocab_size, width", "width, chars"))
+    assert vars(load_target(f"{path}:GPT"))["size"] == 7
+    path.write_text(text.replace("vocab_size, width", "width, chars") + "    all = sorted(chars)\n")
     refused(f"{path}:GPT", "own_data.py", "no such file")
 
 
@@ -251,6 +273,13 @@ def test_training_at_module_level_is_not_executed(tmp_path: Path) -> None:
     )  # all of it was imported
 
 
+def test_training_by_a_trainer_is_not_executed(tmp_path: Path) -> None:
+    trainer = "class Trainer:\n    def fit(self, model):\n        model.train()\n"
+    path = write(tmp_path / "gpt.py", f"{GPT}{trainer}seen = [1]\nTrainer().fit(GPT())\n")
+    module = sys.modules[load_target(f"{path}:GPT").__module__]
+    assert "GPT" in vars(module) and "seen" not in vars(module)
+
+
 # Choosing the function or class.
 
 
@@ -258,9 +287,9 @@ def test_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
     path = write(tmp_path / "gpt.py", GPT + "from torch.nn import Linear\n")
     assert load_target(str(path)).__name__ == "GPT"
     write(path, GPT + "class Other(GPT):\n    pass\nclass More(GPT):\n    pass\n")
-    refused(
-        str(path), "has 2 nn.Module classes that no other class uses: Other, More", "gpt.py:More"
-    )
+    notes: list[str] = []
+    assert load_target(str(path), notes).__name__ == "More"
+    assert notes == [f"More is the last model in the file, which has others too: {path}:Other"]
     refused(str(write(path, "x = 1")), "defines no nn.Module class")
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
@@ -473,8 +502,39 @@ class GPT(nn.Module):
     path.write_text(
         f"{path.read_text()}\n\nclass Other(GPT):\n    pass\n\n\nclass Last(GPT):\n    pass\n"
     )
-    with pytest.raises(AdaptError, match="Other, Last"):
-        load_target(str(path))
+    assert load_target(str(path)).__name__ == "Last"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "def main(n_embd, *, vocab_size=65):\n    block_size = len(open('no such file').read())\n",
+        "if __name__ == '__main__':\n    n_embd, vocab_size, block_size = 32, 65, 8\n",
+        "n_embd, vocab_size, block_size = 32, 65, 8\nif n_embd:\n    pass\n",
+        "n_embd, vocab_size, block_size = 32, 65, 8\ntry:\n    import no\nexcept ImportError:\n",
+    ],
+    ids=["function", "main guard", "if", "try"],
+)
+def test_a_model_in_a_block_of_statements(tmp_path: Path, start: str) -> None:
+    """Of a function, what returns is not executed; its parameters are sizes like globals."""
+    own = """
+    class GPT(Part):
+        def __init__(self):
+            super().__init__(n_embd)
+            self.wte, self.sizes = nn.Embedding(vocab_size, n_embd), (vocab_size, block_size)
+        def attention(self):
+            pass
+    if n_embd:
+        RETURN
+    model = GPT()
+"""
+    part = "from torch import nn\nclass Part(nn.Module):\n    def __init__(self, width):\n"
+    part += "        super().__init__()\n        self.width = width\n"
+    own = own.replace("RETURN", "return model" if "def main" in start else "pass")
+    cls = load_target(str(write(tmp_path / "own.py", part + start + own)))
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=24)
+    model = vars(construct(cls, config))
+    assert cls.__name__ == "GPT" and model["sizes"] == (97, 32) and model["width"] == 24
 
 
 def test_a_file_that_parses_arguments_at_module_level(
@@ -506,9 +566,42 @@ def test_a_statement_that_fails_and_that_the_class_does_not_need(tmp_path: Path)
     )
     (tmp_path / "data.py").write_text(text)
     assert load_target(f"{tmp_path}/data.py").__name__ == "Net"
-    (tmp_path / "needed.py").write_text(text.replace("Linear(2, 2)", "Linear(2, len(text))"))
+    (tmp_path / "needed.py").write_text(text.replace("Linear(2, 2)", "Linear(2, int(text))"))
     with pytest.raises(AdaptError, match=r"input\.txt"):
-        load_target(f"{tmp_path}/needed.py")
+        construct(load_target(f"{tmp_path}/needed.py"), GPT2Config())
+
+
+def test_what_depends_on_missing_data_has_the_checkpoints_sizes(tmp_path: Path) -> None:
+    """Also where it is an attribute, an entry or a length, and in code that trains."""
+    text = """
+import json
+from torch import nn
+
+class Tokenizer:
+    def __init__(self, text):
+        self.chars = sorted(set(text))
+        self.n_vocab = len(self.chars)
+
+def train():
+    GPT()(None).backward()
+
+text = open("no such file").read()
+tokenizer = Tokenizer(text)
+params = json.load(open("no such file"))
+
+class GPT(nn.Module):
+    def __init__(self, dropout=params["model"]["dropout"]):
+        super().__init__()
+        self.sizes = tokenizer.n_vocab, params["model"]["dim"], len(tokenizer), dropout
+
+train()
+"""
+    config = GPT2Config(vocab_size=97, n_embd=24, resid_pdrop=0.25)
+    model = construct(load_target(f"{write(tmp_path / 'data.py', text)}:GPT"), config)
+    assert vars(model)["sizes"] == (97, 24, 97, 0.25)
+    path = write(tmp_path / "data.py", text.replace('["dim"]', '["other"] > 7'))
+    with pytest.raises(AdaptError, match="No such file or directory: 'no such file'"):
+        construct(load_target(f"{path}:GPT"), config)
 
 
 def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Path) -> None:

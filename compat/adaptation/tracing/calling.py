@@ -164,7 +164,9 @@ def _values(name: str) -> tuple[Value, ...]:
         return _nothing, _nothing_for_each_layer
     if re.search("type|segment", name):
         return _nothing, lambda model, ids: torch.zeros_like(ids)
-    return (_nothing,)
+    if "mask" in name:
+        return _nothing, lambda model, ids: torch.ones_like(ids)
+    return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
 
 
 def _mask(mask: Callable[[int], Tensor | None], model: nn.Module, ids: Tensor) -> Tensor | None:
