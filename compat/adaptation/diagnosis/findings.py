@@ -142,7 +142,7 @@ def _evidence(
         return f"found in the graph, and this change alone moves the logits by {moved}"
     error = f"{counterfactual.error:.1g}"
     if deviation.code == "softmax_output":
-        return f"confirmed: without it, your logits equal the reference's to within {error}"
+        return f"confirmed: before the softmax, your logits equal the reference's to within {error}"
     if changes == 1:
         return (
             f"confirmed: with this one change, the reference reproduces your logits to within "
