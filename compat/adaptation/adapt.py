@@ -449,8 +449,8 @@ def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
         name_map = map_by_calls(run.model, run.call, run.ids, run.config)
     except AdaptError as reason:
         raise Untraceable(
-            f"{error}. No name map follows from the order of module calls either, because " "
-            f"f"{reason}. {BY_HAND}"
+            f"{error}. No name map follows from the order of module calls either, because "
+            f"{reason}. {BY_HAND}"
         ) from error
     load_into(run.model, name_map, run.checkpoint)
     reference = run.reference()

@@ -1,11 +1,11 @@
 """Libraries that a user's files import and that are not installed, such as those for logging.
 
-The model may not need them. Their names can be imported and stand in annotations. While files are
-loaded, they can be called outside of functions, as in `config = load("config.yaml")`; what such a
-call returns has any attribute. As decorators they return what they decorate. A call whose result is
-not used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use
-raises the error of the import. A module of an installed library that cannot be imported without
-another one, such as `torch.utils.tensorboard`, is missing as well.
+The model may not need them. Their names can be imported and used in annotations. While files are
+loaded, they can be called outside of functions, as in `config = load("config.yaml")`; the result of
+such a call has every attribute. As decorators they return the decorated object. A call whose result
+is not used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use
+raises the import error. A module of an installed library counts as missing too if it cannot be
+imported without another library, such as `torch.utils.tensorboard`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Loaded = TypeVar("Loaded")
 
 
 def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
-    """Load code, and supply the libraries that turn out to be missing.
+    """Load code, with placeholders for the libraries that are missing.
 
     Raises:
         ModuleNotFoundError: the code cannot be loaded without a missing library.
@@ -124,7 +124,7 @@ class _MissingModule(ModuleType):
 
 
 class _UsedError(ModuleNotFoundError):
-    """A missing library is used."""
+    """A missing library was used."""
 
 
 class _Missing(type):
@@ -178,7 +178,7 @@ def _next_operation(frame: FrameType) -> str:
 
 
 class _Result(_Missing):
-    """The type of what a missing library returns; whether it is true is not known."""
+    """The type of the values that a missing library returns; their truth value is unknown."""
 
     def __bool__(cls) -> bool:
         raise cls.error()

@@ -130,7 +130,7 @@ def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config
 
 
 def _norm_rows(hf: str, one: Called) -> list[Row]:
-    """The scale is the parameter that is initialised to one; without one, the first parameter."""
+    """The scale is the parameter that is 1 everywhere; without such a one, the first parameter."""
     path, module = one
     named = dict(module.named_parameters(recurse=False))
     scales = [name for name, p in named.items() if bool((p == 1).all())] or list(named)[:1]
