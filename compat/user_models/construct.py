@@ -406,6 +406,7 @@ def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config)
     text = json.dumps(example).replace('"..."', "...")
     return (
         f"{target.__name__} needs the {noun} {listed(missing)}, and compat knows no value for "
-        f"{'these names' if len(missing) > 1 else 'this name'}. The checkpoint has {known}. {MAKE_MODEL}; or pass --kwargs '{text}', or the "
-        "name of a config in the file with --config-name"
+        f"{'these names' if len(missing) > 1 else 'this name'}. The checkpoint has {known}. "
+        f"{MAKE_MODEL}; or pass --kwargs '{text}', or the name of a config in the file with "
+        "--config-name"
     )
