@@ -212,7 +212,7 @@ def _scan_pickle(data: bytes, max_opcodes: int) -> tuple[int, int]:
 
 
 def _check_argument(name: str, argument: object) -> None:
-    """Names must be those of tensors, and integers short, since long ones can be made to collide."""
+    """Names must mean tensors, and integers be short, since long ones can be made to collide."""
     if name == "PROTO" and argument != _PROTOCOL:
         raise ValueError(
             f"its pickle has protocol {argument}, and torch.save writes protocol {_PROTOCOL}; "

@@ -195,7 +195,7 @@ def _sentence(adaptation: Adaptation) -> str:
     """What decides: unmatched tensors, the parity check, or a finding."""
     if n := len(adaptation.unmatched):
         tensors = f"{n:,} tensor{'s' * (n > 1)}"
-        return f"{adaptation.model} has no place for {tensors} of {adaptation.source}."
+        return f"{adaptation.model} has no parameter for {tensors} of {adaptation.source}."
     if adaptation.parity is None:
         return f"{adaptation.model} could not be run, so nothing was compared."
     if adaptation.parity.passed and not adaptation.compatible:
