@@ -27,7 +27,7 @@ def pack_checkpoint(
     source: Source,
     file: str | Path,
     *,
-    dtype: Literal["int8", "bfloat16"] = "int8",
+    dtype: Literal["int8", "bfloat16"] | torch.dtype = "int8",
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
@@ -45,7 +45,7 @@ def pack_checkpoint(
         file: the path to write, which must end with ".safetensors". An existing file is replaced as
             a whole.
         dtype: "int8": the matrices in 8 bits, with a scale for each output, embeddings in bfloat16
-            and the rest in float32. "bfloat16": everything in bfloat16.
+            and the rest in float32. "bfloat16": everything in bfloat16. A torch.dtype also works.
         revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
@@ -53,7 +53,8 @@ def pack_checkpoint(
         CheckpointError: The source is a packed file or has values beyond the range of the data
             type, or the file cannot be written; see also `open_checkpoint`.
     """
-    if not isinstance(dtype, str) or dtype not in PRECISIONS:
+    precision = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'int8' or 'bfloat16'.")
     if not isinstance(file, str | os.PathLike) or Path(file).suffix != ".safetensors":
         raise ConfigError(f"file is {described(file)}; expected a path that ends in .safetensors.")
@@ -63,12 +64,12 @@ def pack_checkpoint(
             f"{checkpoint.weights} is already packed. Pack {checkpoint.packed.source} instead, "
             "from which it was made."
         )
-    tensors = _packed(checkpoint, dtype)
+    tensors = _packed(checkpoint, precision)
     # The head of an int8 model is quantized, and its embedding is not.
-    tied = checkpoint.config.tie_word_embeddings and dtype == "bfloat16"
+    tied = checkpoint.config.tie_word_embeddings and precision == "bfloat16"
     fields = {**checkpoint.config.to_hf_dict(), "tie_word_embeddings": tied}
     metadata = {
-        "precision": dtype,
+        "precision": precision,
         "source": checkpoint.source,
         "source_sha256": _sha256(checkpoint.files),
         "config": fields,
