@@ -1,8 +1,8 @@
 """Load Hugging Face GPT-2 checkpoints into hand-written GPT-2 blocks, prove that they compute what
 `transformers` computes, and generate text.
 
-A public name is imported when it is first used, so that `import compat` and the help of the command
-line do not wait for torch.
+Public names are imported on first use, so that `import compat` and the help of the command line do
+not import torch.
 """
 
 from importlib import import_module

@@ -59,10 +59,10 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-# The largest size and id.
+# The largest size and the largest id.
 _MAX = 2**31 - 1
 
-# Fields that affect neither shapes nor arithmetic, and that frameworks set on a config.
+# Fields that affect neither shapes nor arithmetic, and that frameworks assign on a config.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -73,8 +73,8 @@ class GPT2Config:
     The defaults are those of `transformers.GPT2Config`, the 124M model. Two fields are not Hugging
     Face's: `qkv_bias=False` and `layer_norm_bias=False` leave these biases out.
 
-    Fields are read-only, since models that were built from a config would contradict a changed
-    one; `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
+    Fields are read-only, because a changed config would contradict models that were built from it;
+    `dataclasses.replace(config, n_layer=2)` makes another config. Only `bos_token_id`,
     `eos_token_id` and `pad_token_id`, which do not affect shapes or arithmetic, may be set, to ids
     of the vocabulary or None. Frameworks may set other attributes, such as `use_cache`. These are
     copied and pickled. Comparison, hashing, `asdict`, `replace` and `to_hf_dict` ignore them.
@@ -147,7 +147,7 @@ class GPT2Config:
         super().__setattr__(name, value)
 
     def _checked_ids(self, name: str, value: Any) -> int | tuple[int, ...] | None:
-        """The value to which a framework sets the ids of a special token."""
+        """The checked value of a special token's ids, which a framework sets."""
         several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
         ids = tuple(value) if several else () if value is None else (value,)
         if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
@@ -211,8 +211,8 @@ class GPT2Config:
         and is refused unless it is false, null or empty.
 
         Raises:
-            ConfigError: It is not of a GPT-2, a field is unknown, or two names of one field
-                disagree.
+            ConfigError: The config is not that of a GPT-2, a field is unknown, or two names of one
+                field disagree.
         """
         if not isinstance(raw, Mapping):
             raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields.")
@@ -230,8 +230,8 @@ class GPT2Config:
             for name in targets:
                 if name in known and known[name] != value:
                     raise ConfigError(
-                        f"config has {name!r} twice: {short_repr(known[name])}, "
-                        f"and {short_repr(value)} as {given!r}. Remove one of them."
+                        f"config has {name!r} twice: {short_repr(known[name])}, and "
+                        f"{short_repr(value)} as {given!r}. Remove one of them."
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
         names = {own.name for own in fields(cls)}
@@ -272,7 +272,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the torch.dtype for a torch.dtype or its name, such as "float16"; None stays None.
 
     Raises:
-        ConfigError: It is not one of the four data types of weights.
+        ConfigError: The data type is not one of the four that weights can have.
     """
     if dtype is None:
         return None

@@ -49,7 +49,7 @@ class HtmlPage:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole: where that fails, what was there before remains.
+    """Write a file as a whole: after an error, its previous contents remain.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The engine: any GPT-2 weights, packed for this machine, to generate from and to score with."""
+"""The engine: a GPT-2 with packed weights, for fast generation and scoring."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Engine:
-    """GPT-2 run by the fastest kernels of this machine.
+    """GPT-2 on packed weights, with the kernels that are fastest on this machine.
 
     `Engine(model)` takes a dialect's model, or any module with its name map;
     `Engine.from_pretrained(source)` reads a checkpoint. The weights are read and packed once, so
@@ -55,21 +55,21 @@ class Engine:
         model: holds the weights.
         name_map: needed for a module that is not a dialect's model.
         config: needed for a module that has no `config`, because its tensors do not determine
-            `n_head` and the like.
+            `n_head` and other fields.
         dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
             rest in float32.
-        device: where it computes. The kernels are chosen by measurement on the CPU, and are torch's
-            own elsewhere.
-        max_batch: largest number of sequences that are decoded together, for which the kernels are
-            then chosen. None: any number, with kernels for one sequence.
+        device: the device. On the CPU the kernels are selected by measurement; other devices use
+            torch's own.
+        max_batch: largest number of sequences that are decoded together; kernels are selected for
+            it. None: any number, with kernels for one sequence.
         speculate: speculative decoding of a single sequence. Draft tokens come from the same
-            weights in 8 bits ("int8"), or from what followed the last tokens earlier in the text
-            ("lookup", prompt lookup); "int8" also uses prompt lookup where that promises more. The
-            generated tokens are the same as without.
+            weights in 8 bits ("int8"), or from prompt lookup ("lookup"): the tokens that followed
+            the last tokens earlier in the text. "int8" also uses prompt lookup when its expected
+            gain is larger. The generated tokens are the same as without speculative decoding.
 
     Raises:
-        ConfigError: an unknown data type or kind of speculation, a device that cannot be used, or
-            no config.
+        ConfigError: the data type or the kind of speculation is unknown, the device cannot be used,
+            or there is no config.
         CompatError: the source cannot be loaded, or the map does not fit.
     """
 
@@ -105,18 +105,18 @@ class Engine:
         n_head: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine of a checkpoint.
+        """An engine with the weights of a checkpoint.
 
         A safetensors file is memory-mapped, and the engine may use parts of it in place for as long
         as it exists: do not truncate or overwrite the file.
 
         Args:
-            source: as in `load_pretrained`, or an open checkpoint. Of a packed file, `dtype` is by
-                default what it was packed in.
+            source: as in `load_pretrained`, or an open checkpoint. For a packed file, `dtype` is by
+                default the precision of the file.
             revision: branch, tag or commit on the hub.
             verify: compare every file with the checksum that the hub states for it.
             n_head: number of heads, for a file that has no config.
-            options: as of `Engine`.
+            options: as in `Engine`.
         """
         if not isinstance(source, Checkpoint):
             source = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
@@ -138,10 +138,10 @@ class Engine:
         max_batch: int | None = None,
         speculate: Literal["int8", "lookup"] | None = None,
     ) -> None:
-        """Read the weights by Hugging Face's names, and pack them.
+        """Read the weights by Hugging Face's names and pack them.
 
         Args:
-            weight: reads one.
+            weight: reads a tensor.
             quantized: reads a weight in 8 bits, or returns None.
         """
         precision: Any = dtype
@@ -192,7 +192,7 @@ class Engine:
                 self._draft_sources.append(DraftSource(ModelDraft(draft)))
 
     def decoder(self) -> Decoder:
-        """A decoder with a batch of its own, which `generate` and the like use."""
+        """A decoder with a separate batch, for `generate`, `stream` and the text functions."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
         return SpeculativeDecoder(self.transformer, self._draft_sources)
@@ -231,12 +231,13 @@ class Engine:
 
         Args:
             input_ids: (B, T), as a tensor, a NumPy array or lists; up to `n_positions` + 1 tokens,
-                because the last one is only predicted.
+                because the last token is only predicted.
             greedy: return a pair: the log-probabilities, and bool (B, T − 1), whether each token is
                 the one that greedy decoding chooses there.
 
         Raises:
-            GenerationError: ids that the vocabulary lacks, or more than `n_positions` + 1.
+            GenerationError: ids are not in the vocabulary, or there are more than `n_positions` +
+                1.
         """
         given = as_ids(input_ids, self.config.vocab_size)
         (B, T), n = given.shape, self.config.n_positions
@@ -255,7 +256,7 @@ class Engine:
     def score_continuations(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[Score]:
-        """Scores of several continuations of one context, which is read once.
+        """Scores of several continuations of one context, which is processed once.
 
         Args:
             context: token ids, at least one.
@@ -263,12 +264,12 @@ class Engine:
                 `n_positions` + 1.
 
         Returns:
-            for each continuation the log-probabilities (T,) of its tokens in nats, and bool (T,),
-            whether each token is the one that greedy decoding chooses there.
+            For each continuation, the log-probabilities (T,) of its tokens in nats, and bool (T,),
+            whether greedy decoding would choose each token.
 
         Raises:
-            GenerationError: an empty context or continuation, ids that the vocabulary lacks, or
-                more than `n_positions` + 1.
+            GenerationError: the context or a continuation is empty, or ids are not in the
+                vocabulary or more than `n_positions` + 1.
         """
         found = dict(self.score_requests([(context, continuations)]))
         return [found[0, number] for number in range(len(continuations))]
@@ -277,15 +278,15 @@ class Engine:
     def score_requests(
         self, requests: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
     ) -> Iterator[tuple[tuple[int, int], Score]]:
-        """Yield the scores of several contexts' continuations, in the order of their computation.
+        """Yield the scores of continuations of several contexts, in the order of their computation.
 
-        Contexts of similar lengths are read together; otherwise as `score_continuations`.
+        Contexts of similar lengths are processed together. Otherwise as in `score_continuations`.
 
         Args:
             requests: contexts with their continuations.
 
         Returns:
-            pairs of the numbers of a request and of the continuation in it, and its score.
+            Pairs of the indices of the request and of the continuation in it, and the score.
         """
         checked = [self._checked_request(*request) for request in requests]
         yield from score_requests(self.transformer, checked)
@@ -295,9 +296,9 @@ class Engine:
     ) -> tuple[Tensor, list[Tensor]]:
         if not (len(context) and len(continuations) and all(map(len, continuations))):
             raise GenerationError(
-                "the context, a continuation or their list is empty; expected one continuation or "
-                "more, and a token or more in each and in the context. Start an empty context from "
-                "the end-of-text token."
+                "the context, a continuation or the list of continuations is empty; expected at "
+                "least one continuation, and at least one token in each and in the context. "
+                "Start an empty context from the end-of-text token."
             )
         n, T = self.config.n_positions, len(context) + max(map(len, continuations))
         if T > n + 1:
@@ -313,7 +314,7 @@ class Engine:
 
 
 def _usable(device: str | torch.device) -> torch.device:
-    """The device, after a tensor was put there and read back.
+    """The device, checked by copying a tensor there and back.
 
     Raises:
         ConfigError: the device is unknown, or missing.

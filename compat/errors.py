@@ -1,4 +1,4 @@
-"""The exceptions of `compat`, one class per kind, and helpers that word their messages."""
+"""The exceptions of `compat`, one class per kind, and helpers for their messages."""
 
 import re
 import reprlib
@@ -68,7 +68,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
 
 
 def short_repr(value: object) -> str:
-    """The repr of a value, shortened to one line, however long or deeply nested the value is."""
+    """The repr of a value, shortened to one line, even for long or deeply nested values."""
     return _REPR.repr(value)
 
 
@@ -95,7 +95,7 @@ def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
 
 
 def collapse_layers(names: Sequence[str]) -> list[str]:
-    """Names that differ only in the layer, written once: h.{0…11}.attn.c_attn.bias."""
+    """Write names that differ only in the layer once, as in h.{0…11}.attn.c_attn.bias."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
         # The first number is the layer, unless it has leading zeros or is very long.

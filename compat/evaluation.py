@@ -30,8 +30,8 @@ from compat.tokenizer import Tokenizer, load_tokenizer
 Ids = list[int]
 Score = tuple[float, bool]
 
-BATCH = 8  # texts that are generated together, unless batch_size is a number
-NEW_TOKENS = 256  # of a text whose task sets no limit, as in lm-eval's `hf`
+BATCH = 8  # number of texts that are generated together, unless batch_size states it
+NEW_TOKENS = 256  # tokens of a text whose task sets no limit, as in lm-eval's `hf`
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
@@ -39,19 +39,20 @@ SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 class CompatLM(TemplateLM):
     """lm-eval's interface to an engine, with the results of lm-eval's `hf`.
 
-    A context that several requests share, such as a question with its choices, is read once.
+    A context that several requests share, such as a question with several choices, is processed
+    once.
 
     Args:
-        source: of a checkpoint, as in `load_pretrained`; or an `Engine`, which may be that of any
+        source: a checkpoint's source, as in `load_pretrained`; or an `Engine`, for example of a
             module with a name map.
-        tokenizer: a Tokenizer, or the source of one. None: that of the checkpoint.
+        tokenizer: a Tokenizer, or the source of one. None means the checkpoint's.
         revision, n_head: as in `Engine.from_pretrained`, for a checkpoint.
         dtype, device: as in `Engine`, for a checkpoint.
         batch_size: number of texts that are generated together; "auto" is 8.
         max_batch_size: has no effect; lm-eval passes it.
 
     Raises:
-        ConfigError: an engine without a tokenizer, or a batch size that is not a number.
+        ConfigError: an engine was passed without a tokenizer, or the batch size is not a number.
         CompatError: the checkpoint or its tokenizer cannot be loaded.
     """
 
@@ -88,7 +89,7 @@ class CompatLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that a text without a context starts from.
+        """The id from which a text without a context starts.
 
         Raises:
             TokenizerError: the vocabulary has no end-of-text token, nor does the config name one.
@@ -103,7 +104,7 @@ class CompatLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """The ids of a text, in which names of special tokens are these tokens."""
+        """The ids of a text; names of special tokens are encoded as these tokens."""
         return self.tokens.encode(string, allow_special=True)
 
     def _loglikelihood_tokens(

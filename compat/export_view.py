@@ -48,8 +48,7 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     """Return a model's Hugging Face tensors, without `transformer.`, in the order of the map.
 
     A head that equals the embedding is left out, unless the model's config unties it. Biases that
-    the model lacks are zeros. Tensors that need no rearranging share the model's memory.
-
+    the model lacks are zeros. Tensors that need no rearrangement share the model's memory.
     Args:
         model: a dialect's model, or any module with a name map.
         name_map: required for a module that is not a dialect's.
@@ -68,7 +67,7 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     check_names(model, rows, parameters, zeros)
     if filled := [name for name in zeros if whole(parameters[name]).count_nonzero()]:
         raise NameMapError(
-            f"{listed(filled)} must be zero, since GPT-2 does not have them. Set them to zero."
+            f"{listed(filled)} must be zero, because GPT-2 does not have them. Set them to zero."
         )
     kept = [row for row in rows if not is_dropped(row, parameters)]
     tensors = {
@@ -113,8 +112,9 @@ def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) ->
     config = own if given is None else as_config(given)
     if config is None:
         raise ConfigError(
-            f"{type(model).__name__} has no GPT2Config as its `config`. Pass `config`, for what "
-            "does not follow from its tensors (n_head, activation_function, layer_norm_epsilon, …)."
+            f"{type(model).__name__} has no GPT2Config as its `config`. Pass `config`, for the "
+            "fields that do not follow from its tensors (n_head, activation_function, "
+            "layer_norm_epsilon, …)."
         )
     if own is not None and own != config:
         raise ConfigError(

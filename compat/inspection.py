@@ -1,4 +1,4 @@
-"""What a source is, by its headers, and whether it would load."""
+"""Description of a source by its headers, and whether it would load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPT2_TOKENS = 50257
 
 @dataclass(repr=False)
 class Inspection(HtmlPage):
-    """What is known of a source; None or empty means unknown.
+    """What is known about a source; None or empty means unknown.
 
     Args:
         source: the source that was inspected.
@@ -40,14 +40,15 @@ class Inspection(HtmlPage):
         format: the program that wrote it, and its format.
         files: every weights file, with its size in bytes.
         config: the main fields of the config.
-        layout: of the projections, `[in, out]` as in GPT-2 or `[out, in]` as in `nn.Linear`.
+        layout: the layout of the projections, `[in, out]` as in GPT-2 or `[out, in]` as in
+            `nn.Linear`.
         prefixes: prefixes of tensor names.
         names: the first tensor names in the file, unless it is a GPT-2.
         tensors: number of tensors.
         parameters: number of values in them, with a tied head counted once.
         dtypes: number of tensors of each data type.
         tokenizer: its files, its number of tokens, and what is wrong with it.
-        notes: what is unusual, and how loading treats it.
+        notes: unusual properties, and how loading treats them.
         error: why it would not load, or None.
     """
 
@@ -97,14 +98,14 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Report what a source is and whether it would load; if it would not, as much as is known.
 
-    Of safetensors only headers are read. A pickle (`.bin`, `.pt`) has no header and is read
-    completely. Values are not checked.
+    Only the headers of safetensors files are read. A pickle (`.bin`, `.pt`) has no header and is
+    read completely. Values are not checked.
 
     Args:
         source, revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
-        HubError: The hub could not be reached or does not have it.
+        HubError: The hub could not be reached or does not have the source.
     """
     found = Inspection(str(source))
     with _recording_error(found):
@@ -117,7 +118,7 @@ def inspect_checkpoint(
 
 
 def _inspect_weights(found: Inspection, weights: Path, n_head: int | None) -> None:
-    """The steps of `open_checkpoint`, each of which reports before the next one may fail."""
+    """Run the steps of `open_checkpoint`, and record each result before the next step."""
     raw_config: dict[str, Any] | None = None
     with _recording_error(found):
         raw_config = read_config(weights)
@@ -134,7 +135,7 @@ def _inspect_weights(found: Inspection, weights: Path, n_head: int | None) -> No
 
 @contextmanager
 def _recording_error(found: Inspection) -> Iterator[None]:
-    """Record the first error, unless the hub could not be reached."""
+    """Record the first error. If the hub could not be reached, raise it."""
     try:
         yield
     except HubError:
@@ -152,7 +153,7 @@ def _format_of(weights: Path) -> str:
 
 
 def _report_contents(found: Inspection, contents: Contents) -> None:
-    """Sizes on disk, and what is known of tensors that may not be a GPT-2's."""
+    """Sizes on disk, and what is known about tensors that may not be those of a GPT-2."""
     if contents.weights not in contents.files:
         found.format = f"{found.format}, {len(contents.files)} shards"
     found.files |= {path.name: path.stat().st_size for path in contents.files}
@@ -173,7 +174,7 @@ def _report_tensors(found: Inspection, infos: Mapping[str, TensorInfo]) -> None:
 
 
 def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
-    """What is known of a GPT-2. Masks are not counted, and a tied head is counted once."""
+    """What is known about a GPT-2. Masks are not counted, and a tied head is counted once."""
     tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
     _report_tensors(found, {k: info for k, info in checkpoint.infos.items() if k not in tied})
     found.config, found.names = _main_fields(checkpoint.config.to_hf_dict()), []
@@ -182,7 +183,7 @@ def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
 
 
 def _serving_notes(config: GPT2Config) -> Iterator[str]:
-    """What serving tools make of a config that is not GPT-2's own.
+    """Notes on serving tools that refuse or misread a config with unusual fields.
 
     Source: the assertions in vLLM's `models/gpt2.py`, and `GPT2Loader` in ctranslate2's
     `converters/transformers.py`. Neither reads `scale_attn_weights`.
@@ -212,7 +213,7 @@ def _main_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """An integer or a printable text as it is, and the repr of anything else."""
+    """An integer or a printable string unchanged, and the repr of anything else."""
     proper = isinstance(value, int) or (isinstance(value, str) and value.isprintable())
     return value if proper else short_repr(value)
 

@@ -1,4 +1,4 @@
-"""What both dialects share: activations, initial weights, attention scores, KV cache, checks."""
+"""Shared by both dialects: activations, initial weights, attention scores, KV cache, checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Arguments = ParamSpec("Arguments")
 def takes_config(
     init: Callable[Concatenate[Self, GPT2Config, Arguments], None],
 ) -> Callable[Concatenate[Self, ConfigLike, Arguments], None]:
-    """Let an `__init__` that takes a GPT2Config take a plain dictionary of its fields as well."""
+    """Let an `__init__` that takes a GPT2Config also accept a dictionary of its fields."""
 
     @wraps(init)
     def converting(
@@ -57,7 +57,7 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-# Keys are the values of config.json's `activation_function`.
+# The keys are values of config.json's `activation_function`.
 ACTIVATIONS: dict[str, type[nn.Module] | tuple[type[nn.Module], dict[str, str]]] = {
     "gelu_new": GELU,
     "gelu": nn.GELU,
@@ -93,7 +93,7 @@ def initialized(layer: Layer, n_layer: int | None = None) -> Layer:
     Source: Radford et al. 2019, §2.3; `transformers`' `GPT2PreTrainedModel._init_weights`.
 
     Args:
-        layer: a module with a `weight` and perhaps a `bias`. It is returned.
+        layer: a module with a `weight` and optionally a `bias`. It is returned.
         n_layer: number of the model's layers, for a projection onto the residual stream. The
             standard deviation is divided by √(2·n_layer), as each layer adds two such projections.
     """
@@ -142,7 +142,7 @@ class KVCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def keep(self, rows: Tensor, first: int = 0) -> None:
-        """Continue with these rows of the batch only, from position `first` on."""
+        """Keep only these rows of the batch, from position `first` on."""
         keys = self.keys[rows, :, first : self.length]
         values = self.values[rows, :, first : self.length]
         self.length = 0
@@ -150,7 +150,7 @@ class KVCache:
 
     def _buffer(self, like: Tensor) -> Tensor:
         B, H, _, D = like.shape
-        # Not `new_empty`, by which every rank of a divided model would hold all heads.
+        # Not `new_empty`, with which every rank of a divided model would hold all heads.
         room = like[:, :, :1].expand(B, H, self.capacity, D)
         return torch.empty_like(room, memory_format=torch.contiguous_format)
 
@@ -163,7 +163,7 @@ def as_ids(
     Args:
         input_ids: integers (B, T), as a tensor, a NumPy array or a list of rows of one length.
         vocab_size: all ids must be below it.
-        error: type of the error that is raised for anything else.
+        error: the exception class that is raised for anything else.
     """
     ids = id_tensor(input_ids, error)
     if fault := fault_in_ids(ids, vocab_size):
@@ -172,7 +172,7 @@ def as_ids(
 
 
 def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> Tensor:
-    """Any container of token ids as a tensor, whose values are not checked; errors as `as_ids`."""
+    """Any container of token ids as a tensor, without checking values; errors as in `as_ids`."""
     if isinstance(input_ids, Tensor):
         return input_ids
     if isinstance(input_ids, str | bytes):
@@ -228,15 +228,15 @@ def check_ids(
     tokens: nn.Module,
     positions: nn.Module,
 ) -> None:
-    """Refuse ids that the embeddings have no row for.
+    """Refuse ids for which the embeddings have no row.
 
     Nothing is checked while the forward pass is traced or compiled, so that no length and no value
     of the ids enters the graph. On an accelerator the values are not read, because that would wait
     for the device.
 
     Raises:
-        GenerationError: ids that are not integers (B, T) or not in the vocabulary, more positions
-            than the model has, or more than fit into the cache.
+        GenerationError: ids are not integers (B, T) or not in the vocabulary, or there are more
+            positions than the model has or than fit into the cache.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode_stack():
         return

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 def _collector_paused() -> Iterator[None]:
     """Keeps Python's garbage collector from running.
 
-    Building a model would set it off, and visiting all of torch's objects takes it as long as
-    loading a small GPT-2 does.
+    Building a model would trigger it, and visiting all of torch's objects takes as long as loading
+    a small GPT-2.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -77,14 +77,15 @@ def load_pretrained(
     Args:
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         dialect: "linear" or "conv1d".
-        revision, verify, n_head, mmap: see `open_checkpoint`. Of a mapped file, the matrices of
+        revision, verify, n_head, mmap: see `open_checkpoint`. From a mapped file, the matrices of
             "linear" are transposed views, which are not contiguous.
-        dtype: of the parameters, such as torch.float16 or "float16"; None keeps the checkpoint's.
-        device: where the parameters go; with `mesh`, they go to the device of the mesh.
-        mesh: divides the model among the ranks of a mesh, all of which must call this. Each rank
-            keeps in memory its share only.
-        parallel: how: by tensor parallelism, see `distribute`; or by FSDP2, `fully_shard` of every
-            block, which gathers the weights of one block at a time.
+        dtype: the data type of the parameters, such as torch.float16 or "float16"; None keeps the
+            checkpoint's.
+        device: the device of the parameters; with `mesh`, the device of the mesh.
+        mesh: divides the model among the ranks of a mesh, all of which must call this function.
+            Each rank keeps only its share in memory.
+        parallel: "tensor" for tensor parallelism, see `distribute`; "fsdp" for FSDP2, `fully_shard`
+            of every block, which gathers the weights of one block at a time.
 
     Raises:
         CompatError: The checkpoint or its config is not exactly a GPT-2; see `open_checkpoint`.
@@ -160,19 +161,19 @@ def load_into(
     """Load a checkpoint's weights into any module by a name map. The module's mode is kept.
 
     Every tensor must have a row and every parameter a tensor. Only a bias that the model lacks may
-    be dropped, provided that it is zero. If anything does not fit, the model is left unchanged.
+    be dropped, and only if it is zero. If anything does not fit, the model is left unchanged.
     Parameters keep their device and data type.
 
     Args:
         model: the module; a parameter on the meta device is replaced, any other written in place.
         name_map: its name map, such as `Adaptation.name_map`.
-        part: what the module is, if it is not a whole model, such as "h.3.attn". The name map is
-            that of a part of the same kind, in this layer or in another.
+        part: which part the module is, if it is not a whole model, such as "h.3.attn". The name map
+            is that of a part of the same kind, in any layer.
         source, revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
         ConfigError: The model is not a module.
-        NameMapError: Names or shapes do not fit, of which all are listed, or buffers lack values.
+        NameMapError: Names or shapes do not fit (all are listed), or buffers lack values.
         CheckpointError: The model lacks biases that are not zero; see also `open_checkpoint`.
     """
     model = as_module(model)
@@ -191,7 +192,7 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
     """Return the model's weights under Hugging Face's names and in its `[in, out]` layout.
 
     Names are those that `transformers` saves, with `transformer.` and without a head that equals
-    the embedding. Biases that the model lacks are zeros. Tensors that need no rearranging share
+    the embedding. Biases that the model lacks are zeros. Tensors that need no rearrangement share
     the model's memory, like those of `state_dict()`.
 
     Args:
@@ -205,7 +206,7 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skips `torch.nn.init`, which on the meta device would import torch's compiler."""
+    """A mode that skips `torch.nn.init`, which would import torch's compiler on the meta device."""
 
     def __torch_function__(
         self,
@@ -228,7 +229,7 @@ def _as_layer(layer: object, n_layer: int) -> int:
         number = -1
     if not 0 <= number < n_layer:
         raise ConfigError(
-            f"layer is {described(layer)}; expected a whole number from 0 to {n_layer - 1}, the "
+            f"layer is {described(layer)}; expected an integer from 0 to {n_layer - 1}, the "
             "layers of the checkpoint."
         )
     return number
@@ -237,7 +238,7 @@ def _as_layer(layer: object, n_layer: int) -> int:
 def _check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # each kind of device fails in its own way
+    except Exception as error:  # each kind of device raises another exception
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"device is {short_repr(device)}, which torch cannot use: {reason}"
@@ -269,8 +270,8 @@ def fill(
     Args:
         model: the module; parameters that the rows do not name are left unchanged.
         rows: the name map, written out for every layer.
-        checkpoint: where tensors are read.
-        dtype, device: of the parameters; None keeps those that each parameter has.
+        checkpoint: the checkpoint from which tensors are read.
+        dtype, device: those of the parameters; None keeps those of each parameter.
         zeros: names of parameters that become zero.
 
     Raises:
@@ -295,7 +296,8 @@ def fill(
         return shares, None
 
     def in_place(row: Row) -> bool:
-        """Whether the parameters become views of the file's pages, which nn.Linear reads as fast.
+        """Whether the parameters become views of the file's pages, which nn.Linear reads equally
+        fast.
 
         Other devices get contiguous tensors: there a view may be slow, or even wrong.
         """
@@ -306,7 +308,7 @@ def fill(
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:
         rows = _without_tied_head(rows, parameters)
-    loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties remain
+    loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties are kept
     with raising_together(parameters.values()):
         # First-touch page faults take most of the time; two threads halve it.
         with two_threads() as pool:
@@ -318,8 +320,8 @@ def fill(
                 first, tied = loaded.setdefault(id(parameters[name]), (name, share))
                 if tied is not share and not torch.equal(tied, share):
                     raise CheckpointError(
-                        f"the model ties {name} to {first}, but {checkpoint.weights} has different "
-                        "tensors for them. Untie them in the model."
+                        f"the model ties {name} to {first}, but {checkpoint.weights} has "
+                        "different tensors for them. Untie them in the model."
                     )
     for name in zeros:
         old = parameters[name]

@@ -1,9 +1,9 @@
 """LoRA adapters of PEFT, between Hugging Face's GPT-2 and models with a name map.
 
 An adapter adds B·A to a weight [out, in], with A (r, in) and B (out, r) (Hu et al. 2021, §4.1). The
-operations of a name map move the numbers of a weight to other places. Where whole rows and columns
-move, the rows of B and the columns of A move in the same way, and the adapter keeps its low rank.
-Any other operation needs the sum, so that the adapter can only be merged.
+operations of a name map move the elements of a weight. If they move whole rows and columns, the
+rows of B and the columns of A move in the same way, and the adapter keeps its low rank. With any
+other operation the adapter can only be merged into the weight.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from compat.validation import as_module, check_names
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_MODEL = "base_model.model."  # PEFT's prefix of all names
 PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Fields that make PEFT compute something else than B·A, or train other weights as well.
+# Fields with which PEFT computes something other than B·A, or also trains other weights.
 UNSUPPORTED = (
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "use_qalora", "use_bdlora"),
     *("alora_invocation_tokens", "arrow_config", "target_parameters", "trainable_token_indices"),
     *("velora_config", "monteclora_config", "kasa_config"),
 )
-# Other kinds of initial values change the base weights, which an adapter does not hold.
+# Other kinds of initialisation change the base weights, which an adapter does not hold.
 INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -68,13 +68,13 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the weight of a module lies in Hugging Face's weight.
+    """The position of a module's weight in Hugging Face's weight.
 
     Args:
-        module: its name.
-        outputs: for each of its outputs, the one of Hugging Face's weight.
-        inputs: for each of its inputs likewise.
-        in_out: whether it is stored as [in, out], as by Conv1D.
+        module: the module's name.
+        outputs: for each of its outputs, the index of the output in Hugging Face's weight.
+        inputs: the same for each of its inputs.
+        in_out: whether it is stored as [in, out], as in Conv1D.
     """
 
     module: str
@@ -95,7 +95,7 @@ def merge_lora(model: nn.Module, adapter: str | Path, *, name_map: NameMap | Non
         name_map: required for a module that is not a dialect's.
 
     Raises:
-        CheckpointError: The adapter cannot be read, is more than B·A, or does not fit. The model is
+        CheckpointError: The adapter cannot be read, is not only B·A, or does not fit. The model is
             left unchanged.
         NameMapError: The model needs a map and has none, the map lacks parameters, or the model has
             LoRA layers.
@@ -130,8 +130,8 @@ def lora_from_hf(
         name_map: required for a module that is not a dialect's.
 
     Raises:
-        CheckpointError: The adapter cannot be read, is more than B·A, or does not fit; or the
-            folder cannot be written.
+        CheckpointError: The adapter cannot be read, is not only B·A, or does not fit; or the folder
+            cannot be written.
         NameMapError: The model needs a map and has none, the map lacks parameters, or the low rank
             would be lost.
     """
@@ -161,7 +161,7 @@ def lora_to_hf(
         model, adapter, folder, name_map: as in `lora_from_hf`. The model may have its LoRA layers.
 
     Returns:
-        the paths of the files.
+        The paths of the files.
 
     Raises:
         CheckpointError, NameMapError: as in `lora_from_hf`.
@@ -182,7 +182,7 @@ def lora_to_hf(
 
 
 def _joined(places: Sequence[Place], parts: Parts, shape: Shape) -> LowRank:
-    """The adapter of Hugging Face's weight that does what those of its places do."""
+    """The adapter of Hugging Face's weight that is equivalent to those of the modules."""
     joined: list[LowRank] = []
     for place in places:
         if part := parts.get(place.module):
@@ -223,7 +223,7 @@ def _rows(
 
 
 def _module(name: str) -> str:
-    """The module that a weight is of."""
+    """The module to which a weight belongs."""
     return name.removesuffix(".weight")
 
 
@@ -234,7 +234,7 @@ def _hf_module(row: Row) -> str:
 def _with_places(
     rows: Sequence[Row], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[Row, list[Place]]]:
-    """The rows, and where the weights of each lie; found once for all layers.
+    """The rows, and the positions of their weights, which are computed once for all layers.
 
     Raises:
         NameMapError: An operation does not move whole rows and columns, or a parameter is not the
@@ -264,10 +264,10 @@ def _with_places(
 
 
 def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | None]:
-    """For each parameter its outputs, its inputs and whether it is [in, out].
+    """For each parameter, its outputs, its inputs and whether it is stored as [in, out].
 
-    Every number of Hugging Face's weight is labelled with its position, and the operation moves the
-    labels as it moves weights. None: what they show are not whole rows and columns.
+    Every element of Hugging Face's weight is labelled with its position, and the operation moves
+    the labels as it moves weights. None if the labels do not form whole rows and columns.
     """
     labels = row.op.load(torch.arange(shape[0] * shape[1]).view(*shape))
     found: list[tuple[Tensor, Tensor, bool] | None] = []
@@ -287,16 +287,16 @@ def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | N
 
 
 def _read_of_hf(folder: str | Path) -> tuple[str | None, Parts]:
-    """As `_read`, of an adapter of GPT2LMHeadModel or of GPT2Model, without their prefix."""
+    """As `_read`, for an adapter of GPT2LMHeadModel or GPT2Model, without their prefix."""
     base, parts = _read(folder)
     return base, {name.removeprefix(PREFIX): part for name, part in parts.items()}
 
 
 def _read(folder: str | Path) -> tuple[str | None, Parts]:
-    """The name of the adapter's base model, and what it adds to which modules.
+    """The name of the adapter's base model, and what the adapter adds to each module.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the adapter is more than B·A.
+        CheckpointError: A file is missing or damaged, or the adapter is not only B·A.
     """
     path = Path(folder)
     config, file = read_json(path / CONFIG), SafetensorsFile(path / WEIGHTS)
@@ -313,8 +313,8 @@ def _read(folder: str | Path) -> tuple[str | None, Parts]:
     if beyond:
         fields = listed([f"{name} = {short_repr(value)}" for name, value in beyond.items()])
         raise CheckpointError(
-            f"{path / CONFIG} has {fields}, so that the adapter is more than B·A. Merge it with "
-            "PEFT's merge_and_unload."
+            f"{path / CONFIG} has {fields}, so the adapter is not only B·A. Merge it with PEFT's "
+            "merge_and_unload."
         )
     factors: dict[str, dict[str, Tensor]] = {}
     faults = []
@@ -353,14 +353,14 @@ def _scale(config: Mapping[str, Any], module: str, r: int) -> float:
         alpha = float([*matching, alpha][0])
     except (re.error, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{CONFIG} has lora_alpha {short_repr(alpha)} and alpha_pattern {short_repr(patterns)},"
-            f" which cannot be used: {error}. Save the adapter again."
+            f"{CONFIG} has lora_alpha {short_repr(alpha)} and alpha_pattern "
+            f"{short_repr(patterns)}, which are not valid: {error}. Save the adapter again."
         ) from error
     return alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r
 
 
 def _check(adapter: str | Path, parts: Parts, sizes: Mapping[str, Shape]) -> None:
-    """Every part is of a known module, whose sizes are (in, out)."""
+    """Check that every part belongs to a known module with the sizes (in, out)."""
     if unknown := [name for name in parts if name not in sizes]:
         raise CheckpointError(
             f"{adapter} adapts {listed(collapse_layers(unknown))}; expected only the projections "

@@ -1,4 +1,4 @@
-"""A name map: a table, one row per Hugging Face tensor, that is read in both directions."""
+"""A name map: a table with one row per Hugging Face tensor, which is used in both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
 
     Args:
         hf: name of the tensor, without `transformer.`; `{i}` stands for the layer.
-        ours: names of the parameters, with `{i}` likewise.
+        ours: names of the parameters, in which `{i}` stands for the layer too.
         op: how the tensor becomes the parameters, such as `Transpose()`; see `compat.ops`.
 
     Raises:
@@ -113,7 +113,7 @@ class NameMap:
         return once + [_at(i, z) for i in range(n_layer) for z in self.zeros if "{i}" in z]
 
     def count_layers(self, parameters: Collection[str]) -> int:
-        """The number of consecutive layers, from 0, of which parameters have these names."""
+        """The number of consecutive layers, from 0, that have parameters with these names."""
         names = [name for row in self.rows if "{i}" in row.hf for name in row.ours if "{i}" in name]
         n_layer = 0
         while any(_at(n_layer, name) in parameters for name in names):
@@ -125,7 +125,7 @@ def as_name_map(name_map: object) -> NameMap:
     """Return the argument, provided that it is a NameMap.
 
     Raises:
-        NameMapError: It is anything else.
+        NameMapError: The argument is anything else.
     """
     if isinstance(name_map, NameMap):
         return name_map

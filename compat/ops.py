@@ -19,7 +19,7 @@ from compat.errors import NameMapError
 
 
 class Op(Protocol):
-    """How one Hugging Face tensor becomes parameters; `save` inverts `load` bit by bit."""
+    """How one Hugging Face tensor becomes parameters; `save` is the bit-exact inverse of `load`."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Hugging Face's tensor → parameters, contiguous."""
@@ -31,14 +31,14 @@ class Op(Protocol):
 
 
 def views(op: Op, tensor: Tensor) -> tuple[Tensor, ...]:
-    """What `op.load` returns, without copying the tensor if the operation has a `view`."""
+    """The result of `op.load`, without a copy of the tensor if the operation has a `view`."""
     view: Callable[[Tensor], tuple[Tensor, ...]] = getattr(op, "view", op.load)
     return view(tensor)
 
 
 @dataclass(frozen=True)
 class Same:
-    """The tensor as it is."""
+    """The tensor, unchanged."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor.contiguous(),)
@@ -75,7 +75,8 @@ class Transpose:
 class Split:
     """Equal parts along one axis, optionally transposed.
 
-    Along the last axis these are fused q, k and v; along the first, an output projection by heads.
+    Along the last axis these are fused q, k and v; along the first, the heads of an output
+    projection.
     """
 
     parts: int
@@ -109,7 +110,7 @@ class Rearrange:
 
     Args:
         pattern: axes of Hugging Face's tensor -> axes of the parameter.
-        sizes: (axis, length), for all merged axes of the left side but one in each group.
+        sizes: pairs (axis, length), for all merged axes of the left side except one in each group.
     """
 
     pattern: str
@@ -133,7 +134,8 @@ class Part:
 
     Args:
         qkv: which of the three, in this order, such as "q" or "vkq".
-        axes: of the parameter: c input channels, q which of the three, h heads, d head size.
+        axes: the axes of the parameter: c input channels, q which of the three, h heads, d head
+            size.
         heads: indices of the heads; None means all.
     """
 
@@ -146,7 +148,8 @@ class Part:
 class Fused:
     """Hugging Face's fused q, k and v, `"c (q h d)"`, distributed over parameters.
 
-    Parts that no parameter holds, such as the bias of k, are ignored by `load`, and zero in `save`.
+    Parts that no parameter holds, such as the bias of k, are ignored by `load` and zero in the
+    result of `save`.
     """
 
     n_head: int
@@ -289,7 +292,7 @@ class Reparametrized:
     """An operation whose results the model computes from parameters of another form.
 
     Args:
-        op: from Hugging Face's tensor to the weights that the model computes with.
+        op: turns Hugging Face's tensor into the weights with which the model computes.
         parts: for each of these weights its `Affine` or `WeightNorm`, or None for a parameter.
     """
 
@@ -321,7 +324,7 @@ def _groups(axes: str) -> list[list[str]]:
 def _rearrange(tensor: Tensor, left: str, right: str, known: Mapping[str, int]) -> Tensor:
     """The tensor with the axes of `left` arranged as in `right`; contiguous.
 
-    An axis that is on one side only has length 1.
+    An axis that occurs on one side only has length 1.
     """
     before, after, sizes = _groups(left), _groups(right), dict(known)
     if len(before) != tensor.ndim:

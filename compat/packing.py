@@ -27,7 +27,7 @@ def pack_checkpoint(
     source: Source,
     file: str | Path,
     *,
-    dtype: Literal["int8", "bfloat16"] = "int8",
+    dtype: Literal["int8", "bfloat16"] | torch.dtype = "int8",
     revision: str | None = None,
     verify: bool = False,
     n_head: int | None = None,
@@ -35,39 +35,41 @@ def pack_checkpoint(
     """Write a checkpoint's weights to one file in the precision of an engine; return its path.
 
     `Engine.from_pretrained(file)` then reads a quarter (int8) or half (bfloat16) of the bytes, and
-    does not quantize. The file holds the config, the SHA-256 of the weights that it was made from,
-    and that of each of its tensors, which is compared when the tensor is read. It is a source for
-    everything else too, with the values that the precision left. It has no tokenizer: keep the
-    tokenizer's files beside it.
+    does not quantize. The file holds the config, the SHA-256 of the checkpoint's weights, and that
+    of each of its own tensors, which is verified when the tensor is read. All other functions
+    accept it as a source too, and get the rounded values. It has no tokenizer: keep the tokenizer's
+    files beside it.
 
     Args:
         source: a checkpoint of any kind.
-        file: to write, which must end with ".safetensors". An existing file is replaced as a whole.
+        file: the path to write, which must end with ".safetensors". An existing file is replaced as
+            a whole.
         dtype: "int8": the matrices in 8 bits, with a scale for each output, embeddings in bfloat16
-            and the rest in float32. "bfloat16": everything in bfloat16.
+            and the rest in float32. "bfloat16": everything in bfloat16. A torch.dtype also works.
         revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
-        ConfigError: The data type or the name of the file is not one of these.
+        ConfigError: The data type or the file's suffix is not one of these.
         CheckpointError: The source is a packed file or has values beyond the range of the data
             type, or the file cannot be written; see also `open_checkpoint`.
     """
-    if not isinstance(dtype, str) or dtype not in PRECISIONS:
+    precision = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'int8' or 'bfloat16'.")
     if not isinstance(file, str | os.PathLike) or Path(file).suffix != ".safetensors":
         raise ConfigError(f"file is {described(file)}; expected a path that ends in .safetensors.")
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     if checkpoint.packed:
         raise CheckpointError(
-            f"{checkpoint.weights} is packed already. Pack {checkpoint.packed.source} instead, of "
-            "which it was made."
+            f"{checkpoint.weights} is already packed. Pack {checkpoint.packed.source} instead, "
+            "from which it was made."
         )
-    tensors = _packed(checkpoint, dtype)
+    tensors = _packed(checkpoint, precision)
     # The head of an int8 model is quantized, and its embedding is not.
-    tied = checkpoint.config.tie_word_embeddings and dtype == "bfloat16"
+    tied = checkpoint.config.tie_word_embeddings and precision == "bfloat16"
     fields = {**checkpoint.config.to_hf_dict(), "tie_word_embeddings": tied}
     metadata = {
-        "precision": dtype,
+        "precision": precision,
         "source": checkpoint.source,
         "source_sha256": _sha256(checkpoint.files),
         "config": fields,
@@ -107,7 +109,7 @@ def _packed(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
 
 
 def _sha256(files: list[Path]) -> str:
-    """Of the bytes of all files, one after another."""
+    """The SHA-256 of the bytes of all files, one after another."""
     found = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

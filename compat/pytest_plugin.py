@@ -1,4 +1,4 @@
-"""The pytest plugin: a fixture `assert_parity`. pytest loads it where compat is installed."""
+"""The pytest plugin with the fixture `assert_parity`. pytest loads it if compat is installed."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""One model on several processes: which process holds which part of which parameter.
+"""One model on several processes, each of which holds a part of the parameters.
 
 Tensor parallelism (Shoeybi et al. 2019, §3) divides whole heads of q, k and v, the features of the
-MLP and the rows of the vocabulary. Which numbers of which parameter these are follows from the name
-map: every number of a Hugging Face tensor is labelled with the rank that owns it, and the labels go
-through the row's operation as the weights do. The parameter's placement is the cut that gives every
-rank exactly what bears its label.
+MLP and the rows of the vocabulary. The elements of each parameter that belong to a rank follow from
+the name map: every element of a Hugging Face tensor is labelled with the rank that owns it, and the
+row's operation is applied to the labels as to the weights. The parameter's placement is the one
+that gives every rank exactly the elements with its label.
 
-Parameters become DTensors, which may also come from elsewhere, as from FSDP2's `fully_shard`. The
-functions below read the shares of both.
+Parameters become DTensors. The functions below also accept DTensors from elsewhere, such as FSDP2's
+`fully_shard`.
 
 A *share* is the part of a parameter that one rank holds; a tensor that has shares is *divided*.
 """
@@ -61,19 +61,19 @@ DIVIDED = {
 def distribute(model: nn.Module, name_map: NameMap, mesh: DeviceMesh) -> None:
     """Divide a model among the ranks of a mesh, by tensor parallelism. Every rank must call it.
 
-    Parameters become DTensors, of which each rank keeps its share; those on the meta device get
-    their values from `load_into`, which reads no more than that. The model takes and returns plain
+    Parameters become DTensors, and each rank keeps its share of them; those on the meta device get
+    their values from `load_into`, which reads only this share. The model takes and returns plain
     tensors, as before: every rank must call it with the same ids, and gets all logits. Inside, the
-    hidden states are DTensors, and a plain tensor counts as one that every rank has in full.
-    Dropout must be off, since every rank would draw other numbers; this is an error.
+        hidden states are DTensors, and a plain tensor is treated as replicated on every rank.
+        Active dropout is an error, because every rank would draw different random numbers.
 
-    An optimizer must be made afterwards, since the parameters are new.
+    Create an optimizer afterwards, because the parameters are new objects.
 
     Args:
         model: a dialect's model, or any module.
         name_map: its name map, such as `Adaptation.name_map`.
-        mesh: of one dimension, such as `init_device_mesh("cpu", (2,))`. Pass `mesh["tp"]` of a mesh
-            with more.
+        mesh: a mesh with one dimension, such as `init_device_mesh("cpu", (2,))`. For a mesh with
+            more dimensions, pass one of them, such as `mesh["tp"]`.
 
     Raises:
         ConfigError: The model is not a module, the mesh has several dimensions, or the heads or the
@@ -98,8 +98,8 @@ def distribute(model: nn.Module, name_map: NameMap, mesh: DeviceMesh) -> None:
 def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Shard a model by FSDP2, each of its blocks as one unit, and the rest as another.
 
-    Parameters are divided by rows, but those of which `distribute` divided the rows in pieces, as
-    of fused q, k and v: these are divided by columns.
+    Parameters are divided by rows. Those whose rows `distribute` divided in pieces, such as fused
+    q, k and v, are divided by columns.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -114,7 +114,7 @@ def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh
 
 
 def mesh_of_torchrun() -> DeviceMesh:
-    """Connect all processes that torchrun started, by NCCL if each has a GPU and else by gloo.
+    """Connect all processes that torchrun started, by NCCL if each has a GPU and otherwise by gloo.
 
     Raises:
         ConfigError: torchrun did not start this process.
@@ -123,7 +123,7 @@ def mesh_of_torchrun() -> DeviceMesh:
 
     if not torch.distributed.is_torchelastic_launched():
         raise ConfigError(
-            "this process is the only one. Start it by torchrun, as in "
+            "this process is the only one. Start it with torchrun, as in "
             f"`torchrun --nproc-per-node 2 {' '.join(sys.argv)}`."
         )
     world, on_this_machine = (int(os.environ[n]) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -150,7 +150,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def check_heads(config: GPT2Config, ranks: int) -> None:
-    """Raise ConfigError unless every rank can get as many whole heads, and features of the MLP."""
+    """Raise ConfigError unless heads and features of the MLP are divisible among the ranks."""
     for name, size in (("n_head", config.n_head), ("d_inner", config.d_inner)):
         if size % ranks:
             divisors = [str(n) for n in range(1, config.n_head + 1) if not config.n_head % n]
@@ -169,7 +169,7 @@ def placements(
 ) -> dict[str, Placement]:
     """Return the placement of every parameter, by its name.
 
-    All layers have the placements of the first one, whose operations are theirs.
+    All layers have the placements of the first one, because they have the same operations.
     """
     from torch.distributed.tensor import Replicate
 
@@ -188,7 +188,7 @@ def placements(
 
 
 def _owners(shape: Sequence[int], axis: int, pieces: int, ranks: int) -> Tensor:
-    """For each number of a tensor, the rank that owns it: each piece is divided among all ranks."""
+    """For each element of a tensor, the rank that owns it; each piece is divided among all."""
     size = shape[axis] // pieces
     along = torch.arange(size, dtype=torch.int32) // -(-size // ranks)  # in chunks as DTensor's
     along = along.to(torch.int16).repeat(pieces)
@@ -196,14 +196,14 @@ def _owners(shape: Sequence[int], axis: int, pieces: int, ranks: int) -> Tensor:
 
 
 def _placement(owners: Tensor, ranks: int) -> Placement:
-    """The cut that gives every rank what it owns of a parameter; a copy for all if there is none.
+    """The placement that gives every rank its elements of a parameter; else a copy on every rank.
 
-    With any other cut the model would compute the same, since DTensors gather what an operation
-    lacks, but it would communicate more.
+    With any other placement the model would compute the same, since DTensors gather what an
+    operation needs, but it would communicate more.
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    if owners.dtype == torch.int16:  # the operation moves numbers and does not compute with them
+    if owners.dtype == torch.int16:  # the operation moves elements and does not compute with them
         # Separate parameters, or two or three of q, k and v in one. A fused bias is small, and
         # FSDP2 cannot shard it again along the same axis.
         every_count = (1,) if owners.ndim == 1 else (1, 2, 3)
@@ -220,7 +220,7 @@ def strided_shard(axis: int, pieces: int) -> Placement:
     """The placement that divides each of several equal pieces along an axis among all ranks.
 
     Raises:
-        ConfigError: torch has no such placement anymore. It is private there.
+        ConfigError: this version of torch does not have the placement, which is private.
     """
     try:
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -234,7 +234,7 @@ def strided_shard(axis: int, pieces: int) -> Placement:
 
 
 def _place(model: nn.Module, plan: dict[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace every parameter by this rank's share of it; tied parameters stay tied."""
+    """Replace every parameter by this rank's share of it; tied parameters remain tied."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -253,10 +253,10 @@ def _place(model: nn.Module, plan: dict[str, Placement], mesh: DeviceMesh) -> No
 
 
 class ReplicatePlainTensors(TorchFunctionMode):
-    """Among divided tensors, let a plain tensor count as one that every rank has in full.
+    """In operations with divided tensors, treat a plain tensor as replicated on every rank.
 
-    torch's own `implicit_replication` does so in the forward pass only, and ends for all when one
-    of several nested blocks ends. Here plain tensors are converted before autograd records them.
+    torch's own `implicit_replication` does this in the forward pass only, and nested uses end
+    together when the first one ends. Here plain tensors are converted before autograd records them.
     """
 
     def __torch_function__(
@@ -280,12 +280,12 @@ class ReplicatePlainTensors(TorchFunctionMode):
 
 @cache
 def _register_attention() -> None:
-    """Let DTensor divide torch's fused attention on the CPU by heads, as it does elsewhere."""
+    """Let DTensor divide torch's fused attention on the CPU by heads, as on other devices."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
     def by_heads(outputs: int, inputs: int, mask: Any) -> list[tuple[list[Any], list[Any]]]:
-        """The two ways to place the outputs and inputs, (B, H, T, D): in full, or by heads."""
+        """The placements of outputs and inputs, (B, H, T, D): replicated, or divided by heads."""
         masks = [] if mask is None else [mask]
         cut = [Shard(1) if m.ndim == 4 and m.shape[1] > 1 else Replicate() for m in masks]
         return [
@@ -313,17 +313,17 @@ def _divided_class(cls: type[nn.Module], ranks: int) -> type[nn.Module]:
 
 
 def _check_dropout(model: nn.Module) -> None:
-    """Raise ConfigError if dropout is active: the ranks would not draw the same numbers."""
+    """Raise ConfigError if dropout is active: the ranks would draw different random numbers."""
     if any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules()):
         raise ConfigError(
-            "dropout is active, which a model that is divided by tensor parallelism cannot have, "
-            "since every rank would draw other numbers. Call model.eval(), which keeps gradients, "
+            "dropout is active, but in tensor parallelism every rank would draw different random "
+            "numbers. Call model.eval(), which keeps gradients, "
             "or set the rates to 0."
         )
 
 
 def _plain(output: Any) -> Any:
-    """All of a tensor that the model returns, or of those that an object has as attributes."""
+    """The full tensor of a model's output, or the output object with full tensors as attributes."""
     if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
         vars(output).update(tree_map(whole, vars(output)))
     return whole(output)
@@ -344,17 +344,17 @@ def is_divided(value: object) -> TypeIs[DTensor]:
 
 
 def whole(value: Any) -> Any:
-    """All of a divided tensor, on every rank, all of which must ask; other values as they are."""
+    """The full tensor of a divided one; every rank must call this. Other values are unchanged."""
     return value.full_tensor() if is_divided(value) else value
 
 
 def local(value: Any) -> Any:
-    """This rank's share of a divided tensor; other values as they are."""
+    """This rank's share of a divided tensor; other values unchanged."""
     return value.to_local() if is_divided(value) else value
 
 
 def reading_range(parameter: Tensor) -> slice:
-    """The smallest range of axis 0 that has all rows of which this rank holds a share."""
+    """The smallest range of axis 0 with all rows of this rank's share."""
     if not is_divided(parameter):
         return slice(None)
     rows = _held(parameter, 0)
@@ -368,7 +368,7 @@ def share_of(value: Tensor, parameter: Tensor, start: int = 0) -> Tensor:
     Args:
         value: plain, on any device.
         parameter: a DTensor or a plain tensor, of the value's shape.
-        start: number of the first row, if the value lacks those that this rank does not hold.
+        start: number of the value's first row, if it lacks rows that this rank does not hold.
     """
     if not is_divided(parameter):
         return value
@@ -377,7 +377,7 @@ def share_of(value: Tensor, parameter: Tensor, start: int = 0) -> Tensor:
     shape = [len(indices) for indices in held]
     if list(value.shape) == shape or not prod(shape):
         return value.contiguous()[: shape[0]]
-    # Not from the allocator: between shares that stay, it cannot give back what was temporary.
+    # Not from the allocator, which cannot return temporary memory between shares that remain.
     memory = allocate(prod(shape) * value.element_size())
     share: Tensor = torch.frombuffer(memory, dtype=value.dtype).view(shape)
     for runs in product(*map(_runs, held)):
@@ -396,7 +396,7 @@ def _runs(indices: Tensor) -> list[tuple[slice, slice]]:
 
 
 def as_divided(share: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor of which this rank has this share, divided as the parameter is."""
+    """A tensor with this share on this rank, divided like the parameter."""
     if not is_divided(parameter):
         return share
     from torch.distributed.tensor import DTensor
@@ -413,7 +413,7 @@ def as_divided(share: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _held(parameter: DTensor, axis: int) -> Tensor:
-    """Indices along an axis of what this rank holds; torch divides the numbers of the indices."""
+    """Indices along an axis of this rank's share, found by letting torch divide the indices."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     every = torch.arange(parameter.shape[axis], device=parameter.device_mesh.device_type)
@@ -425,7 +425,7 @@ def _held(parameter: DTensor, axis: int) -> Tensor:
 
 
 def is_writer(parameters: Iterable[Tensor]) -> bool:
-    """Whether this process writes what all ranks of a divided model have together."""
+    """Whether this process writes the files of a divided model."""
     coordinates = [p.device_mesh.get_coordinate() for p in parameters if is_divided(p)]
     return not any(any(coordinate or ()) for coordinate in coordinates)
 
@@ -478,7 +478,7 @@ def reshard(model: nn.Module) -> None:
     """Free the parameters that FSDP2's root module keeps gathered after a forward pass.
 
     It keeps them for the backward pass, and until then they are the model's parameters: values that
-    are written there are lost, and an optimizer would train these instead of the shares.
+    are written to them are lost, and an optimizer would train them instead of the shares.
     """
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule

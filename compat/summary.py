@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Kind = Literal["accumulated", "local"]
 KINDS: tuple[Kind, Kind] = ("accumulated", "local")
 
-# The mark of a finding's severity, and what the finding does at its tap.
+# The mark of a finding's severity, and its effect in words.
 SEVERITY = {
     "breaks": ("✗", "breaks parity"),
-    "drifts": ("≈", "drifts in bounds"),
+    "drifts": ("≈", "differs within the bound"),
     "limit": ("?", "limit of the proof"),
     "info": ("·", "info"),
 }
@@ -97,7 +97,7 @@ def layers(results: Sequence[TapResult]) -> list[Layer]:
 def layer_of(tap: str) -> str:
     """The block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks.
 
-    The gradients of a golden file are apart from its taps, as in "grad.h.3".
+    The gradients of a golden file are separate from its taps, as in "grad.h.3".
     """
     block = re.match(r"(grad\.)?h\.\d+(?=\.)", tap)
     return block[0] if block else tap
@@ -150,7 +150,7 @@ def sensitivity(report: ParityReport) -> str | None:
 
 
 def limits(report: ParityReport) -> list[str]:
-    """What the comparison did not cover, each with the line of the user's code."""
+    """What the comparison did not cover, with the lines of the user's code."""
     return [
         f"{place(limit.file, limit.line)}: {limit.message}" if limit.file else limit.message
         for limit in report.limits

@@ -21,7 +21,7 @@ BLOCK_TAPS = (
     "ln_1", "q", "k", "v", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp", "out",
 )  # fmt: skip
 
-# Taps that several modules read. Where such a tap is the input of one of them, it is replaced in
+# Taps that several modules read. If such a tap is the input of one of them, it is replaced in
 # place, so that all of them get the replacement.
 SHARED = ("embed", "ln_1", "resid_mid", "out")
 
@@ -34,13 +34,13 @@ def tap_names(n_layer: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a model exposes one tap: what a module returns, receives or computes.
+    """The place of one tap in a model: a value that a module returns, receives or computes.
 
     Args:
         name: the tap. `{i}` stands for the layer, here and in `module`.
         module: path of the module, as in `model.named_modules()`.
         at: the module's "output", one of its positional arguments, "input", or the result of the
-            "softmax" that it computes, which is where attention written out has its probabilities.
+            "softmax" that it computes, for the probabilities of attention written out.
         item: index of the positional input, or of the output where the module returns a tuple.
         part: 0, 1 or 2 selects q, k or v where one tensor holds them side by side.
     """
@@ -53,7 +53,7 @@ class Tap:
 
     @property
     def place(self) -> str:
-        """The module and what of it, in words."""
+        """The module and its value, in words."""
         part = "" if self.part is None else f", part {self.part}"
         return f"{self.at} of {self.module or 'the model'}{part}"
 
@@ -83,9 +83,9 @@ def hook_tap(module: nn.Module, tap: Tap, edit: Edit) -> ExitStack:
     Args:
         module: the tap's module.
         tap: selects the hidden state.
-        edit: is called with the hidden state itself. Clone what is kept: in-place operations of the
-            model may change it afterwards. A tensor that it returns replaces the hidden state, on
-            which the model then works; None leaves it unchanged.
+        edit: called with the hidden state itself. Clone it to keep it, because in-place operations
+            of the model may change it afterwards. If it returns a tensor, that replaces the hidden
+            state for the following modules; None leaves it unchanged.
 
     Returns:
         A context manager that removes the hooks.
@@ -118,11 +118,11 @@ def hook_tap(module: nn.Module, tap: Tap, edit: Edit) -> ExitStack:
         if len(args) <= tap.item:
             raise ParityError(
                 f"tap {tap.name}: module {tap.module!r} is called with {len(args)} positional "
-                f"arguments, so that there is none with index {tap.item}. Name another module."
+                f"arguments, so there is none with index {tap.item}. Name another module."
             )
         if tap.name.rpartition(".")[2] not in SHARED:
             return in_tuple(args)
-        # In place: the residual connection around a norm holds the tensor that enters the norm.
+        # In place, because the residual connection uses the tensor that enters the norm.
         value = selected(args[tap.item])
         replacement = edit(value)
         if replacement is not None:
@@ -142,7 +142,7 @@ def hook_tap(module: nn.Module, tap: Tap, edit: Edit) -> ExitStack:
 
 
 class _OnSoftmax(TorchFunctionMode):
-    """Passes the result of every softmax to a function, and returns what that returns instead."""
+    """A mode that replaces the result of every softmax by what a function returns for it."""
 
     def __init__(self, edited: Edit) -> None:
         super().__init__()

@@ -26,9 +26,9 @@ def assert_parity(
 ) -> None:
     """Assert that a model computes what `transformers` computes.
 
-    A model of compat's, and any other with its name map, is compared with the weights that it has.
-    Into a model of your own `adapt` loads the checkpoint first, so that every deviation is named
-    with its line and a fix.
+    A dialect's model, or any model with its name map, is compared with its current weights. For
+    other models `adapt` loads the checkpoint first, and every deviation is named with its line and
+    a fix.
 
     Args:
         model: an nn.Module, the name of a dialect, an `Engine` or `PlainBlocks`.
@@ -38,9 +38,9 @@ def assert_parity(
         forward: `forward(model, input_ids)` returns logits (B, T, V), see `adapt`.
 
     Raises:
-        AssertionError: it does not; the message has the first divergence, and each finding with its
-            code, line and fix.
-        CompatError: the comparison cannot be made.
+        AssertionError: the model differs; the message has the first divergence, and each finding
+            with its code, line and fix.
+        CompatError: the comparison is not possible.
     """
     __tracebackhide__ = True  # pytest shows the line of the test
     own = isinstance(model, nn.Module) and dialect_of(model) is None and name_map is None

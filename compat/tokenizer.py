@@ -33,8 +33,8 @@ class Tokenizer:
 
         if not isinstance(vocabulary, Vocabulary):
             raise TokenizerError(
-                f"the vocabulary is {described(vocabulary)}; expected a Vocabulary; load_tokenizer "
-                "makes a tokenizer of a checkpoint's files"
+                f"the vocabulary is {described(vocabulary)}; expected a Vocabulary. Use "
+                "load_tokenizer to make a tokenizer from a checkpoint's files."
             )
         self.vocabulary = vocabulary
         self.special = vocabulary.special
@@ -125,8 +125,8 @@ def load_tokenizer(
     highest = max(vocabulary.texts)
     if highest >= vocab_size:
         raise TokenizerError(
-            f"{folder}: the tokenizer has id {highest}, but config.json a vocab_size of "
-            f"{vocab_size}. Use the files of the same model."
+            f"{folder}: the tokenizer has id {highest}, but config.json has vocab_size "
+            f"{vocab_size}. Use the files of one model."
         )
     return Tokenizer(vocabulary)
 
@@ -141,8 +141,9 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     if vocab_size >= 50257:
         return _gpt2_of_tiktoken()
     raise TokenizerError(
-        f"there is no tokenizer.json, nor vocab.json and merges.txt, and a vocabulary of "
-        f"{vocab_size} is not GPT-2's 50257. Put these files beside the weights, or in Python pass "
+        "there is no tokenizer.json, nor vocab.json and merges.txt, and the vocabulary size is "
+        f"{vocab_size} instead of GPT-2's 50257. Put these files beside the weights, or in Python "
+        "pass "
         "ids instead of text."
     )
 

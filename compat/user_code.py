@@ -1,4 +1,4 @@
-"""Exceptions of the user's code, with the line of it that raised them."""
+"""Exceptions of the user's code, with the line that raised them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = {
 
 
 def _folders_of(package: str) -> list[str]:
-    """Where a package lies, without importing it."""
+    """The folder of a package, found without importing it."""
     spec = find_spec(package)
     return list(spec.submodule_search_locations or ()) if spec else []
 
@@ -51,11 +51,11 @@ MAKE_MODEL = (
 
 
 def described(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
-    """An exception's type and text, the innermost line of its owner's code, and what to do.
+    """An exception's type and text, the innermost line of its owner's code, and the next step.
 
     Args:
         error: any exception.
-        owns: whether a file is the owner's; by default whether it is the user's.
+        owns: returns whether a file is the owner's; by default whether it is the user's.
     """
     if isinstance(error, SyntaxError):
         source = f": {error.text.strip()}" if error.text else ""
@@ -73,7 +73,7 @@ def described(error: BaseException, owns: Callable[[str], bool] | None = None) -
     elif missing and isinstance(error, ModuleNotFoundError):
         text += (
             f"\n  If it is a library, install it with: pip install {PACKAGES.get(missing, missing)}"
-            "\n  If it belongs to your project, run this command in the folder that it lies in"
+            "\n  If it belongs to your project, run this command in the folder that contains it"
         )
     if isinstance(error, SystemExit):
         text += "\n  Move the call that ends the program under `if __name__ == '__main__':`"
@@ -103,7 +103,7 @@ def translated(headline: str, advice: str = "") -> Iterator[None]:
 
     Args:
         headline: What failed; the description of the exception follows it.
-        advice: What to do, on a line of its own.
+        advice: The next step, on a separate line.
     """
     try:
         yield
@@ -118,7 +118,7 @@ def translated(headline: str, advice: str = "") -> Iterator[None]:
 def handle_errors(target: Callable[..., Any]) -> Iterator[None]:
     """Turn what the user's own code raises while it runs into an AdaptError with its line.
 
-    Exceptions of compat and of libraries that it calls itself are raised unchanged.
+    Exceptions of compat, and of libraries that compat calls, are raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks before weights are loaded or saved: every name, every shape, nothing lost."""
+"""Checks before weights are loaded or saved: every name and shape fits, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether torchao quantized a parameter, which then has few of the operations of a tensor."""
+    """Whether torchao quantized a parameter, which then supports few operations of a tensor."""
     return type(parameter).__module__.startswith("torchao.")
 
 
 def as_module(model: object) -> nn.Module:
-    """Return the module or, if it is wrapped by `torch.compile`, the one that is wrapped.
+    """Return the module or, if it is wrapped by `torch.compile`, the wrapped module.
 
     Raises:
-        ConfigError: It is not a module.
+        ConfigError: The argument is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {described(model)}; expected a torch.nn.Module.")
@@ -104,7 +104,9 @@ def check_own_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
             if parameter.ndim == 2
         ]
         also = (
-            f", and left {listed(collapse_layers(left))}: it knows nn.Linear only" if left else ""
+            f", and left out {listed(collapse_layers(left))}, because it supports nn.Linear only"
+            if left
+            else ""
         )
         raise NameMapError(
             f"torchao quantized {listed(collapse_layers(quantized))} of {type(model).__name__}"
@@ -119,7 +121,7 @@ def check_names(
     parameters: Mapping[str, Tensor],
     zeros: Sequence[str] = (),
 ) -> None:
-    """Every parameter is in the map, or tied to one, and every name of the map is in the model.
+    """Check that every parameter is in the map or tied to one that is, and the map's names exist.
 
     Biases that the model lacks are excepted.
 
@@ -182,7 +184,7 @@ def _shape_faults(
     except NameMapError as error:
         yield f"{row.hf}: {error}"
         return
-    except Exception as error:  # the op may be the user's own
+    except Exception as error:  # the operation may be the user's own
         yield f"{row.hf}: {row.op} fails with {type(error).__name__}: {error}"
         return
     if len(made) != len(row.ours):
@@ -207,8 +209,8 @@ def check_buffers(model: nn.Module) -> None:
     - Nor did one write to the weight matrices of the smallest module around it that has some.
       `nn.Linear`, `nn.Embedding` and `torch.nn.init` initialise in place, so that models built on
       a real device pass.
-    - These matrices do not look like weights: all are constant, or one has values that only
-      uninitialised memory has.
+    - These matrices do not look like weights: all are constant, or one has values that are typical
+      of uninitialised memory.
 
     An emptied buffer is therefore overlooked if the weights around it were initialised after
     `to_empty`, if the model was copied or pickled since, or if the memory still holds the weights
@@ -246,7 +248,8 @@ def _tensors_on_meta(model: nn.Module) -> list[str]:
 def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Buffers that were never written in place, with the smallest module around that has matrices.
 
-    If no matrix of the model was ever written, that module is the model: more matrices show more.
+    If no matrix of the model was ever written, that module is the whole model, because more
+    matrices are stronger evidence.
     """
     whole = not any(_is_written(matrix) for matrix in _matrices(model))
     for name, buffer in model.named_buffers():
@@ -259,7 +262,7 @@ def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _are_conclusive(matrices: Sequence[Tensor]) -> bool:
-    """Whether matrices show that they were emptied; a single one may be meant to be constant."""
+    """Whether matrices show that they were emptied; a single one may be constant on purpose."""
     return len(matrices) > 1 or any(
         matrix.is_meta or _is_written(matrix) or not _is_constant(matrix) for matrix in matrices
     )
@@ -281,7 +284,7 @@ def _is_constant(matrix: Tensor) -> bool:
 
 def _matrices(module: nn.Module) -> list[Tensor]:
     matrices = [p.detach() for p in module.parameters() if p.ndim > 1 and p.is_floating_point()]
-    # Of a model that is divided among several processes, the part that this one holds.
+    # For a model that is divided among several processes, the share of this process.
     return [m.to_local() if hasattr(m, "to_local") else m for m in matrices]
 
 

@@ -37,7 +37,7 @@ class Vocabulary:
 def build_vocabulary(
     vocab: dict[str, Any], merges: Sequence[Any], added: dict[str, int]
 ) -> Vocabulary:
-    """Build a vocabulary from GPT-2's tables and check it.
+    """Build a vocabulary from GPT-2's tables, and check it.
 
     Args:
         vocab: token → id. The bytes of a token are written as `printable_bytes`.
@@ -74,7 +74,7 @@ def build_vocabulary(
 def vocabulary_tables(
     vocabulary: Vocabulary,
 ) -> tuple[dict[str, int], list[str], dict[str, int]]:
-    """Return the `vocab`, `merges` and `added` of a vocabulary; inverts `build_vocabulary`."""
+    """Return the `vocab`, `merges` and `added` of a vocabulary; inverse of `build_vocabulary`."""
     to_char = {byte: char for char, byte in printable_bytes().items()}
 
     def written(text: bytes) -> str:
@@ -103,7 +103,7 @@ def printable_bytes() -> dict[str, int]:
 
 
 def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
-    """Every id is an integer from 0, and no two tokens have the same."""
+    """Check that every id is an integer from 0, and no two tokens have the same id."""
     owners: dict[int, str] = {}
     for token, token_id in {**vocab, **added}.items():
         if type(token_id) is not int or token_id < 0:
@@ -120,7 +120,7 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
 
 
 def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]) -> list[str]:
-    """The tokens that the merges make, in order."""
+    """The tokens that the merges create, in order."""
     made: list[str] = []
     pairs: list[list[str]] = []
     for number, merge in enumerate(merges, start=1):

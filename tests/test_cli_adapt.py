@@ -86,7 +86,7 @@ def test_tensors_without_a_place(cli: Cli, tiny: Path) -> None:
     headline, unmatched, *_ = done.out.splitlines()
     assert done.code == 1
     assert headline.startswith("✗ mapped 37 of 40 tensors   ✗ parity fails from h.0.")
-    assert unmatched == "  no place for h.{0…2}.attn.c_attn.bias"
+    assert unmatched == "  no parameter for h.{0…2}.attn.c_attn.bias"
 
 
 def test_names_are_collapsed_by_layer() -> None:
@@ -127,7 +127,7 @@ def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
     assert f"scale_by_d_model · breaks parity at h.0.probs: {'word ' * 40}" in text
     assert f"· untied_head: {'but ' * 40} → nothing".replace("  ", " ") in text
     assert "✗ mapped 124 of 148 tensors" in text
-    assert "no place for h.{0…11}.attn.c_attn.weight, h.{0…11}.attn.c_attn.bias" in text
+    assert "no parameter for h.{0…11}.attn.c_attn.weight, h.{0…11}.attn.c_attn.bias" in text
 
 
 # What a program reads

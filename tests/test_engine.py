@@ -387,9 +387,9 @@ def test_requests_of_several_contexts_are_scored_together(source: Path) -> None:
 @pytest.mark.parametrize(
     ("context", "continuations", "message"),
     [
-        ([], [[1]], "the context, a continuation or their list is empty"),
-        ([1], [[2], []], "the context, a continuation or their list is empty"),
-        ([1], [], "the context, a continuation or their list is empty"),
+        ([], [[1]], "the context, a continuation or the list of continuations is empty"),
+        ([1], [[2], []], "the context, a continuation or the list of continuations is empty"),
+        ([1], [], "the context, a continuation or the list of continuations is empty"),
         ([1] * 60, [[2], [3] * 6], "have 66 ids; the model has 64 positions, and scores up to 65"),
         ([1], [[2], [97]], "input_ids contains 97"),
     ],

@@ -122,7 +122,7 @@ def test_the_verdict_of_an_adaptation_states_the_reason() -> None:
         (adaptation(report_of(BAD)), "✗Not compatible", "diverges from transformers at logits"),
         (adaptation(report_of(), finding()), "✗Not compatible", "a finding breaks parity"),
         (adaptation(None), "✗Not compatible", "could not be run"),
-        (adaptation(None, unmatched=["a"]), "✗Not compatible", "no place for 1 tensor of demo"),
+        (adaptation(None, unmatched=["a"]), "✗Not compatible", "no parameter for 1 tensor of demo"),
     ):
         text = Document(adapt_page(made)).text
         assert word in text and why in text.partition(word)[2][:200]

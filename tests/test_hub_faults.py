@@ -17,12 +17,12 @@ NEXT = "Check the name and the connection and try again"
 
 # The faulty file, or "" for the listing; its fault; what the error says of it.
 FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("", "500", ("500 Internal Server Error", NEXT, "The cache does not have all")),
-    ("", "hang", ("timed out", NEXT, "The cache does not have all")),
+    ("", "500", ("500 Internal Server Error", NEXT, "The cache is not complete either")),
+    ("", "hang", ("timed out", NEXT, "The cache is not complete either")),
     ("", "gated", ("403, access is restricted", "HF_TOKEN")),
     ("", "bad token", ("401, the token is not valid", "HF_TOKEN")),
-    ("", "web page", ("not a hub's (Expecting value", "HF_ENDPOINT")),
-    ("", "no commit", ("not a hub's (no commit, but None)", "HF_ENDPOINT")),
+    ("", "web page", ("not that of a hub (Expecting value", "HF_ENDPOINT")),
+    ("", "no commit", ("not that of a hub (no commit, but None)", "HF_ENDPOINT")),
     ("config.json", "500", ("500 Internal Server Error", NEXT)),
     (WEIGHTS, "500", ("500 Internal Server Error", NEXT)),
     (WEIGHTS, "hang", ("timed out", NEXT)),

@@ -218,7 +218,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, tiny: Path)
         shutil.copy(demo / name, folder)
     found = inspect_checkpoint(folder)
     assert found.loads  # ids can be given instead of text
-    assert "id 1023, but config.json a vocab_size of 97" in found.tokenizer["error"]
+    assert "id 1023, but config.json has vocab_size 97" in found.tokenizer["error"]
 
 
 def test_ids_without_text_are_not_counted(tmp_path: Path, write: Write, state: State) -> None:

@@ -67,6 +67,8 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
     monkeypatch.setattr("compat.engine.fastest", lambda *_: kernel)
     source = make_checkpoint(n_embd=32, tie_word_embeddings=tied)
     file = packed(tmp_path, source, dtype=dtype)
+    same = pack_checkpoint(source, tmp_path / "same.safetensors", dtype=getattr(torch, dtype))
+    assert same.read_bytes() == file.read_bytes()
     one, other = Engine.from_pretrained(source, dtype=dtype), Engine.from_pretrained(file)
     assert other.dtype == dtype
     assert torch.equal(one.score(IDS), other.score(IDS))
@@ -160,10 +162,10 @@ def test_a_changed_byte_is_found_in_every_tensor(tmp_path: Path, tiny: Path) -> 
         begin, end = header[name]["data_offsets"]
         at = data_start + (begin + end) // 2
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(CheckpointError, match=f"{name} does not have its checksum"):
+        with pytest.raises(CheckpointError, match=f"{name} does not match its checksum"):
             open_checkpoint(file).read(name.removesuffix(SCALE))
         if name == HEAD:
-            with pytest.raises(CheckpointError, match="does not have its checksum"):
+            with pytest.raises(CheckpointError, match="does not match its checksum"):
                 Engine.from_pretrained(file)
     file.write_bytes(content)
     Engine.from_pretrained(file)
@@ -190,7 +192,7 @@ def test_tensors_that_do_not_fit_are_one_error(tmp_path: Path, tiny: Path) -> No
     file = packed(tmp_path, tiny)
     metadata, name = metadata_of(file), "h.0.attn.c_attn.weight"
     rewrite(file, metadata, **{name + SCALE: torch.ones(3)})
-    with pytest.raises(CheckpointError, match=f"{name} and its scale do not fit"):
+    with pytest.raises(CheckpointError, match=f"the shapes of {name} and its scale do not match"):
         open_checkpoint(file)
     del metadata["checksums"]["ln_f.bias"]
     rewrite(packed(tmp_path, tiny), metadata, **{"ln_f.bias": None})
@@ -201,7 +203,7 @@ def test_tensors_that_do_not_fit_are_one_error(tmp_path: Path, tiny: Path) -> No
 def test_what_cannot_be_packed_leaves_the_old_file(tmp_path: Path, tiny: Path) -> None:
     file = packed(tmp_path, tiny)
     before = file.read_bytes()
-    with pytest.raises(CheckpointError, match=f"is packed already. Pack {tiny} instead"):
+    with pytest.raises(CheckpointError, match=f"is already packed. Pack {tiny} instead"):
         packed(tmp_path, file)
     with pytest.raises(ConfigError, match=r"dtype is 'float32'; expected 'int8' or 'bfloat16'"):
         packed(tmp_path, tiny, dtype="float32")

@@ -8,7 +8,7 @@ The five stages:
 4. Prove: weights are loaded, taps and logits compared → `ParityReport`, in `_judge`.
 5. Diagnose: → findings, in `diagnose` (diagnosis/).
 
-Where stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to a name map.
+If stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to build a name map.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ def adapt(
     verify: bool = False,
     n_head: int | None = None,
 ) -> Adaptation:
-    """Map a module to a checkpoint, load the weights into it, and prove parity or say what differs.
+    """Map a module to a checkpoint, load the weights, and prove parity or report what differs.
 
-    The model's own code is run; nothing of the checkpoint is. The model gets the weights and stays
-    in the mode that it was in.
+    The model's code is executed; no code from the checkpoint is. The weights are loaded into the
+    model, and its training or eval mode is kept.
 
     Args:
         model: your GPT-2, of the checkpoint's sizes, on the CPU.
@@ -198,14 +198,14 @@ def adapt(
             compat's own.
         forward: `forward(model, input_ids)` returns logits (B, T, V) for ids (B, T). By default the
             model is called with ids, and its first output of that shape is used.
-        example_length: number of ids per sequence that the model is traced with. By default a
-            length that no other size of the model has.
-        progress: is called with the name of each stage when it begins.
+        example_length: number of ids per sequence with which the model is traced. By default a
+            length that differs from all other sizes of the model.
+        progress: called with the name of each stage when the stage begins.
         revision, verify, n_head: see `open_checkpoint`.
 
     Raises:
-        AdaptError: the model is not a language model, or cannot be called, traced or mapped; says
-            why and where.
+        AdaptError: the model is not a language model, or cannot be called, traced or mapped; the
+            message says why and names the line.
         CompatError: the checkpoint cannot be loaded.
     """
     if not isinstance(model, nn.Module):
@@ -257,7 +257,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
     config, forward, seconds = checkpoint.config, options.forward, _Stages(options.progress)
     with _timed(seconds, "trace"):
         ids = random_ids(checkpoint, 0, 2, options.example_length or _example_length(config))
-        # The first and last ids may stand for padding, and be masked.
+        # The first and last ids may be padding ids, which the model masks.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
         call, ids = (forward, ids) if forward else _signature(model, checkpoint, ids)
         run = _Run(model, checkpoint, call, ids, seconds)
@@ -356,10 +356,10 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
 
 
 def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
-    """The same model called with ids (T, B).
+    """The same model, called with ids (T, B).
 
     Raises:
-        BatchFirst: it does not add learned positions to tokens then, so it expects ids (B, T).
+        BatchFirst: called so, the model does not add learned positions, so it expects ids (B, T).
     """
     call = run.call
     run.call = lambda model, ids: call(model, ids.T).transpose(0, 1)
@@ -373,16 +373,17 @@ def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
 
 
 def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
-    """Other ways to a map for a graph whose parts are not recognised.
+    """Try other ways to map a graph whose parts are not recognised.
 
-    The first one with which the model is compatible is taken; otherwise the first that works, which
-    may be one with parts that GPT-2 does not have.
+    The first map with which the model is compatible is used; without one, the first that can be
+    loaded, which may include parts that GPT-2 does not have.
 
-    Where none works, the model has its own weights again. If the reason is one unknown part of it,
-    the result has what the graph shows.
+    If none works, the model's own weights are restored. If the reason is a single unknown part, the
+    result contains the findings that the graph shows.
 
     Raises:
-        AdaptError: none works, for another reason. It is the error that was raised for the graph.
+        AdaptError: none works, for another reason. The error is the one that was raised for the
+            graph.
     """
     if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
         raise error
@@ -439,7 +440,7 @@ def _survey(run: _Run, error: UnknownPart) -> Adaptation:
 
 
 def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
-    """Map by the order of module calls, and judge by the logits alone.
+    """Map by the order of module calls, and compare only the logits.
 
     Raises:
         Untraceable: the calls do not lead to a map either.
@@ -448,7 +449,7 @@ def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
         name_map = map_by_calls(run.model, run.call, run.ids, run.config)
     except AdaptError as reason:
         raise Untraceable(
-            f"{error}. The order in which its modules are called gives no name map either, because "
+            f"{error}. No name map follows from the order of module calls either, because "
             f"{reason}. {BY_HAND}"
         ) from error
     load_into(run.model, name_map, run.checkpoint)
@@ -497,7 +498,7 @@ def _confirm(
 def _signature(
     model: nn.Module, checkpoint: Checkpoint, ids: Tensor
 ) -> tuple[CallSignature, Tensor]:
-    """How to call the model on these ids, else on full length, else on ids below 16."""
+    """How to call the model: on these ids or, if that fails, on full length or on ids below 16."""
     try:
         return find_signature(model, ids), ids
     except AdaptError:
@@ -534,7 +535,7 @@ def _target(cls: type) -> str | None:
 
 
 def _example_length(config: GPT2Config) -> int:
-    """A length that no other axis of the model has, so that axes are known by their lengths."""
+    """A length that no other axis of the model has, so that the length identifies the axis."""
     sizes = {
         2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
         config.n_layer, 3, 3 * config.n_embd, 3 * config.d_head, 2 * config.n_head,

@@ -1,6 +1,6 @@
 """From assignments to a name map, and from a name map to Python source.
 
-The source is formatted as `ruff format` formats it at 100 columns.
+The source has the format of `ruff format` with 100 columns.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _wrapped(value: Any, indent: str, before: int, after: int = 0) -> str:
     The arguments of a call are on the same line, on a line of their own, or on one line each.
 
     Args:
-        value: what to write.
-        indent: of the line that it begins on.
+        value: the value to write.
+        indent: the indent of the line on which it begins.
         before: characters before it on that line, without the indent.
         after: characters after it on its last line.
     """

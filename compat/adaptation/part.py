@@ -1,7 +1,7 @@
-"""A single part of a GPT-2, such as a user's attention, in a model of which all else is compat's.
+"""Adapting a single part of a GPT-2, such as a user's attention, inside compat's own model.
 
-The part is put into compat's own `linear` model in place of the part there. The whole is adapted
-like any other model, so that the mapping, the proof and the findings are those of the part.
+The part replaces the corresponding part of compat's `linear` model. The whole model is then adapted
+like any other, and the mapping, the proof and the findings are those of the part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def path_of(part: str, config: GPT2Config) -> str:
     if named is None or (named[2] or "") not in PATHS:
         raise AdaptError(
             f"part is {part!r}; expected ln_f, h.0, h.0.attn, h.0.mlp, h.0.ln_1 or h.0.ln_2, with "
-            "any number of a layer"
+            "the number of any layer"
         )
     if int(named[1]) >= config.n_layer:
         raise AdaptError(
@@ -95,7 +95,7 @@ def with_part(part: nn.Module, name: str, config: GPT2Config) -> tuple[nn.Module
 
 
 def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | None]:
-    """The convention for a mask argument with which no token sees a later one."""
+    """The convention for a mask argument with which no token attends to a later one."""
     T = min(9, config.n_positions)
     x = torch.randn(1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
     other = x.clone()

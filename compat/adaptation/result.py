@@ -28,13 +28,13 @@ class Finding:
             the rounding error of the reference; "limit" if the proof did not cover a condition;
             "info" if it does not change any number.
         tap: the first tap that it changes, such as `h.0.act`; None if it changes none.
-        file: of the user's source; None if no line is known.
-        line: in that file, counted from 1.
+        file: the file of the user's source; None if no line is known.
+        line: the line in that file, counted from 1.
         source_line: the text of the line.
         message: what the user's code does, and what GPT-2 does.
         fix: code, or one imperative sentence.
         evidence: how the finding was confirmed.
-        values: the values in the message and the fix, such as `found` and `expected`.
+        values: the values of the message's and the fix's placeholders, such as `found`.
         also: further lines with the same deviation, as `file:line`.
     """
 
@@ -57,11 +57,11 @@ class Adaptation(HtmlPage):
 
     Args:
         model: the name of the model's class.
-        source: of the checkpoint.
+        source: the checkpoint's source.
         n_layer: the number of layers of the checkpoint, to which `name_map` expands.
         tensors: the number of tensors in the checkpoint, without a tied head.
         unmatched: the tensors of the checkpoint that have no counterpart in the model.
-        name_map: the parameters that each tensor went to, for `load_into` and `to_hf_state_dict`.
+        name_map: the parameters that hold each tensor, for `load_into` and `to_hf_state_dict`.
         parity: the comparison of taps and logits, or None if the logits have another shape or the
             model could not be mapped.
         findings: the breaking ones first, then in execution order.
@@ -86,9 +86,9 @@ class Adaptation(HtmlPage):
     def taps(self) -> list[Tap]:
         """The taps that modules of the model hold, for `trace`.
 
-        Each was verified with a patch. A hidden state that no module returns or receives, such as
-        the sum in front of a norm that is written as a function, has none. The list is empty for a
-        part, and for a model that could not be traced.
+        Each was verified with a patch. A hidden state has no tap if no module returns or receives
+        it, such as the input of a norm that is written as a function. The list is empty for a part,
+        and for a model that could not be traced.
         """
         return self.find_taps()
 
@@ -126,14 +126,14 @@ class Adaptation(HtmlPage):
     def why_unchecked(self) -> str:
         """The reason why `parity` is None."""
         if len(self.unmatched) == self.tensors:
-            return "a part of the model is unknown to compat"
+            return "compat does not know a part of the model"
         return "its logits have another shape than the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:
         """Edits of the model's source that make it compatible, as a unified diff.
 
-        The model's class is imported again from its file and built in the checkpoint's sizes. What
-        is returned was proved on the checkpoint in a process of its own. Nothing is written.
+        The model's class is imported again from its file and built in the checkpoint's sizes. The
+        edits were proved on the checkpoint in a separate process. Nothing is written.
 
         Args:
             unsafe: also try edits that change the signature of a constructor.
@@ -153,7 +153,7 @@ class Adaptation(HtmlPage):
         return repaired.diff if isinstance(repaired, Repair) else None
 
     def __repr__(self) -> str:
-        """The verdict, and one line for each finding that is not a mere note."""
+        """The verdict, and one line for each finding that is not of severity "info"."""
         mark = "✓" if self.compatible else "✗"
         mapped = f"{self.tensors - len(self.unmatched)} of {self.tensors} tensors mapped"
         shown = [found for found in self.findings if found.severity != "info"]
@@ -166,7 +166,7 @@ class Adaptation(HtmlPage):
         """The result as plain values, for `json.dumps`.
 
         Args:
-            full: with the rows of every layer, and every tap, input and gradient.
+            full: include the rows of every layer, and every tap, input and gradient.
         """
         rows = self.name_map.expand(self.n_layer) if full else self.name_map.rows
         return {

@@ -73,11 +73,11 @@ def config_of(fields: Mapping[str, Any], path: Path) -> GPT2Config:
 
 
 def check_family(weights: Path, names: Collection[str], has_config: bool) -> None:
-    """Refuse a model that is not a GPT-2, before the user is asked for facts that it lacks.
+    """Refuse a model that is not a GPT-2, before the user is asked for missing facts.
 
     Args:
         weights: the file, for the message.
-        names: of its tensors.
+        names: the names of its tensors.
         has_config: whether Hugging Face's config states the sizes. Then `check_tensors` reports
             tensors that are missing, or unexpected in some of the blocks.
 
@@ -212,7 +212,7 @@ def resolve_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str]
 
 
 def note_ids(config: GPT2Config, notes: list[str]) -> None:
-    """Note special token ids outside the vocabulary."""
+    """Add a note about special token ids outside the vocabulary."""
     outside = [
         f"{name} {token_id}"
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -221,8 +221,8 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
     ]
     if outside:
         notes.append(
-            f"outside the vocabulary, which has ids 0 to {config.vocab_size - 1}, and so without "
-            f"effect: {', '.join(outside)}"
+            f"outside the vocabulary, which has ids 0 to {config.vocab_size - 1}, and therefore "
+            f"without effect: {', '.join(outside)}"
         )
 
 
@@ -230,7 +230,7 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity; `aminmax` propagates both."""
+    """Whether a tensor has no NaN and no infinite values; `aminmax` propagates both."""
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 

@@ -41,11 +41,11 @@ class Stored:
 
 @dataclass
 class Contents:
-    """An open checkpoint before it is known to be a GPT-2.
+    """An open checkpoint that is not yet known to be a GPT-2.
 
     Args:
         weights: the weights file or index.
-        files: the opened files of tensors, by path.
+        files: the open tensor files, by path.
     """
 
     weights: Path
@@ -53,7 +53,7 @@ class Contents:
 
     @property
     def model_args(self) -> object:
-        """The arguments that nanoGPT saves beside its tensors, else None."""
+        """The arguments that nanoGPT saves beside its tensors; None for other files."""
         args = [file.model_args for file in self.files.values() if isinstance(file, PickleFile)]
         return args[0] if len(args) == 1 else None
 
@@ -86,7 +86,7 @@ def open_contents(weights: Path, max_unpacked: int) -> Contents:
 
     Args:
         weights: the file or index.
-        max_unpacked: bytes that a pickle may unpack to, if that is more than its size on disk.
+        max_unpacked: number of bytes to which a pickle may unpack, if larger than its size on disk.
 
     Raises:
         CheckpointError: A file cannot be read, or the index contradicts its shards.
@@ -129,7 +129,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if outside:
         raise CheckpointError(
             f"{index} names {listed([repr(name) for name in outside])}, but shards must lie beside "
-            "the index. Do not trust where it comes from."
+            "the index. Do not trust its origin."
         )
     if missing := [name for name in names if not os.path.isfile(index.parent / name)]:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from compat.checkpoint.formats import why_unreadable
 from compat.errors import CheckpointError
 
 # GPT-2's config takes a kilobyte, the header of xl 60. Larger files are refused unread, because
-# parsed JSON can take 20 times its size.
+# parsed JSON can take 20 times its size in memory.
 MAX_JSON_BYTES = 4 << 20
 # Each list or object takes 60 bytes or more. A tokenizer may have one for every merge.
 MAX_JSON_CONTAINERS = 200_000
@@ -71,8 +71,8 @@ def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
                 raise CheckpointError(f"{path} is a pipe or a device. Replace it by a file.")
             if status.st_size > max_bytes:
                 raise CheckpointError(
-                    f"{path} takes {status.st_size:,} bytes; expected at most {max_bytes:,}. "
-                    "Check where it comes from."
+                    f"{path} has {status.st_size:,} bytes; expected at most {max_bytes:,}. Check "
+                    "where it comes from."
                 )
             return file.read(max_bytes)
     except FileNotFoundError as error:
@@ -115,7 +115,7 @@ def parse_json(data: bytes) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"it names {name!r} twice")
+            raise ValueError(f"it repeats the key {name!r}")
         return found
 
     return json.loads(data.decode(), object_pairs_hook=without_repeats)

@@ -28,7 +28,7 @@ FOREIGN_FILES = ("ckpt.pt", "model.pt")
 def find_weights(source: str | Path, revision: str | None, verify: bool, notes: list[str]) -> Path:
     """Return the weights file, or the index of shards, of a source; download it if necessary.
 
-    Files that are passed over in favour of another one are added to `notes`.
+    Weights files that are not used because of another one are added to `notes`.
 
     Raises:
         CheckpointError: The source does not exist or holds no weights.
@@ -46,8 +46,8 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
     elif revision is not None or verify:
         option = f"revision {revision!r}" if revision is not None else "verify"
         raise CheckpointError(
-            f"{source} is a local path, for which {option} has no meaning. Leave it out, or use a "
-            "hub id."
+            f"{source} is a local path, and {option} applies only to the hub. Leave it out, or "
+            "use a hub id."
         )
     if not _exists(path):
         absolute = "" if path.is_absolute() else f" ({path.absolute()})"
@@ -59,7 +59,8 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
         return path
     if not path.is_dir():
         raise CheckpointError(
-            f"{source} is neither a folder nor a file that can be read. Use the path of one."
+            f"{source} is neither a folder nor a file that can be read. Use the path of a folder "
+            "or file."
         )
     return _find_in_folder(path, notes)
 
@@ -74,7 +75,7 @@ def _is_hub_id(source: str) -> bool:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError) as error:  # the folder may not be read, or the name is impossible
+    except (OSError, ValueError) as error:  # the folder cannot be read, or the name is not valid
         raise CheckpointError(f"{short_repr(str(path))} cannot be opened: {error}.") from None
 
 

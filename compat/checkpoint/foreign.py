@@ -42,7 +42,7 @@ PRESETS = {
     "gpt-nano": (3, 3, 48),
 }
 
-# A config.json that has only these fields may belong to a file of any kind.
+# A config.json with these fields only may belong to a file of any kind.
 COMMON = {
     *("n_layer", "n_head", "n_embd", "vocab_size", "bias", "dropout"),
     *("activation_function", "layer_norm_epsilon", "tie_word_embeddings"),
@@ -58,7 +58,7 @@ def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
 def kind_of(
     contents: Contents, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
 ) -> str:
-    """The program that wrote a file, by its arguments, its config, or else its layout."""
+    """The program that wrote a file, by its arguments, its config or, without these, its layout."""
     if contents.packed:
         return PACKED
     if contents.model_args is not None:
@@ -69,7 +69,7 @@ def kind_of(
 
 
 def layouts(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
-    """The names of the projections in each layout. Square projections do not show theirs."""
+    """The names of the projections in each layout. Square projections do not show their layout."""
     found: dict[str, list[str]] = {}
     embedding = stored[EMBEDDING].info.shape if EMBEDDING in stored else ()
     C = embedding[-1] if embedding else 0
@@ -106,9 +106,7 @@ def translate(
     """
     weights, stored = contents.weights, contents.tensors()
     _check_layout(kind, weights, stored)
-    notes.append(
-        f"a file as {kind} saves it; its projections are {OUT_IN} and are transposed to {IN_OUT}"
-    )
+    notes.append(f"a {kind} file; its projections are {OUT_IN} and are transposed to {IN_OUT}")
     fields = _collect_fields(weights, contents.model_args, raw_config, n_head, stored)
     has_biases, has_masks = fields.pop("bias", True), "h.0.attn.bias" in stored
     if "n_head" not in fields:
@@ -137,11 +135,11 @@ def _check_layout(kind: str, weights: Path, stored: dict[str, Stored]) -> None:
     raise CheckpointError(
         f"{weights} has projections that are {IN_OUT}: {wrong}"
         + (f", and others that are {OUT_IN}: {right}" if right else "")
-        + f". {kind} has all of them {OUT_IN}. Save them all in that layout."
+        + f". {kind} has all projections {OUT_IN}. Save all of them in that layout."
     )
 
 
-# Facts, and where they come from.
+# Facts about the model, and the sources that state them.
 
 
 def _collect_fields(
@@ -151,7 +149,7 @@ def _collect_fields(
     n_head: int | None,
     stored: dict[str, Stored],
 ) -> dict[str, Any]:
-    """Merge what all sources state, under Hugging Face's names; no two may disagree."""
+    """Merge the facts of all sources, under Hugging Face's names; two sources must not disagree."""
     stated: dict[str, Mapping[str, Any]] = {}
     if model_args is not None:
         stated["its model_args"] = _renamed(weights, _checked_args(weights, model_args))
@@ -220,7 +218,7 @@ def _heads_unknown(weights: Path, n_embd: Any) -> ConfigError:
     sensible = type(n_embd) is int and 0 < n_embd < 100_000
     divisors = [str(n) for n in range(1, n_embd + 1) if n_embd % n == 0] if sensible else []
     return ConfigError(
-        f"{weights} does not state the number of heads, and it does not follow from the tensors. "
+        f"{weights} does not state the number of heads, which does not follow from the tensors. "
         'Pass n_head (--n-head), or write {"n_head": …} to a config.json beside it.'
         + (f" It is a divisor of n_embd = {n_embd}: {listed(divisors, 20)}." if divisors else "")
     )

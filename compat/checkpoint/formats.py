@@ -17,8 +17,8 @@ class Format:
         name: short name, as `inspect` reports it.
         phrase: the name in a sentence.
         advice: the next step for this format, as a sentence; "" for the usual one.
-        endings: file name endings that promise this format.
-        magic: first bytes that identify it.
+        endings: file name endings that indicate this format.
+        magic: the first bytes that identify it.
     """
 
     name: str
@@ -113,7 +113,7 @@ _IN_PYTORCH = re.compile(rb"(?i)[^/]+/(data\.pkl|version|byteorder|\..+|constant
 
 
 def recognized(path: Path) -> Format | None:
-    """The format of a file by its first bytes or, if these are not known, by its name."""
+    """The format of a file by its first bytes or, if these are unknown, by its name."""
     try:
         with path.open("rb") as file:
             start = file.read(512)
@@ -156,13 +156,13 @@ def _kind_of_zip(start: bytes) -> Format:
 
 
 def looks_like(path: Path) -> Format | None:
-    """The format of a file, if its name promises another one."""
+    """The format of a file, if its name indicates another format."""
     found = recognized(path)
     return found if found and path.suffix not in found.endings else None
 
 
 def why_unreadable(path: Path, reason: object, next_step: str) -> str:
-    """The end of a message that says that a file cannot be read: why, and the next step."""
+    """The end of a message about an unreadable file: the reason and the next step."""
     if found := looks_like(path):
         reason = " ".join([f"it is {found.phrase}.", found.advice]).strip()
         return f"{reason} {next_step}"

@@ -2,7 +2,8 @@
 
 The client's `snapshot_download` and `verify_repo_checksums` are not used. The former accepts cached
 files of the wrong size, updates a branch's commit before its files are complete, and lists the
-repository without a timeout; the latter works online only and reports files that nobody needs.
+repository without a timeout; the latter works only online and also reports files that are not
+needed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Repo:
         return self.cache / "snapshots" / commit
 
     def cached_commit(self) -> str | None:
-        """The commit that the revision meant when it was last fetched; a commit means itself."""
+        """The commit of the revision when it was last fetched; for a commit, the commit itself."""
         commit = self.revision
         with suppress(OSError, ValueError):
             commit = (self.cache / "refs" / self.revision).read_text()
@@ -117,14 +118,14 @@ def fetch(repo_id: str, revision: str | None, verify: bool = False) -> Path:
 
 
 def _list_files(repo: Repo) -> tuple[str, dict[str, RemoteFile]]:
-    """The commit that the revision means, and its files."""
+    """The commit of the revision, and its files."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi().model_info(
         repo.repo_id,
         revision=repo.revision,
         files_metadata=True,
-        timeout=constants.HF_HUB_ETAG_TIMEOUT,  # by default the client waits for ever
+        timeout=constants.HF_HUB_ETAG_TIMEOUT,  # by default the client waits forever
     )
     if not _is_commit(info.sha):
         raise ValueError(f"no commit, but {info.sha!r}")
@@ -142,8 +143,8 @@ def _download_missing(repo: Repo, commit: str, remote: Mapping[str, RemoteFile])
         if not file.has_size_of(path):
             found = f"{path.stat().st_size:,} bytes" if path.is_file() else "another commit's"
             raise HubError(
-                f"{name} of {repo} came as {found}, but the hub states {file.size:,} bytes for "
-                f"commit {commit}.\nDelete {path.resolve()} and fetch again."
+                f"{name} of {repo} was downloaded as {found}, but the hub states {file.size:,} "
+                f"bytes for commit {commit}.\nDelete {path.resolve()} and fetch again."
             )
         return path
 
@@ -161,7 +162,7 @@ def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
 
     url = hf_hub_url(repo.repo_id, name, revision=commit)
     try:
-        # Left to itself, the client retries a silent server for six minutes.
+        # By default, the client retries a server that does not answer for six minutes.
         for pause in (1, 2, 0):
             try:
                 get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -176,7 +177,7 @@ def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
 
 
 def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
-    """The files in the cache, which is used for the given reason."""
+    """The files in the cache, which is used because of `reason`."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     commit = repo.cached_commit()
@@ -186,7 +187,7 @@ def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
     if missing:
         raise HubError(
             f"{_hub_error(repo, reason)}\n"
-            f"The cache does not have all of it either: {folder} lacks {listed(missing)}."
+            f"The cache is not complete either: {folder} lacks {listed(missing)}."
         )
     if not isinstance(reason, OfflineModeIsEnabled):
         note = "%s: %s; using commit %s from the cache"
@@ -226,7 +227,7 @@ def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
         stated: file → SHA-256 or git's blob SHA-1 in hex digits, or None where there is none.
 
     Raises:
-        HubError: A hash differs, or is None or of another kind.
+        HubError: A hash differs, is None, or is of another kind.
     """
     from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
@@ -266,7 +267,7 @@ def _is_commit(text: str | None) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the hub answered with a refusal. Any other error means that it did not answer."""
+    """Whether the hub refused the request. Any other error means that it did not answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -309,11 +310,11 @@ def _explain(error: Exception) -> tuple[str, str]:
     if isinstance(error, OSError) and error.errno is not None:
         return (
             f"the cache at {constants.HF_HUB_CACHE} cannot be written: {error}",
-            "Free space there, or set HF_HOME to a folder that may be written.",
+            "Free space there, or set HF_HOME to a writable folder.",
         )
     if isinstance(error, ValueError) and not isinstance(error, errors.HFValidationError):
         return (
-            f"the answer is not a hub's ({reason})",
+            f"the answer is not that of a hub ({reason})",
             "Check HF_ENDPOINT and the connection, or use a local folder.",
         )
     if isinstance(error, errors.EntryNotFoundError) and status:

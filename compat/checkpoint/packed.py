@@ -1,7 +1,8 @@
 """Packed checkpoints: one safetensors file with its config, checksums and, for int8, scales.
 
-A quantized matrix is stored as int8 values [out, in] under its own name, and as a float32 scale for
-each output under that name with `.scale`. The metadata of the file has the rest, as JSON.
+A quantized matrix is stored as int8 values [out, in] under its own name, and as one float32 scale
+for each output under that name with `.scale`. The file's metadata has the config and the checksums,
+as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Quantized(NamedTuple):
         return self.values.is_cpu
 
     def to(self, target: torch.device | torch.dtype) -> Quantized:
-        """On this device. A data type is that of the products, and changes nothing here."""
+        """The same weight on a device. `dtype` is that of the products, and has no effect here."""
         if isinstance(target, torch.dtype):
             return self
         return Quantized(self.values.to(target), self.scale.to(target))
@@ -58,7 +59,7 @@ class PackedFile:
     Attributes:
         precision: "int8" or "bfloat16".
         config: the fields of the config.
-        source, source_sha256: what was packed, and the SHA-256 of its weights.
+        source, source_sha256: the packed checkpoint, and the SHA-256 of its weights.
 
     Raises:
         CheckpointError: The metadata is damaged, or does not fit the tensors.
@@ -67,15 +68,15 @@ class PackedFile:
     def __init__(self, path: Path, file: SafetensorsFile) -> None:
         self._path, self._file = path, file
         try:
-            said = json.loads(file.metadata[METADATA])
-            self.precision: str = PRECISIONS[PRECISIONS.index(said["precision"])]
-            self.config: dict[str, Any] = dict(said["config"])
-            self.source, self.source_sha256 = str(said["source"]), str(said["source_sha256"])
-            self._checksums: dict[str, str] = dict(said["checksums"])
+            fields = json.loads(file.metadata[METADATA])
+            self.precision: str = PRECISIONS[PRECISIONS.index(fields["precision"])]
+            self.config: dict[str, Any] = dict(fields["config"])
+            self.source, self.source_sha256 = str(fields["source"]), str(fields["source_sha256"])
+            self._checksums: dict[str, str] = dict(fields["checksums"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._damaged(f"its metadata cannot be read ({type(error).__name__})") from error
         if self._checksums.keys() != file.infos.keys():
-            raise self._damaged("its checksums are not those of its tensors")
+            raise self._damaged("its checksums are for other tensors")
         self.infos: dict[str, TensorInfo] = {}
         for name, info in file.infos.items():
             if name + SCALE in file.infos:
@@ -87,7 +88,7 @@ class PackedFile:
         values, scale = self._file.infos[name], self._file.infos[name + SCALE]
         expected = TensorInfo(values.shape[:1], torch.float32)
         if values.dtype != torch.int8 or len(values.shape) != 2 or scale != expected:
-            raise self._damaged(f"{name} and its scale do not fit")
+            raise self._damaged(f"the shapes of {name} and its scale do not match")
         shape = values.shape if name == HEAD else values.shape[::-1]
         return TensorInfo(shape, torch.float32)
 
@@ -111,7 +112,7 @@ class PackedFile:
     def _checked(self, name: str, mapped: bool) -> Tensor:
         tensor = self._file.map(name) if mapped else self._file.read(name)
         if checksum(tensor) != self._checksums[name]:
-            raise self._damaged(f"{name} does not have its checksum")
+            raise self._damaged(f"{name} does not match its checksum")
         return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
     def _damaged(self, reason: str) -> CheckpointError:

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read with `weights_only=True`, so that no code in them is executed.
 
 `weights_only=True` alone does not protect against denial of service. A file of one kilobyte can
-request any amount of memory (a bytearray), run for ever (hashing nested tuples) or crash the
-process (too many of them). Every file is therefore scanned before PyTorch unpickles it.
+request any amount of memory (a bytearray), run forever (hashing nested tuples) or crash the process
+(deeply nested tuples). Every file is therefore scanned before PyTorch unpickles it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class PickleFile:
 
     Args:
         path: the file.
-        max_unpacked: bytes that it may unpack to, if that is more than its size on disk.
+        max_unpacked: number of bytes to which it may unpack, if larger than its size on disk.
 
     Attributes:
-        model_args: the arguments that nanoGPT saves beside the tensors, else None.
+        model_args: the arguments that nanoGPT saves beside the tensors; None for other files.
 
     Raises:
         CheckpointError: The file is damaged, would unpack to more, or holds anything but a
@@ -65,12 +65,12 @@ class PickleFile:
 
     def __init__(self, path: Path, max_unpacked: int = 0) -> None:
         self._path, self.model_args = path, None
-        # pickletools and torch.load warn about some files, then refuse them.
+        # pickletools and torch.load warn about some files and then refuse them.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 legacy = _scan(path, max_unpacked)
-            except Exception as error:  # zipfile raises nearly anything for a damaged archive
+            except Exception as error:  # zipfile raises almost any exception for a damaged archive
                 raise _unreadable(path, str(error)) from error
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
@@ -116,7 +116,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Legacy:
-    """Of a file that was saved before torch 1.6: where the data starts, and how many storages.
+    """The start of the data and the number of storages of a file saved before torch 1.6.
 
     PyTorch fills the storages that the last pickle lists. Others keep what is in memory.
     """
@@ -128,7 +128,7 @@ class _Legacy:
 def _check_size(
     path: Path, tensors: dict[str, Tensor], legacy: _Legacy | None, max_unpacked: int
 ) -> None:
-    """The tensors need no more bytes than the file has; those of a legacy file exactly as many."""
+    """Check that the tensors need no more bytes than the file has; exactly as many if legacy."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
     sizes, has = [storage.nbytes() for storage in storages.values()], path.stat().st_size
     needed = legacy.start + sum(8 + size for size in sizes) if legacy else sum(sizes)
@@ -142,11 +142,11 @@ def _check_size(
         )
 
 
-# The scan. All functions below raise ValueError for a file that is damaged or asks for too much.
+# The scan. All functions below raise ValueError for a file that is damaged or requests too much.
 
 
 def _scan(path: Path, max_unpacked: int) -> _Legacy | None:
-    """Scan a file of `torch.save`; returns the place of the data in a legacy file, else None."""
+    """Scan a file of `torch.save`; return the offset of a legacy file's data, else None."""
     with path.open("rb") as file:
         start = file.read(len(_LEGACY))
         if start.startswith(_ZIP):
@@ -212,7 +212,7 @@ def _scan_pickle(data: bytes, max_opcodes: int) -> tuple[int, int]:
 
 
 def _check_argument(name: str, argument: object) -> None:
-    """Names mean tensors, and integers are short, since long ones can be made to collide."""
+    """Names must mean tensors, and integers be short, since long ones can be made to collide."""
     if name == "PROTO" and argument != _PROTOCOL:
         raise ValueError(
             f"its pickle has protocol {argument}, and torch.save writes protocol {_PROTOCOL}; "
@@ -230,7 +230,7 @@ def _check_argument(name: str, argument: object) -> None:
     known = argument in _GLOBALS or is_dtype or is_storage
     if not known:
         raise ValueError(
-            f"it asks for {f'{module}.{attribute}'!r}, which is not executed; a checkpoint holds "
+            f"it imports {f'{module}.{attribute}'!r}, which is not executed; a checkpoint holds "
             "plain tensors"
         )
 
@@ -254,7 +254,7 @@ def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
         if (unpacked := sum(entry.file_size for entry in entries)) > limit:
             raise ValueError(
                 f"it would unpack to {unpacked:,} bytes; expected at most {limit:,}, by its size "
-                "and its config; do not trust where it comes from"
+                "and its config; do not trust its origin"
             )
         # For entries that PyTorch does not unpack it silently returns uninitialised memory.
         if odd := [entry.filename for entry in entries if not _is_plain(entry)]:
@@ -278,13 +278,13 @@ def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    """Neither compressed nor a folder, by its name or by its MS-DOS attributes."""
+    """Whether an entry is neither compressed nor a folder, by its name or its MS-DOS attributes."""
     folder = entry.is_dir() or entry.external_attr & 0x10
     return not (folder or entry.compress_type or entry.compress_size != entry.file_size)
 
 
 def _check_end_of_zip(file: BinaryIO) -> None:
-    """The archive ends with its one table of contents.
+    """Check that the archive ends with its only table of contents.
 
     PyTorch's reader and Python's search for it differently, and must find the same one.
     """

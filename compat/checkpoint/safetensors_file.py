@@ -34,10 +34,10 @@ _DTYPES = {
 
 
 class SafetensorsFile:
-    """A `.safetensors` file, of which opening reads only the header.
+    """A `.safetensors` file. Opening it reads only the header.
 
     Attributes:
-        metadata: the texts in its header.
+        metadata: the strings in its header's `__metadata__`.
 
     Raises:
         CheckpointError: The header is damaged, or does not fit the file.
@@ -47,7 +47,7 @@ class SafetensorsFile:
         self._path = path
         try:
             header, self._start = _read_header(path)
-            # The library checks offsets, sizes, types and that there are no holes.
+            # The library checks offsets, sizes, types and that there are no gaps.
             checked = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
             self._opened = _identity(os.stat(path))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ class SafetensorsFile:
             self._offsets[name] = header[name]["data_offsets"]
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:
-        # Not through a map: truncating a mapped file would kill the process.
+        # Not through a memory map: truncating a mapped file would kill the process.
         begin, end = self._offsets[name]
         shape = self.infos[name].shape
         if rows != ALL:
@@ -106,7 +106,7 @@ class SafetensorsFile:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header and where the data starts.
+    """Return the header and the offset of the data.
 
     Raises:
         ValueError: The header is missing, is too large, or repeats a key. The library would

@@ -40,7 +40,7 @@ class Checkpoint:
         weights: the weights file or index of shards; other files lie in the same folder.
         kind: the program that wrote it: "Hugging Face", "nanoGPT", "minGPT" (or makemore) or
             "packed" for a file of `pack_checkpoint`.
-        config: the configuration; `tie_word_embeddings` says what the tensors are.
+        config: the configuration; its `tie_word_embeddings` is that of the tensors.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
         notes: accepted deviations, as sentences.
         mmap: whether tensors share the pages of the file instead of being copied.
@@ -79,7 +79,7 @@ class Checkpoint:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether tensors are views of the file's pages, as only safetensors allows."""
+        """Whether tensors are views of the file's pages, which only safetensors allows."""
         return self.mmap and ".safetensors" in self.weights.name
 
     def read(self, name: str) -> Tensor:
@@ -96,21 +96,21 @@ class Checkpoint:
     def take(self, name: str, rows: slice = ALL) -> tuple[Tensor, str | None]:
         """Return one tensor and a description of its NaN and infinite values, if it has any.
 
-        With `rows`, both are of these rows alone, and files of safetensors read no others.
+        With `rows`, both refer to these rows only, and safetensors files read no others.
         """
         tensor = self._stored[name].read(self.mmap, rows)
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
 
     def read_quantized(self, name: str) -> Quantized | None:
-        """Return a weight of a packed checkpoint in 8 bits; None if it is not stored so."""
+        """Return a weight of a packed checkpoint in 8 bits; None if it is not stored in 8 bits."""
         return self.packed.quantized(name, self.mmap) if self.packed else None
 
     def not_finite(self, faults: list[str]) -> CheckpointError:
         """The error that reports the faults of `take`."""
-        headline = f"{self.weights} has weights that are not finite:"
+        headline = f"{self.weights} has non-finite weights:"
         next_step = (
-            "\nDownload or export it again. In Python, check_finite=False loads it as it is."
+            "\nDownload or export it again. In Python, check_finite=False loads it unchanged."
         )
         return CheckpointError(lines(headline, faults) + next_step)
 
@@ -137,17 +137,17 @@ def open_checkpoint(
         revision: branch, tag or commit on the hub.
         verify: compare every file with the hash that the hub states for it.
         n_head: the number of heads, for a minGPT or makemore file without a config.
-        mmap: let tensors share the pages of a safetensors file. This is fast, and models of one
-            file share its memory. Replacing the file leaves them intact, as `save_pretrained` does,
-            but a file that another program truncates while it is in use ends the process. False
-            copies the tensors instead, as is always done for other formats.
+        mmap: let tensors share the pages of a safetensors file. This is fast, and models loaded
+            from one file share its memory. Replacing the file, as `save_pretrained` does, leaves
+            them intact, but truncating it while it is in use kills the process. False copies the
+            tensors instead, as other formats always do.
         check_finite: search tensors for NaN and infinity when they are read.
 
     Raises:
         CheckpointError: The source does not exist or cannot be read, or tensors are missing,
             unexpected or of the wrong shape or data type. All of them are counted, and the first
             ten are named.
-        HubError: The hub could not be reached or does not have it.
+        HubError: The hub could not be reached or does not have the source.
         ConfigError: The config is malformed or incomplete, or contradicts the tensors or `n_head`.
     """
     if isinstance(source, Checkpoint):

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: the arguments after the program's name; by default those of the process.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT may be ignored
         signal.signal(signal.SIGINT, _exit_at_once)
     from compat.cli.app import run
 
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def ctrl_c_raises() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt, so that a command can keep what it has.
 
-    Before and after, Ctrl-C ends the process at once: there is nothing to keep, and an exception
-    raised during an import or while Python exits would print a traceback.
+    Before and after the command, Ctrl-C ends the process at once: there is nothing to keep, and an
+    exception during an import or while Python exits would print a traceback.
     """
     ours = signal.getsignal(signal.SIGINT) is _exit_at_once
     if ours:

@@ -1,4 +1,4 @@
-"""`adapt`: a user's own GPT-2 mapped, loaded and proved, or what differs and on which line."""
+"""`adapt`: map, load and prove a user's own GPT-2, or report what differs and on which line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STAGES = {
     "reference": "loading the reference",
     "logits": "comparing logits",
     "parity": "comparing hidden states",
-    "diagnose": "looking for the reasons of differences",
+    "diagnose": "locating the differences",
     "gradients": "comparing gradients",
     "decode": "decoding with the KV cache",
 }
@@ -70,8 +70,8 @@ def adapt_command(
         str | None,
         construction(
             metavar="PART",
-            help="What the class is, if it is not a whole model: h.0, h.0.attn, h.0.mlp, h.0.ln_1 "
-            "or ln_f.",
+            help="Which part the class is, if it is not a whole model: h.0, h.0.attn, h.0.mlp, "
+            "h.0.ln_1 or ln_f.",
         ),
     ] = None,
     config_name: Annotated[
@@ -93,7 +93,7 @@ def adapt_command(
     ] = False,
     fix: Annotated[
         bool,
-        repairing("--fix", help="Write these edits. Only edits that were proved are written."),
+        repairing("--fix", help="Write these edits, after the edited model was proved."),
     ] = False,
     unsafe_fixes: Annotated[
         bool,
@@ -114,7 +114,7 @@ def adapt_command(
     ] = False,
     time_limit: Annotated[
         float,
-        options.output(metavar="SECONDS", min=1, help="With --summary, for one file."),
+        options.output(metavar="SECONDS", min=1, help="With --summary: limit for one file."),
     ] = 300,
     html: options.Html = None,
     as_json: options.Json = False,
@@ -125,11 +125,12 @@ def adapt_command(
     them, and its hidden states are compared with those of transformers. Every deviation is shown
     with its line and a fix.
 
-    The model's code is imported and run, as if you ran it yourself; nothing of the checkpoint is
+    The model's code is imported and run, as if you ran it yourself; no code from the checkpoint is
     run.
 
     Exit code 0: it computes what transformers computes. 1: it does not. 2: wrong usage. 3: it
-    cannot be imported, built, run or read as a GPT-2, or the checkpoint is bad. 4: no network. 70:
+        cannot be imported, built, run or recognised as a GPT-2, or the checkpoint is bad. 4: no
+        network. 70:
     a bug in compat.
     """
     if summary:
@@ -160,7 +161,7 @@ def adapt_command(
     from compat.user_code import handle_errors as handle_users_errors
     from compat.user_models import construct_with_call, load_forward, load_target, resized
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our data
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no result
         call_model = None if forward is None else load_forward(forward)
         notes: list[str] = []
         cls = load_target(target, notes)
@@ -250,7 +251,7 @@ def _repair(
     codes = ", ".join(dict.fromkeys(found.fixed))
     if not fix:
         print(found.diff, end="")
-        note(f"repairs {codes}; proved in a process of its own. --fix writes the edits")
+        note(f"repairs {codes}; proved in a separate process. --fix writes the edits")
         return 1
     files = ", ".join(os.path.relpath(path) for path in write(found))
     note(f"repaired {codes} in {files}; the model now computes what transformers computes")
@@ -286,7 +287,7 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
             print_wrapped(out, part, others="  ")
     if adaptation.unmatched:
         names = ", ".join(collapse_layers(adaptation.unmatched))
-        print_wrapped(out, Text(f"no place for {names}"), "  ", "    ")
+        print_wrapped(out, Text(f"no parameter for {names}"), "  ", "    ")
     important = [finding for finding in adaptation.findings if finding.severity != "info"]
     for _, on_a_line in groupby(important, key=_place):
         out.print()
@@ -304,7 +305,7 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
 
 
 def _show_next_step(adaptation: compat.Adaptation, part: str | None, out: Console) -> None:
-    """How to load the weights in the user's own code."""
+    """The code with which users load the weights in their own program."""
     argument = "" if part is None else f", part={json.dumps(part)}"
     out.print()
     out.print(Text("To load the weights in your own code:"))
@@ -317,7 +318,7 @@ def _show_next_step(adaptation: compat.Adaptation, part: str | None, out: Consol
 
 
 def _headline(adaptation: compat.Adaptation) -> list[Text]:
-    """Whether all tensors have a place, and whether the model computes what transformers does."""
+    """Whether all tensors were mapped, and whether the model computes what transformers does."""
     total = adaptation.tensors
     mapped = total - len(adaptation.unmatched)
     verdicts = [
@@ -372,7 +373,7 @@ def show_finding(finding: compat.Finding, out: Console) -> None:
 
 
 def _show_line(finding: compat.Finding, out: Console) -> None:
-    """`file:line  source`, never cut, so that both can be copied; on two lines where it is long."""
+    """`file:line  source`, never truncated, so that both can be copied; on two lines if long."""
     if finding.file is None:
         return
     where = Text(_place(finding), style="cyan")

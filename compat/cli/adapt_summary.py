@@ -1,4 +1,4 @@
-"""`adapt --summary`: many files, such as those of a class, with one row for each."""
+"""`adapt --summary`: examine many files, such as a class's homework, with one row for each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def summarize(
 ) -> Iterator[list[str]]:
     """Run `adapt --json` for each target and yield a row of COLUMNS.
 
-    Each runs in a process of its own, so that no file can affect another one or end the command.
+    Each runs in a separate process, so that no file can affect another one or end the command.
 
     Args:
         targets: `FILE.py` or `FILE.py:Class`.
         arguments: further arguments of the command.
-        time_limit: in seconds, for one target.
+        time_limit: the limit for one target, in seconds.
     """
     for number, target in enumerate(targets, start=1):
         note(f"{number} of {len(targets)}: {target}")
@@ -90,7 +90,7 @@ def _parsed(out: str) -> dict[str, Any] | None:
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    """The codes of all findings but notes, the first divergence, its line, and what was mapped."""
+    """The codes of findings but "info", the first divergence, its line, and the mapped tensors."""
     shown = [finding for finding in found["findings"] if finding["severity"] != "info"]
     codes = " ".join(dict.fromkeys(finding["code"] for finding in shown))
     lines = [str(finding["line"]) for finding in shown if finding["line"] is not None]

@@ -1,4 +1,4 @@
-"""The subcommands, and what is common to all of them: help, version, completion, exit codes."""
+"""The subcommands, and what they share: help, version, completion, exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pack": pack_command,
 }
 for name, command in COMMANDS.items():
-    # Paragraphs in one line each: typer would keep the docstring's line breaks.
+    # Each paragraph on one line: typer would keep the docstring's line breaks.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     app.command(name, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
 

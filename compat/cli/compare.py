@@ -1,4 +1,4 @@
-"""`compare`: another implementation's arrays beside golden ones."""
+"""`compare`: another implementation's arrays against those of a golden file."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def compare_command(
     n_head: options.NHead = None,
     html: options.Html = None,
     as_json: options.Json = False,
-    quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
+    quiet: Annotated[bool, options.output("--quiet", help="Print only the headline.")] = False,
 ) -> None:
-    """Compare another implementation's arrays with golden ones, and name what is wrong.
+    """Compare another implementation's arrays with a golden file, and name what is wrong.
 
     Arrays have the names of taps, in any subset and order. Exit code 0: every array is within its
     bound. 1: one is not.

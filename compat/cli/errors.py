@@ -37,7 +37,7 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             note("\ninterrupted")
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except (SystemExit, typer.Exit, typer.Abort, typer.BadParameter):
@@ -56,7 +56,7 @@ def exit_code(error: CompatError) -> int:
 
 
 def internal_error(error: BaseException) -> int:
-    """Report an exception that no input should cause, in one line, and return its exit code.
+    """Report an exception that no input should cause on one line, and return its exit code.
 
     With COMPAT_TRACEBACK set, the traceback is printed before it.
     """

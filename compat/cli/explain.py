@@ -15,17 +15,21 @@ from compat.summary import SEVERITY
 
 @handle_errors
 def explain_command(
-    code: Annotated[str, typer.Argument(metavar="CODE", help="Of a finding, such as erf_gelu.")],
+    code: Annotated[
+        str, typer.Argument(metavar="CODE", help="The code of a finding, such as erf_gelu.")
+    ],
 ) -> None:
     """Explain a deviation that adapt or compare reports: what it is, why it matters, and its fix.
 
-    Exit code 0: explained. 2: there is no such code.
+    Exit code 0: the code exists. 2: there is no such code.
     """
     from compat.golden_files.codes import CODES, explain
 
     if code not in CODES:
         close = difflib.get_close_matches(code, list(CODES), 1)
-        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(sorted(CODES))}."
+        hint = (
+            f"Did you mean {close[0]}?" if close else f"The codes are: {', '.join(sorted(CODES))}."
+        )
         raise typer.BadParameter(f"no deviation is called {code!r}. {hint}", param_hint="CODE")
     out = console()
     out.print(Text(f"{code}: {SEVERITY[CODES[code].severity][1]}", "bold"))

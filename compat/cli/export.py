@@ -1,4 +1,4 @@
-"""`export`: a checkpoint loaded into the blocks and written back as Hugging Face's files."""
+"""`export`: load a checkpoint into the blocks and write it as Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compat.errors import ConfigError
 
 
 def _is_size(text: str) -> str:
-    """Refuse at once what would be refused after loading."""
+    """Refuse at once a size that would be refused after loading."""
     from compat.saving.shards import parse_size
 
     try:
@@ -37,7 +37,9 @@ def export_command(
     max_shard_size: Annotated[
         str,
         options.output(
-            metavar="SIZE", callback=_is_size, help="Of one weights file, such as 200MB."
+            metavar="SIZE",
+            callback=_is_size,
+            help="The maximum size of a weights file, such as 200MB.",
         ),
     ] = "5GB",
     revision: options.Revision = None,

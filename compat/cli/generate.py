@@ -1,4 +1,4 @@
-"""`generate`: text that continues a prompt as it is generated, or many prompts from a file."""
+"""`generate`: continue a prompt as a stream of text, or many prompts from a file."""
 
 from __future__ import annotations
 
@@ -50,27 +50,28 @@ def generate_command(
     ] = None,
     resume: Annotated[
         bool,
-        prompting("--resume", help="With --out: continue after the results that FILE has."),
+        prompting("--resume", help="With --out: keep the results in FILE and generate the others."),
     ] = False,
     interactive: Annotated[
         bool,
-        prompting("--interactive", help="Ask for one prompt after another, until Ctrl-D."),
+        prompting("--interactive", help="Read prompts from the terminal until Ctrl-D."),
     ] = False,
-    n: Annotated[int, prompting("--n", metavar="N", help="Texts for each prompt.")] = 1,
+    n: Annotated[int, prompting("--n", metavar="N", help="Number of texts for each prompt.")] = 1,
     max_new_tokens: Annotated[
         int | None,
         limits(
             metavar="N",
-            help=f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for.",
+            help="Maximum number of new tokens. "
+            f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for.",
         ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        limits("--stop", metavar="TEXT", help="End before this text; can be repeated."),
+        limits("--stop", metavar="TEXT", help="Stop before this text; can be repeated."),
     ] = None,
     stop_id: Annotated[
         list[int] | None,
-        limits("--stop-id", metavar="ID", help="End at this token id; can be repeated."),
+        limits("--stop-id", metavar="ID", help="Stop at this token id; can be repeated."),
     ] = None,
     overflow: Annotated[
         Literal["error", "slide"],
@@ -100,18 +101,18 @@ def generate_command(
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        sampler(metavar="X", help="Above 1, tokens that already occur become less likely."),
+        sampler(metavar="X", help="Values above 1 make tokens that already occur less likely."),
     ] = None,
     seed: Annotated[
         int | None,
-        sampler(metavar="N", callback=options.check_seed, help="Make sampling reproducible."),
+        sampler(metavar="N", callback=options.check_seed, help="Seed of the random numbers."),
     ] = None,
     dtype: Annotated[
         options.Precision | None,
         execution(
             metavar="DTYPE",
-            help="Of the engine: float32, bfloat16, or int8 for 8-bit weights. By default float32, "
-            "or that of a packed file.",
+            help="Precision of the engine: float32, bfloat16, or int8 for 8-bit weights. "
+            "Default: float32, or that of a packed file.",
         ),
     ] = None,
     speculate: Annotated[
@@ -121,7 +122,7 @@ def generate_command(
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, execution(metavar="N", help="Texts generated at once; by default 8.")
+        int | None, execution(metavar="N", help="Texts that are generated together. Default: 8.")
     ] = None,
     plain: Annotated[
         bool, execution("--plain", help="Run the readable blocks instead of the engine.")
@@ -133,7 +134,7 @@ def generate_command(
     as_json: options.Json = False,
     logprobs: Annotated[
         bool,
-        options.output("--logprobs", help="With --json: log-probabilities of the new tokens."),
+        options.output("--logprobs", help="With --json: add log-probabilities of the new tokens."),
     ] = False,
 ) -> None:
     """Continue a prompt. The text is streamed to stdout, the speed is printed to stderr.
@@ -151,7 +152,7 @@ def generate_command(
         (logprobs and not as_json and prompt_file is None, "--logprobs needs --json."),
         (interactive and as_json, "--interactive cannot print --json."),
         (plain and (dtype or speculate), "--dtype and --speculate need the engine, not --plain."),
-        (interactive and n != 1, "--interactive generates one text for a prompt, without --n."),
+        (interactive and n != 1, "--interactive generates one text for a prompt. Leave out --n."),
         (
             batch_size is not None and prompt_file is None and n == 1,
             "--batch-size is for several texts. Pass --prompt-file or --n with it.",
@@ -205,7 +206,7 @@ def generate_command(
 
 
 def _show(stream: compat.TextStream, as_json: bool) -> None:
-    """Print a text as it is generated, or as JSON; after Ctrl-C print what there is of it."""
+    """Print a text as it is generated, or as JSON; after Ctrl-C, the text so far."""
     start, printed = time.perf_counter(), 0
 
     def finish() -> None:
@@ -246,7 +247,7 @@ def _show_samples(completions: Iterator[compat.Completion], n: int, as_json: boo
 
 
 def _converse(answer: Callable[[str], compat.TextStream]) -> None:
-    """Continue every line of stdin. Ctrl-C ends the current text, or else the conversation."""
+    """Continue every line of stdin. Ctrl-C ends the current text or, at the prompt, the command."""
     while line := _read_line():
         prompt = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         try:

@@ -38,29 +38,35 @@ def golden_command(
         bool,
         typer.Option(
             "--gradients",
-            help="Also the loss, and its gradients at all taps and of all parameters.",
+            help="Also write the loss, and its gradients at all taps and of all parameters.",
         ),
     ] = False,
     decode: Annotated[
         int,
         typer.Option(
-            metavar="N", min=0, help="Also the logits of N greedy steps through the KV cache."
+            metavar="N",
+            min=0,
+            help="Also write the logits of N greedy decode steps through the KV cache.",
         ),
     ] = 0,
-    text: Annotated[str | None, inputs(help="Record this text, not random ids.")] = None,
+    text: Annotated[str | None, inputs(help="Run on this text instead of random ids.")] = None,
     ids: Annotated[
         str | None,
-        inputs(metavar="IDS", help="Record these ids: '15496,11,995'; ';' separates sequences."),
+        inputs(
+            metavar="IDS", help="Run on these ids, such as '15496,11,995'; ';' separates sequences."
+        ),
     ] = None,
     seed: Annotated[
         int | None,
-        inputs(metavar="N", callback=options.check_seed, help="Of the random ids; by default 0."),
+        inputs(
+            metavar="N", callback=options.check_seed, help="Seed of the random ids. Default: 0."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Number of sequences; by default 2.")
+        int | None, inputs(metavar="N", min=1, help="Number of sequences. Default: 2.")
     ] = None,
     length: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Ids in a sequence; by default 64.")
+        int | None, inputs(metavar="N", min=1, help="Number of ids in a sequence. Default: 64.")
     ] = None,
     model: options.Model = None,
     revision: options.Revision = None,
@@ -69,7 +75,7 @@ def golden_command(
 ) -> None:
     """Write what transformers computes to a file that other implementations are compared with.
 
-    Besides the arrays, the file has the difference at each of them beyond which a port is wrong.
+    For each array, the file also has the largest difference that a correct port may have.
     """
     source = options.choose_source(source, model)
     for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():

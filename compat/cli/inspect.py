@@ -1,4 +1,4 @@
-"""`inspect`: what a source is, and whether it would load."""
+"""`inspect`: describe a source, and whether it would load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inspect_command(
     """Show what a checkpoint is and whether it would load, without loading it.
 
     Only the headers of safetensors files are read. A .bin or .pt file has no header and is read
-    whole. A hub id is downloaded. Values are not checked, whereas loading also refuses NaN and
+    completely. A hub id is downloaded. Values are not checked, whereas loading also refuses NaN and
     infinity.
 
     Exit code 0: it would load. 3: it would not, and the report says why. 4: no network. 70: a bug

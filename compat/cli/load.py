@@ -1,4 +1,4 @@
-"""`load`: which tensor of a checkpoint became which parameter."""
+"""`load`: show which tensor of a checkpoint became which parameter."""
 
 from __future__ import annotations
 

@@ -36,27 +36,27 @@ NHead = Annotated[
         "--n-head",
         metavar="N",
         min=1,
-        help="Heads, for a minGPT or makemore file without a config.",
+        help="Number of heads, for a minGPT or makemore file without a config.",
     ),
 ]
 Dialect = Annotated[DialectName, typer.Option("--dialect", help="The set of blocks.")]
 DefaultDialect = Annotated[
     DialectName | None,
-    typer.Option("--dialect", help="The set of blocks; by default linear."),
+    typer.Option("--dialect", help="The set of blocks. Default: linear."),
 ]
 Dtype = Annotated[
     DtypeName | None,
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="float32, float64, bfloat16 or float16; by default the checkpoint's.",
+        help="float32, float64, bfloat16 or float16. Default: the checkpoint's.",
     ),
 ]
 Json = Annotated[bool, output("--json", help="Print JSON to stdout.")]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuse at once a path that could not be written to after minutes of work."""
+    """Refuse at once a path that could not be written after minutes of work."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder.")
     return path
@@ -70,7 +70,7 @@ Html = Annotated[
         dir_okay=False,
         writable=True,
         callback=_in_a_folder,
-        help="Also write a page for the browser.",
+        help="Also write an HTML page.",
     ),
 ]
 
@@ -95,10 +95,10 @@ def exclude(options: dict[str, bool]) -> None:
     """Refuse options that exclude each other, if more than one was passed.
 
     Args:
-        options: whether it was passed, by name.
+        options: whether each option was passed, by name.
 
     Raises:
-        typer.BadParameter: naming them.
+        typer.BadParameter: several were passed; the message names them.
     """
     given = [name for name, passed in options.items() if passed]
     if len(given) > 1:

@@ -64,7 +64,7 @@ def note(text: str) -> None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write an HTML page and say where it is.
+    """Write an HTML page and print its path.
 
     Raises:
         typer.BadParameter: the file cannot be written.
@@ -77,7 +77,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def console() -> Console:
-    """Stdout, as wide as the terminal or COLUMNS says, otherwise 140 columns."""
+    """Stdout, with the width of the terminal or of COLUMNS, otherwise 140 columns."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     out = Console(width=None if known else 140, highlight=False)
     return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
@@ -148,7 +148,7 @@ def print_wrapped(
         text: one paragraph or several lines.
         first: printed before the first line.
         others: printed before every other line.
-        width: of a line including what is printed before it.
+        width: the width of a line, including what is printed before it.
     """
     lead = Text("").append_text(Text(first) if isinstance(first, str) else first)
     for line in _wrapped(text, (out.width if width is None else width) - cell_len(others)):

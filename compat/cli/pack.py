@@ -1,4 +1,4 @@
-"""`pack`: a checkpoint's weights in the precision of an engine, in one file."""
+"""`pack`: write a checkpoint's weights in the precision of an engine to one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parity`: the proof, as a table by layer."""
+"""`parity`: compare a model with transformers, as a table by layer."""
 
 from __future__ import annotations
 
@@ -55,22 +55,24 @@ def parity_command(
     dtype: options.Dtype = None,
     gradients: Annotated[
         bool,
-        typer.Option("--gradients", help="Compare the gradient of every parameter too."),
+        typer.Option("--gradients", help="Also compare the gradient of every parameter."),
     ] = False,
-    text: Annotated[str | None, inputs(help="Compare on this text, not on random ids.")] = None,
+    text: Annotated[str | None, inputs(help="Compare on this text instead of random ids.")] = None,
     seed: Annotated[
         int | None,
-        inputs(metavar="N", callback=options.check_seed, help="Of the random ids; by default 0."),
+        inputs(
+            metavar="N", callback=options.check_seed, help="Seed of the random ids. Default: 0."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Number of sequences; by default 2.")
+        int | None, inputs(metavar="N", min=1, help="Number of sequences. Default: 2.")
     ] = None,
     length: Annotated[
         int | None,
         inputs(
             metavar="N",
             min=1,
-            help="Ids in a sequence; by default 128, or 32 from 500M parameters on.",
+            help="Number of ids in a sequence. Default: 128, or 32 from 500M parameters on.",
         ),
     ] = None,
     model: options.Model = None,
@@ -79,7 +81,7 @@ def parity_command(
     n_head: options.NHead = None,
     html: options.Html = None,
     as_json: options.Json = False,
-    quiet: Annotated[bool, options.output("--quiet", help="Print the headline only.")] = False,
+    quiet: Annotated[bool, options.output("--quiet", help="Print only the headline.")] = False,
 ) -> None:
     """Prove, layer by layer, that the blocks compute what transformers computes.
 
@@ -101,8 +103,8 @@ def parity_command(
     checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
         raise typer.BadParameter(
-            f"{length} ids are longer than the context of {context} positions that {source} has. "
-            f"Pass at most {context}.",
+            f"{length} ids exceed the context of {context} positions of {source}. Pass at most "
+            f"{context}.",
             param_hint="--length",
         )
     if parallel is not None:

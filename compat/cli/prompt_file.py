@@ -92,14 +92,14 @@ def write_results(
         if not resume:
             raise typer.BadParameter(f"{out} exists. Pass --resume to continue it.")
         done, size = _finished(out, prompts, n)
-    completions = generate(prompts[done:])  # refuses bad prompts before the file is touched
+    completions = generate(prompts[done:])  # refuse bad prompts before the file is opened
     start, found = time.perf_counter(), list[compat.Completion]()
     encoding = sys.stdout.encoding if out is None else "utf-8"
     with _opened(out, size) as file, _progress(len(prompts) * n, out) as advance:
         advance(done * n)
         for completion in completions:
             if completion.finish_reason == "interrupted":
-                raise KeyboardInterrupt  # writing later texts would leave a gap
+                raise KeyboardInterrupt  # without this text, writing later ones would leave a gap
             index, sample = divmod(done * n + len(found), n)
             line = {"index": index, "sample": sample, **completion.to_json()}
             file.write(to_json(line, encoding).encode() + b"\n")
@@ -167,5 +167,5 @@ def note_on(completions: list[compat.Completion], seconds: float) -> None:
         texts = f" of {len(dropped)} texts" if len(completions) > 1 else ""
         note(
             f"note: the context was full. Its oldest {sum(dropped):,} tokens{texts} were dropped, "
-            "and the text continued as if it began after them."
+            "and the text continued without them."
         )

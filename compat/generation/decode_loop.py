@@ -24,10 +24,10 @@ def decode_loop(
         contexts: token ids of each sequence, to which the new ones are appended.
         choose: from logits (B, V) and the indices of their B sequences to new ids (B,).
         ends: whether a sequence, by its index, ends with this id. Called after the id was yielded.
-        preview_sampling: how the tokens of a single sequence will be chosen.
+        preview_sampling: predicts how the tokens of a single sequence will be chosen.
 
     Raises:
-        GenerationError: logits that are not finite. It names the first layer with such values.
+        GenerationError: logits are non-finite. The message names the first layer with such values.
     """
     live = list(range(len(contexts)))
     logits = decoder.start(contexts, preview_sampling if len(contexts) == 1 else None)

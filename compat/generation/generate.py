@@ -41,22 +41,22 @@ def generate(
 
     Args:
         model: a dialect's model in eval mode. It uses the fast path if it is unmodified, and its
-            own `forward` otherwise. Or `PlainBlocks` of a model, or an `Engine`.
+            own `forward` otherwise. Alternatively `PlainBlocks` of a model, or an `Engine`.
         input_ids: (B, T), as a tensor, a NumPy array or lists. For prompts of different lengths
             pass the ids and the mask of `left_pad`.
         max_new_tokens: upper limit of new tokens. There are fewer if every row meets a stop id.
         temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens: as in `Sampling`.
             The default samples from the model's own distribution; temperature 0 is greedy.
-        generator: source of randomness for all rows; None is torch's global one.
-        stop_ids: token ids that end a row, which is then filled with the padding id. None takes
-            the config's `eos_token_id`; () never stops.
+        generator: random number generator for all rows; None is torch's global generator.
+        stop_ids: token ids that end a row, which is then filled with the padding id. None means the
+            config's `eos_token_id`; () never stops.
         attention_mask: (B, T), 0 at left padding.
         use_cache: False computes all positions again for every token. A modified model needs that
             if one of its modules looks at several positions without using the KV cache.
 
     Raises:
-        GenerationError: a request that cannot be met, such as one beyond `n_positions`; logits
-            that are not finite.
+        GenerationError: the request cannot be met, for example because it exceeds `n_positions`, or
+            the logits are non-finite.
     """
     prompt = id_tensor(input_ids)
     steps = stream(model, prompt, max_new_tokens=max_new_tokens, **options)
@@ -123,8 +123,8 @@ def _steps(
         scores = sampling.scores(logits, [contexts[i] for i in live])
         if len(live) == B or sampling.temperature == 0:
             return sampling.draw(scores, generator)
-        # As in transformers, rows that have ended go on drawing, and their tokens are discarded:
-        # otherwise the draws of the other rows would shift.
+        # As in transformers, rows that have ended continue to draw, and their tokens are discarded:
+        # otherwise the other rows would draw different tokens.
         every = scores.new_zeros(B, scores.shape[1])
         every[live] = scores
         return sampling.draw(every, generator)[live]

@@ -38,16 +38,17 @@ class Sampling:
     Args:
         temperature: 0 is greedy; values below 1 sharpen the distribution, values above 1 flatten
             it.
-        top_k: sample from the k most likely tokens, and those that tie with the last of them.
+        top_k: sample from the k most likely tokens, and from those that tie with the last of them.
         top_p: sample from the smallest set of most likely tokens whose probabilities reach p.
         min_p: sample from the tokens at least p times as likely as the most likely one.
-        repetition_penalty: values above 1 make tokens less likely that occur in the text: positive
-            logits are divided by it, negative ones multiplied (Keskar et al. 2019, §4.1). 1 and
-            None switch it off.
+        repetition_penalty: values above 1 make tokens that occur in the text less likely: positive
+            logits are divided by it, negative logits multiplied (Keskar et al. 2019, §4.1). 1 and
+            None disable it.
         suppress_tokens: token ids that are never chosen, such as those of a padded vocabulary.
 
     Raises:
-        GenerationError: a setting out of range, with its value and the expected range.
+        GenerationError: a setting is out of range; the message has its value and the expected
+            range.
     """
 
     temperature: float = 1.0
@@ -87,13 +88,13 @@ class Sampling:
         """Logits (B, V) → float32 scores (B, V) to draw from, −∞ for tokens that are excluded.
 
         Args:
-            logits: of the last position.
+            logits: the logits of the last position.
             seen: token ids of each row's prompt and continuation, without padding, for the
                 repetition penalty.
 
         Raises:
-            GenerationError: logits that are not finite (`NotFiniteError`), a temperature too small
-                or a penalty too large for float32, or no token left to choose.
+            GenerationError: the logits are non-finite (`NotFiniteError`), the temperature is too
+                small or the penalty too large for float32, or no token is left to choose.
         """
         logits = logits.float()
         scores = logits
@@ -128,9 +129,9 @@ class Sampling:
         return drawn.squeeze(1)
 
     def preview(self, generator: torch.Generator | None = None) -> Choose:
-        """A function that chooses tokens as `draw` will, by a copy of the generator.
+        """A function that chooses tokens as `draw` will, with a copy of the generator.
 
-        For equal logits it chooses the same tokens, and for similar logits mostly.
+        For equal logits it chooses the same tokens, and for similar logits it mostly does.
         """
         given = torch.default_generator if generator is None else generator
         copy = given.clone_state() if self.temperature else None
@@ -161,8 +162,8 @@ class Sampling:
                 "Pass 0 for greedy decoding."
             )
         raise GenerationError(
-            f"temperature {self.temperature} and repetition_penalty {self.repetition_penalty} take "
-            "the logits out of the range of float32. Pass numbers closer to 1."
+            f"temperature {self.temperature} and repetition_penalty {self.repetition_penalty} "
+            "move the logits out of the range of float32. Pass numbers closer to 1."
         )
 
 

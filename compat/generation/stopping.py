@@ -12,14 +12,14 @@ class NewText:
     """The text of new tokens. The part that no later token can change is `final`.
 
     A tail that may be the beginning of a stop string is held back, and so are the bytes of an
-    incomplete character. The text ends before the stop string that is complete first, even across
-    the boundaries of tokens. If several are complete at once, the longest counts.
+    incomplete character. The text ends before the stop string that is completed first, even across
+    token boundaries. If several are completed at the same time, the longest one counts.
 
     Args:
         tokenizer: maps every token to its bytes.
         stop: strings that end the text and are not part of it.
-        prompt_ids: tokens of the prompt, whose text becomes `prompt`. A character that they leave
-            incomplete belongs to the new text.
+        prompt_ids: tokens of the prompt, whose text becomes `prompt`. A character that is
+            incomplete at their end belongs to the new text.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class NewText:
         return self.final + self._held
 
     def add(self, token_id: int) -> None:
-        """Add a token; after `stopped` became true, no more are expected."""
+        """Add a token. Do not call this after `stopped` became true."""
         self._read(self._decoder.decode(self._tokenizer.decode_bytes([token_id])))
 
     def end(self) -> None:
-        """There are no more tokens: what was held back is final."""
+        """Finish the text: the part that was held back becomes final."""
         if not self.stopped:
             self._read(self._decoder.decode(b"", final=True))
             self.final, self._held = self.so_far, ""
@@ -55,6 +55,6 @@ class NewText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The number of last characters of the text that are the beginning of the stop string."""
+    """The length of the longest end of the text that is the beginning of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

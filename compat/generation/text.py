@@ -50,12 +50,12 @@ class Completion:
         new_text: the continuation, without the stop string or end-of-text.
         prompt_ids: token ids of the prompt; the end-of-text token where the prompt was empty.
         new_ids: all chosen token ids, including those of the stop string or end-of-text.
-        finish_reason: "length" of the request, "stop" string or id, "eos" of the model's config, or
-            "interrupted".
+        finish_reason: "length" (the requested length was reached), "stop" (a stop string or id),
+            "eos" (the config's end-of-text id), or "interrupted".
         logprobs: log-probabilities of the new tokens in nats by the model's own distribution,
             before repetition penalty, temperature and truncation. None if they were not requested.
-        dropped: number of the oldest tokens that had left the context at the end; 0 unless
-            `overflow` is "slide".
+        dropped: number of the oldest tokens that were dropped from the context; 0 unless `overflow`
+            is "slide".
     """
 
     prompt: str
@@ -98,25 +98,25 @@ def generate_text(
         prompts: texts, or token ids. An empty text starts from the end-of-text token.
         n: samples of each prompt.
         batch_size: texts that are decoded together.
-        max_new_tokens: of each text. None means 100, or as many as the context has room for.
+        max_new_tokens: upper limit for each text. None means 100, or as many as the context has
+            room for.
         sampling: how tokens are chosen. Tokens without text are never chosen.
-        stop: texts before which a completion ends, even across the boundaries of tokens. Only the
-            new text is searched for them.
-        stop_ids: token ids that end a text. None takes the config's `eos_token_id`; () never
-            stops.
-        seed: of the random numbers. The first sample of a prompt is the one that `transformers`
-            draws for this prompt alone. None: another one every time.
+        stop: strings before which a completion ends, even across token boundaries. Only the new
+            text is searched for them.
+        stop_ids: token ids that end a text. None means the config's `eos_token_id`; () never stops.
+        seed: seed of the random numbers. The first sample of a prompt is the one that
+            `transformers` draws for this prompt alone. None: a different seed in every call.
         logprobs: keep the log-probability of each new token.
         overflow: what happens when the context is full. "error" raises an error beforehand.
             "slide" drops the oldest half and computes the newest half again from position 0. The
-            model then no longer knows what was dropped. (The repetition penalty still counts all
-            tokens.)
+            dropped tokens no longer influence the logits, but the repetition penalty still counts
+            them.
 
     Raises:
-        GenerationError: a request that cannot be met, before anything is generated; logits that
-            are not finite.
-        KeyboardInterrupt: Ctrl-C, after the completions of the current batch were yielded. Those
-            that had not ended have the finish reason "interrupted".
+        GenerationError: the request cannot be met (raised before anything is generated), or the
+            logits are non-finite.
+        KeyboardInterrupt: Ctrl-C was pressed. The completions of the current batch are yielded
+            first; those that had not ended have the finish reason "interrupted".
     """
     check_integer("n", n, least=1)
     check_integer("batch_size", batch_size, least=1)
@@ -188,14 +188,14 @@ def stream_text(
 
 
 class _GrowingText:
-    """One text and all that decides how it continues, so that it does not depend on its batch.
+    """One text and its own state of generation, so that it does not depend on its batch.
 
     Args:
-        prompt: its text; None takes the text of the ids.
+        prompt: the prompt's text; None means the text of the ids.
         prompt_ids: at least one.
         new_text: decodes the new tokens.
-        limit: of new tokens.
-        seed: of its random numbers; None for other ones every time.
+        limit: maximum number of new tokens.
+        seed: seed of its random numbers; None for a different seed every time.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _GrowingText:
             self.dropped = len(self.ids) - max(1, n_positions // 2)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The text's own source of randomness."""
+        """The text's own random number generator."""
         if self._generator is None:
             self._generator = torch.Generator(device)
             if self.seed is None:
@@ -280,7 +280,7 @@ class _Writer:
         self.config = self.decoder.config
         V = self.config.vocab_size
         if isinstance(stop, str) or not all(stop):
-            raise GenerationError(f"stop is {short_repr(stop)}; expected texts, none of them empty")
+            raise GenerationError(f"stop is {short_repr(stop)}; expected nonempty strings")
         ids = self.config.stop_ids if stop_ids is None else check_token_ids("stop_ids", stop_ids)
         if stop_ids is not None and (unknown := [i for i in ids if not 0 <= i < V]):
             raise GenerationError(f"stop_ids has {unknown[0]}; the vocabulary has ids 0 to {V - 1}")
@@ -315,7 +315,7 @@ class _Writer:
         return _GrowingText(text, ids, new, limit, seed)
 
     def decode(self, texts: Sequence[_GrowingText]) -> Iterator[None]:
-        """Let the texts grow together, one token in every step, until all have ended.
+        """Decode the texts together, one token in every step, until all have ended.
 
         A text whose context has become too long leaves the batch. Its newest half starts again from
         position 0 once the others have ended.

@@ -1,4 +1,4 @@
-"""Where everything in the drawings lies; page.html turns it into SVG.
+"""The positions of all elements of the drawings, which page.html turns into SVG.
 
 There are two drawings: the error at every tap on a log scale, and a heat map of taps by layers.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from compat.parity import Difference, TapResult
 from compat.summary import KINDS, Kind, layer_of, number
 
-SMALLEST, LARGEST = -12, 12  # decades; what lies outside is drawn at the edge
+SMALLEST, LARGEST = -12, 12  # decades; values outside are drawn at the edge
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # The error chart: its size, the ends of the log scale, and the rows above and below the scale.
@@ -27,7 +27,7 @@ INFINITE, IDENTICAL = 24, 212
 MAP_WIDTH, MAP_LEFT, ROW, GAP = 560, 66, 18, 1
 MAP_NAMES = 22  # height of the row of names below it
 
-NAME_ROOM = 34  # what the name of a block takes
+NAME_ROOM = 34  # width of a block's name
 
 # Classes of cells and their meaning, from the best to the worst.
 LEVELS = {
@@ -44,7 +44,7 @@ FAILING = {"c-over", "c-far", "c-most", "c-nan"}
 
 
 def has(result: TapResult, kind: Kind) -> bool:
-    """Whether a difference of this kind was measured; a local one needs a piece of its own."""
+    """Whether a difference of this kind was measured; a local one needs a separate piece."""
     return kind == "accumulated" or result.local is not None
 
 
@@ -165,7 +165,7 @@ def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> di
                 continue
             crosses.append(_cross(middle, y, r + 0.8))
             if first is None:
-                room = 4.0 * len(result.tap)  # half of what the name takes
+                room = 4.0 * len(result.tap)  # half of the name's width
                 first = (result.tap, min(middle, WIDTH - room), y - 9)
     identical, failed = sum(d.bit_identical for d in found), sum(not d.within for d in found)
     return {

@@ -1,4 +1,4 @@
-"""The pages: what they show, in which order, filled into page.html."""
+"""The contents of the pages and their order, filled into page.html."""
 
 from __future__ import annotations
 
@@ -38,23 +38,26 @@ KIND_TITLES = {
 }
 DRAWN = (
     "From left to right in execution order, on a log scale: the RMS of our error over the RMS of "
-    "the reference's tensor. A tap that equals the reference to the bit is drawn below the scale. "
+    "the reference's tensor. A tap that is bit-identical to the reference is drawn below the "
+    "scale. "
 )
 CALIBRATED = DRAWN + (
-    "The error is measured against a float64 run of the reference. What lies in the band passes: "
-    "twice the reference's own error against float64, or twice what rounding costs if that is more."
+    "The error is measured against a float64 run of the reference. Errors within the band pass: "
+    "it extends to twice the reference's own error against float64, or to twice the rounding "
+    "error if that is larger."
 )
 UNCALIBRATED = DRAWN + (
     "There was no float64 run: the error is the difference from the reference, and only local "
-    "differences are judged. What lies in the band passes: four roundings of one piece."
+    "differences are judged. Errors within the band pass: it extends to four roundings of one "
+    "piece."
 )
 GOLDEN_TITLES = {
-    "accumulated": "Accumulated: each array beside the golden one",
-    "local": "Local: each array beside GPT-2's formula on the candidate's own arrays",
+    "accumulated": "Accumulated: each array compared with the golden one",
+    "local": "Local: each array compared with GPT-2's formula on the candidate's own arrays",
 }
 GOLDEN = DRAWN + (
-    "The error is the difference from the golden array, or from the formula in float64. What lies "
-    "in the band passes. Only accumulated differences decide."
+    "The error is the difference from the golden array, or from the formula in float64. Errors "
+    "within the band pass. The verdict depends only on accumulated differences."
 )
 RATIO = "× ref: our error over the reference's own, both against float64."
 GOLDEN_RATIO = "× ref: the difference over the reference's own rounding error."
@@ -84,7 +87,7 @@ def inspection_page(found: Inspection) -> str:
     sentence = found.error or "Every name and every shape in it is as expected."
     return _page(
         title=found.source,
-        kicker="A checkpoint, by its headers",
+        kicker="Description of a checkpoint, from its headers",
         inspection={
             "verdict": _verdict(found.loads, LOADS, sentence),
             "properties": [(label, text) for label, text in properties(found) if label != "error"],
@@ -171,7 +174,7 @@ ABSENT: dict[str, Any] = {
 
 
 def _page(*, versions: Mapping[str, str] | None = None, **content: Any) -> str:
-    """The document. What UTF-8 cannot encode, such as odd file names, becomes backslash escapes."""
+    """The document. Characters that UTF-8 cannot encode, as in odd file names, are escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -187,15 +190,15 @@ def _page(*, versions: Mapping[str, str] | None = None, **content: Any) -> str:
 
 
 def _verdict(good: bool, words: tuple[str, str], sentence: str) -> dict[str, Any]:
-    """The answer: a sign, one of two words, and a sentence."""
+    """The verdict: a sign, one of two words, and a sentence."""
     return {"good": good, "word": words[0] if good else words[1], "sentence": sentence}
 
 
 def _sentence(adaptation: Adaptation) -> str:
-    """What decides: unmatched tensors, the parity check, or a finding."""
+    """The reason for the verdict: unmatched tensors, the parity check, or a finding."""
     if n := len(adaptation.unmatched):
         tensors = f"{n:,} tensor{'s' * (n > 1)}"
-        return f"{adaptation.model} has no place for {tensors} of {adaptation.source}."
+        return f"{adaptation.model} has no parameter for {tensors} of {adaptation.source}."
     if adaptation.parity is None:
         return f"{adaptation.model} could not be run, so nothing was compared."
     if adaptation.parity.passed and not adaptation.compatible:

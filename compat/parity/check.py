@@ -60,33 +60,34 @@ def check_parity(
 ) -> ParityReport:
     """Compare a model with `transformers` on the CPU: hidden states at its taps, and logits.
 
-    Hidden states are compared on one input, and logits on a designed set of inputs too: the full
-    context, single ids, several batch sizes, special ids, repeated calls, with and without
-    gradients, and what the conditions in the model's code ask for. A model in half precision is
-    compared a second time with its parameters in float32, where rounding hides no fault.
+    Hidden states are compared on one input. Logits are also compared on a designed set of inputs:
+    the full context, single ids, several batch sizes, special ids, repeated calls, with and without
+    gradients, and inputs derived from the conditions in the model's code. A model in half precision
+    is compared a second time with its parameters in float32, where rounding hides no mistakes.
 
     Args:
         model_or_dialect: the name of a dialect, which is loaded from the checkpoint; or a model
-            with the checkpoint's weights, which runs in the mode that it is in, and without the
-            wrapper of `torch.compile`; or an `Engine` or `PlainBlocks`, of which the logits of
-            prefill and of every decode step are compared. The bound of an int8 engine is based on
-            the error that rounding the weights to 8 bits causes in the reference. Or any function
-            that gets ids, a NumPy array (B, T), and returns logits, or arrays by tap with "logits"
-            among them: of NumPy, torch, JAX, or anything with `__array__` or `__dlpack__`.
+            with the checkpoint's weights, which runs in its current mode and without the wrapper of
+            `torch.compile`; or an `Engine` or `PlainBlocks`, whose logits of prefill and of every
+            decode step are compared. The bound of an int8 engine is based on the error that
+            rounding the weights to 8 bits causes in the reference. Or any function of ids, a NumPy
+            array (B, T), that returns logits, or arrays by tap with "logits" among them, from
+            NumPy, torch, JAX, or any library with `__array__` or `__dlpack__`.
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
         input_ids: (B, T), a tensor, array or list, on which the taps are compared; by default
             `random_ids` of the checkpoint's vocabulary.
         text: the same as text, encoded by the checkpoint's tokenizer.
-        dtype: of both models, such as torch.float16 or "float16"; None means the model's, or the
-            checkpoint's for a dialect.
+        dtype: the data type of both models, such as torch.float16 or "float16"; None means the
+            model's, or the checkpoint's for a dialect.
         calibrate: False judges hidden states by a fixed number of roundings instead of against a
             float64 run of the reference. Logits are always judged against float64.
         taps: where the model's hidden states are recorded, see `Tap`. By default those of a
             dialect, and the logits alone for other models.
-        attention: of the reference, "eager" or "sdpa"; the latter returns no `probs`.
+        attention: the attention implementation of the reference, "eager" or "sdpa"; the latter
+            returns no `probs`.
         gradients: compare the gradient of the next-token loss by every parameter too, for a model
             in half precision with its parameters in float32. Both models then need memory for their
-            gradients, and the reference for those in float64.
+            gradients, and the reference also for float64 gradients.
         name_map: which parameters hold which tensor, such as `adapt(model, source).name_map`. The
             gradients of a model that is not a dialect's are compared by it, and if the check fails,
             its weights with the checkpoint's.
@@ -96,7 +97,7 @@ def check_parity(
         The report, which is true if the model passed.
 
     Raises:
-        ParityError: the comparison cannot be made.
+        ParityError: the comparison is not possible.
         CompatError: the checkpoint cannot be loaded.
     """
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
@@ -160,7 +161,7 @@ def _report_on_module(
         taps = dialect.taps if dialect else [Tap("logits", "")]
     available = {tap.name for tap in reference.taps}
     taps = [tap for tap in expand_taps(taps, config.n_layer) if tap.name in available]
-    has_logits_tap = True  # the output itself is the logits of all positions, as a tap needs it
+    has_logits_tap = True  # the output itself is the logits of all positions, which a tap requires
 
     def find(output: Any, ids: Tensor) -> Tensor:
         nonlocal has_logits_tap
@@ -309,7 +310,7 @@ def random_ids(
 
     Args:
         checkpoint: states the vocabulary and the number of positions.
-        seed: of the random number generator.
+        seed: the seed of the random number generator.
         batch: the number of sequences.
         length: of each; by default 128, or 32 for models of 500M parameters and more, and at most
             `n_positions`.
@@ -333,7 +334,7 @@ def random_ids(
 
 
 def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
-    """The one data type of the model's parameters."""
+    """The data type that all of the model's parameters have."""
     found = {p.dtype for p in model.parameters()}
     if not found:
         raise ParityError(

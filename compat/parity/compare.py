@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compat.errors import ParityError
 
-# Our RMS error against float64 may be this many times the reference's own.
+# The largest ratio of our RMS error against float64 to the reference's own.
 MAX_ERROR_RATIO = 2.0
 
 # Without a float64 run: the RMS difference, in units of epsilon, that each piece of the model may
@@ -30,7 +30,7 @@ class Difference:
         error: the number that is judged: our RMS error against float64 over the reference's RMS;
             without float64 the same as `rel_rms`.
         bound: the largest `error` that passes; None where the error is not judged.
-        within: the verdict: bit-identical, within the bound, or not judged.
+        within: whether the difference passes: it is bit-identical, within the bound, or not judged.
     """
 
     max_abs: float
@@ -49,8 +49,8 @@ class TapResult:
     Args:
         tap: its name, such as "h.0.act".
         accumulated: both models run from the input ids.
-        local: the piece that ends at the tap gets the reference's input; None where no piece could
-            be run on its own.
+        local: the piece that ends at the tap gets the reference's input; None if no piece could be
+            run separately.
     """
 
     tap: str
@@ -71,14 +71,14 @@ def compare(
 ) -> list[TapResult]:
     """Compare a model's traces with the reference's at every tap of the model, in its order.
 
-    Without float64 only local differences are judged: the growth of rounding errors from the ids on
-    depends on the weights, and if every piece is right, the whole model is.
+    Without float64 only local differences are judged: the growth of accumulated rounding errors
+        depends on the weights, and if every piece is right, so is the whole model.
 
     Args:
         reference: the reference's trace.
         accumulated: the model's trace, run from the input ids.
         local: the model's trace, every piece fed with the reference's input; None if the pieces
-            cannot be run on their own.
+            cannot be run separately.
         exact: the reference's trace in float64, run from the input ids; or None.
         exact_local: the reference's trace in float64, every piece fed with the reference's input;
             or None.
@@ -114,10 +114,11 @@ def compare(
 def compare_accumulated(
     tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]],
 ) -> Iterator[tuple[str, Difference]]:
-    """Compare tensors that are computed one after the other, in this order, against float64.
+    """Compare tensors against float64, in the order in which they are computed.
 
     Args:
-        tensors: a name, the model's tensor, the reference's, and the reference's in float64.
+        tensors: tuples of a name, the model's tensor, the reference's, and the reference's in
+            float64.
     """
     accumulated = 0.0
     for name, ours, reference, exact in tensors:
@@ -130,14 +131,14 @@ def difference(
 ) -> Difference:
     """Measure a tensor against the reference's, and judge the error.
 
-    With the float64 value, our RMS error may be MAX_ERROR_RATIO times the reference's own, or times
-    the tolerance if that is larger. Without it, the RMS of Δ may be the tolerance.
+    With the float64 value, our RMS error may be up to MAX_ERROR_RATIO times the larger of the
+    reference's own error and the tolerance. Without it, the RMS of Δ may be up to the tolerance.
 
     Args:
-        ours: of the reference's shape and data type.
+        ours: the model's tensor, with the reference's shape and data type.
         reference: the tensor to compare with.
         exact: the same tensor in float64, or None.
-        tolerance: an error that is always allowed, over the reference's RMS; None does not judge.
+        tolerance: an error that is always allowed, over the reference's RMS; None: not judged.
     """
     identical = bool(torch.equal(ours, reference))
     ours, reference = ours.double(), reference.double()
@@ -161,7 +162,7 @@ def _tolerances_with_float64(
     """The tolerances of the accumulated and of the local error at every tap.
 
     Rounding the result costs a quarter epsilon, and the sums before it an epsilon of float32. With
-    few values, as in a text of one token, the reference's error can happen to be smaller than that,
+    few values, as in a text of one token, the reference's error may by chance be smaller than that,
     or smaller at one tap than at the taps before it.
     """
     tolerances: dict[str, tuple[float | None, float]] = {}
@@ -174,7 +175,7 @@ def _tolerances_with_float64(
 
 
 def _rounding_and_error(reference: Tensor, exact: Tensor) -> tuple[float, float]:
-    """What rounding costs, and the relative error of the reference against float64.
+    """The error of rounding the result, and the relative error of the reference against float64.
 
     The error is relative to the exact value: a reference that underflows to zero has an infinite
     error relative to itself, which would allow anything after it.

@@ -1,9 +1,10 @@
-"""The conditions in a model's code, and which of their outcomes were reached.
+"""The conditions in a model's code, and the outcomes that the inputs reached.
 
 A comparison of outputs covers only the branches that its inputs reach. Two observers find the
 others: `BranchObserver` follows the `if` statements of the user's Python code, `TensorObserver` the
-comparisons and clamps among the tensor operations. Both collect constants, from which inputs are
-built that may reach the other side, and both report the conditions that stayed one-sided.
+comparisons and clamps among the tensor operations. Both collect constants, from which further
+inputs are built that may reach the other outcome, and both report the conditions of which only one
+outcome was reached.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class ObservedCondition:
     """The outcomes of one condition, its constants, and whether its operands varied.
 
     Args:
-        file, line, text: of the condition, or of the tensor operation.
+        file, line, text: the place and the source of the condition, or of the tensor operation.
         depends_on_tensors: whether it depends on values of tensors.
         outcomes: the outcomes that were seen.
-        constants: whole numbers in it, except those that are sizes of the input.
+        constants: the integers in it, except those that are sizes of the input.
         operands: by number of the operand, the values that it had.
         not_lengths: numbers of the operands that are not always T.
-        phrases: by number of the operand, the sequence of whole numbers that it is at every
+        phrases: by number of the operand, its sequence of integers if that is the same at every
             evaluation; empty if it varies.
         tables: by number of the operand, the numbers in a tensor that is the same at every
             evaluation; empty if it varies.
-        low, high: the smallest and the largest whole number that an operation compared or clamped.
+        low, high: the smallest and the largest integer that an operation compared or clamped.
     """
 
     file: str
@@ -70,7 +71,7 @@ class ObservedCondition:
         return self.constants.union(*self.tables.values())
 
     def add_phrase(self, operand: int, value: Any) -> None:
-        """Keep a sequence of whole numbers unless the operand was another one before."""
+        """Record a sequence of integers, unless the operand had another value before."""
         if isinstance(value, Tensor):
             if value.dim() != 1 or value.is_floating_point() or len(value) > LONGEST_PHRASE:
                 return
@@ -84,9 +85,9 @@ class ObservedCondition:
     def one_sided(self, sizes: Collection[int]) -> bool:
         """Whether only one outcome was seen, although the operands vary with the input.
 
-        A comparison of T with a constant is excepted, because lengths near the constant were tried,
-        unless they are invalid. So is an operation that orders or clamps whole numbers, once it
-        got the lowest and the highest id or position.
+        A comparison of T with a constant is excluded, because lengths near the constant were tried,
+        unless they are invalid. So is an operation that orders or clamps integers, once its input
+        was the lowest and the highest id or position.
 
         Args:
             sizes: V and N, the numbers of valid ids and positions.
@@ -115,12 +116,13 @@ class _SourceCondition:
     """A condition in the source.
 
     Args:
-        line, text: where it is, and the source.
+        line, text: the line, and the source.
         code: the condition; None if evaluating it again could have side effects.
         operands: what it depends on.
         parts: the expressions in it, which may hold constants.
-        branches: whether it decides what runs next; otherwise it is a comparison anywhere.
-        tests_types: whether it tests what something is, such as `mask is None`, and not its value.
+        branches: whether it decides which code runs next; otherwise it is a comparison in any
+            expression.
+        tests_types: whether it tests a type or identity, such as `mask is None`, and not a value.
         body: the lines that run if it holds.
         orelse: the lines that run if it does not.
     """
@@ -303,7 +305,7 @@ class BranchObserver:
             return
         outcome = ... if condition.code is None else _evaluated(condition.code, frame)
         if isinstance(outcome, Tensor) and not condition.branches:
-            return  # such as a mask, whose elements TensorObserver sees
+            return  # such as a mask, whose elements TensorObserver observes
         seen = self.conditions.setdefault(key, ObservedCondition(*key))
         for number, part in enumerate(condition.parts):
             value = _evaluated(part, frame)
@@ -332,7 +334,7 @@ class BranchObserver:
         """Infer outcomes of conditions that were not evaluated again from the lines that ran."""
         for key, condition in self._not_evaluated.items():
             executed, seen = self._executed.get(key[0], set()), self.conditions[key]
-            seen.depends_on_tensors = True  # it calls something, and may depend on anything
+            seen.depends_on_tensors = True  # it calls a function
             if executed & set(condition.body):
                 seen.outcomes.add(True)
             if not condition.orelse or executed & set(condition.orelse):
@@ -361,7 +363,7 @@ class TensorObserver(DispatchMode):  # type: ignore[no-untyped-call]
     """Follows comparisons, clamps and table lookups among the operations of the user's code.
 
     Args:
-        sizes: of the axes whose indices are ids or positions: V and N.
+        sizes: the lengths of the axes whose indices are ids or positions: V and N.
 
     Attributes:
         shape: (B, T) of the ids on which the model runs, which are not constants of its code.
@@ -426,15 +428,16 @@ class TensorObserver(DispatchMode):  # type: ignore[no-untyped-call]
             seen.add_phrase(number, argument)
 
     def _input_sizes(self) -> set[int]:
-        """The numbers that come from the shape of the ids."""
+        """The numbers that follow from the shape of the ids."""
         B, T = self.shape
         return {B, T - 1, T, B * T}
 
 
 def _unusual_indices(table: Tensor) -> set[int]:
-    """The indices at which a table differs from the rest of it, if they are few.
+    """The indices at which a table differs from its other entries, if they are few.
 
-    The rest of a table of whole numbers is the identity, that of other numbers its median.
+    The other entries of a table of integers are the identity, and those of other numbers its
+    median.
     """
     if table.dim() != 1 or len(table) < 2 or table.dtype == torch.bool:
         return set()
@@ -444,7 +447,7 @@ def _unusual_indices(table: Tensor) -> set[int]:
 
 
 def _constants(values: Iterable[Any]) -> set[int]:
-    """The whole numbers among the values, and in small tensors and containers."""
+    """The integers among the values, and in small tensors and containers."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The proof of a decoder: its prefill and its decode steps, through its KV cache."""
+"""The proof of a decoder: the logits of its prefill and its decode steps, with its KV cache."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _DecoderProof:
                 yield ASCENDING, len(prompt) - 1, ours[None]
 
     def _full_context(self) -> Iterator[Piece]:
-        """Long prompts, and one that is followed by decode steps up to the last position."""
+        """Long prompts, one of them followed by decode steps up to the last position."""
         N = self.n_positions
         for length in {max(1, N // 2), max(1, N // 4 + 1), N}:
             yield LONG, length - 1, self.model.decoder().start([self._prompt(LONG, length)])
@@ -121,7 +121,7 @@ class _DecoderProof:
             yield row, at, ours
 
     def _shrinking(self) -> Iterator[Piece]:
-        """Three unequal prompts in a batch, of which two rows continue in another order."""
+        """Three different prompts in a batch, then decode steps of two rows in another order."""
         decoder, longest = self.model.decoder(), len(self.expected.sequences[1])
         positions = [
             (row, min(length, max(1, longest - 2))) for row, length in ((1, 3), (2, 7), (3, 5))

@@ -1,4 +1,4 @@
-"""The reference's logits of the proof's sequences, by which a model's logits are judged."""
+"""The reference's logits for the proof's sequences, with which a model's logits are compared."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compat.parity.compare import MAX_ERROR_RATIO, Difference
 from compat.parity.inputs import ProofInput
 from compat.parity.reference import Reference
 
-# The model's error at its worst position may be this many times the reference's at its own.
+# The largest ratio of the model's error at its worst position to the reference's at its own.
 MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
 # The same for the long sequence, which has no float64 run: it bounds the difference of two float32
 # runs, whose rounding errors grow with the length of the sums in attention.
 MAX_LONG_RATIO = 4 * MAX_ERROR_RATIO
-EXACT_UP_TO = 64  # ids in a sequence for which logits are computed in float64 too
+EXACT_UP_TO = 64  # ids in a sequence for which logits are also computed in float64
 POSITIONS_AT_ONCE = 64  # that are compared in float64
 
 
@@ -25,9 +25,9 @@ class ExpectedLogits:
     """The sequences of a proof and the reference's logits for them.
 
     Args:
-        reference: computes the logits in the model's data type.
-        reference_error: a relative error of the reference at its worst position that is granted at
-            least; by default the cost of rounding the result.
+        reference: the model that computes the logits in the compared model's data type.
+        reference_error: a lower limit for the reference's relative error at its worst position; by
+            default the error of rounding the result.
 
     Attributes:
         sequences: ids (T,) each.

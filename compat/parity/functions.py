@@ -17,7 +17,7 @@ from compat.tap import BLOCK_TAPS
 
 
 class FunctionModule(nn.Module):
-    """Calls a function with the ids as a NumPy array of int64, (B, T).
+    """A module that calls a function with the ids as a NumPy array of int64, (B, T).
 
     Args:
         function: returns logits (B, T, V), an object with `logits`, or arrays by the name of their
@@ -37,7 +37,7 @@ class FunctionModule(nn.Module):
         return as_tensor("logits", found["logits"])
 
     def arrays(self, ids: Tensor) -> dict[str, object]:
-        """What the function returns for the ids, by name.
+        """The arrays that the function returns for the ids, by name.
 
         Raises:
             ParityError: it raised an exception.
@@ -90,7 +90,7 @@ def as_tensor(name: str, value: object) -> Tensor:
     """An array of any library as a tensor on the CPU.
 
     Args:
-        name: of the array.
+        name: the array's name, for messages.
         value: a tensor, or anything with `__array__` or `__dlpack__`.
 
     Raises:
@@ -104,7 +104,7 @@ def as_tensor(name: str, value: object) -> Tensor:
         tensor = from_dlpack(value).cpu()
     else:
         raise ParityError(
-            f"{name} is {described(value)}; expected an array, such as one of NumPy, torch or JAX."
+            f"{name} is {described(value)}; expected an array, for example of NumPy, torch or JAX."
         )
     if not tensor.is_floating_point():
         raise ParityError(f"{name} holds {tensor.dtype} values; expected floating-point numbers.")

@@ -1,4 +1,4 @@
-"""The gradient of a loss by every parameter, compared with the reference's.
+"""Comparison of the gradients of a loss by every parameter with the reference's.
 
 The loss is the mean cross-entropy of the logits against the next ids. The name map turns the
 reference's gradients into those of the model's own parameters, by the chain rule where a tensor is
@@ -25,7 +25,7 @@ from compat.validation import check_names, is_dropped
 END = ("lm_head", "ln_f")
 BLOCK = ("mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1")
 BEGIN = ("wpe", "wte")
-SAME = 1e-5  # relative difference of a tensor's gradients that is certainly rounding
+SAME = 1e-5  # relative difference of a tensor's gradients that is only rounding
 
 
 def prove_gradients(
@@ -41,9 +41,9 @@ def prove_gradients(
     afterwards.
 
     Args:
-        model: in the data type of the reference, with the checkpoint's weights.
-        reference: in float32 or float64.
-        name_map: of the model.
+        model: the model, in the data type of the reference, with the checkpoint's weights.
+        reference: the reference, in float32 or float64.
+        name_map: the model's name map.
         ids: (B, T).
         logits_of: runs the model on ids and returns logits (B, T, V), or (B, 1, V) of the last
             position.
@@ -61,10 +61,10 @@ def wrong_gradients(
     ids: Tensor,
     logits_of: Callable[[Tensor], Tensor],
 ) -> GradientsProof | None:
-    """The proof of `prove_gradients` if it fails, otherwise None.
+    """The result of `prove_gradients` if the comparison fails, otherwise None.
 
-    Gradients that are the reference's to within `SAME` pass without a comparison in float64, which
-    takes two thirds of the time.
+    Gradients that agree with the reference's to within `SAME` pass without the comparison in
+    float64, which takes two thirds of the time.
     """
     proof = GradientsProof()
     proof = _compare(model, reference, name_map, ids, logits_of, proof, same_suffices=True)
@@ -160,7 +160,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 def _own_gradients(
     parameters: Mapping[str, nn.Parameter], loss: Callable[[Tensor], Tensor], ids: Tensor
 ) -> dict[int, Tensor | None]:
-    """The gradients of the parameters by their id; None where the backward pass does not arrive.
+    """The gradients of the parameters by their id; None where the backward pass does not reach.
 
     `backward` is called, as in training; reentrant checkpointing refuses `torch.autograd.grad`.
     """

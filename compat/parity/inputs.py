@@ -31,13 +31,13 @@ class ProofInput:
     """A batch of prefixes of the proof's sequences.
 
     Args:
-        name: what is special about the input.
+        name: a description of the input.
         rows: numbers of the sequences.
-        length: of every prefix.
+        length: the length of every prefix.
         mode: how the model runs: without gradients, with them, in inference mode, in another
             thread, or with a forward hook on every module.
-        form: of the ids: "plain"; "int32" or "strided", for that data type or memory layout;
-            "overwritten" if they are written into the tensor that the model got before.
+        form: the form of the ids: "plain"; "int32" or "strided", for that data type or memory
+            layout; "overwritten" if they are written into the tensor of the previous input.
     """
 
     name: str
@@ -62,7 +62,7 @@ def special_ids(config: GPT2Config) -> list[int]:
 def sequences(config: GPT2Config, longest: int) -> list[Tensor]:
     """Return the sequences of the designed inputs: one of `longest` ids, then short ones.
 
-    - The first short sequence is id 0 throughout. In the second every other id is the same.
+    - The first short sequence contains only id 0. In the second every other id is the same.
     - The ids of the third ascend, those of the fourth descend.
     - Each of the others begins with one of the special ids twice in a row and ends with it.
     - The last two repeat the sequence before them, with two neighbouring ids exchanged in the first

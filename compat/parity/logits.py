@@ -1,7 +1,7 @@
-"""The proof by logits: the model runs on designed inputs, and every position is compared.
+"""Comparison of logits: the model runs on designed inputs, and every position is compared.
 
-The model is called as its users call it, without taps. A condition in its code that the inputs
-reach from one side only yields constants, from which further inputs are built.
+The model is called as its users call it, without taps. If the inputs reach only one outcome of a
+condition in its code, further inputs are built from the constants in the condition.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Find = Callable[[Any, Tensor], Tensor]
 
 OBSERVED = ("equal rows", "a single id")  # inputs on which tensor operations are observed
 OBSERVED_UP_TO = 64  # ids per row of the further inputs on which they are
-ROUNDS = 3  # of building inputs from constants
+ROUNDS = 3  # rounds of building inputs from constants
 
 
 def prove_logits(
@@ -162,7 +162,7 @@ class _LogitsProver:
         except BaseException as raised:  # such as exit() in the user's code
             if item.optional:
                 return None
-            own = isinstance(raised, CompatError)  # it says what the model returned
+            own = isinstance(raised, CompatError)  # the message says what the model returned
             error = str(raised) if own else exception_summary(raised)
             return InputResult(item.name, (B, T), error=error)
         if logits.shape not in ((B, T, V), (B, 1, V)):
@@ -219,7 +219,7 @@ class _LogitsProver:
         return [*self.branches.conditions.values(), *self.operations.conditions.values()]
 
     def _constants(self) -> set[int]:
-        """The constants of conditions of which only one side was reached."""
+        """The constants of conditions of which only one outcome was reached."""
         one_sided = (seen.all_constants for seen in self._conditions if len(seen.outcomes) < 2)
         return self.operations.constants.union(*one_sided)
 
@@ -248,7 +248,7 @@ class _LogitsProver:
     def _phrases(self, ids: Collection[int]) -> list[tuple[int, ...]]:
         """Each of the ids alone, and the sequences of ids that conditions contain."""
         phrases = [phrase for seen in self._conditions for phrase in seen.phrases.values()]
-        # Conditions that name one id each may ask for them in turn.
+        # Several conditions, each with one id, may require these ids in turn.
         in_turn = [n for seen in self._conditions for n in sorted(seen.all_constants & set(ids))]
         in_turn = list(dict.fromkeys(in_turn))[:LONGEST_PHRASE]
         phrases += [tuple(in_turn), tuple(in_turn[::-1])]
@@ -257,7 +257,7 @@ class _LogitsProver:
         return list(dict.fromkeys([*phrases, *((n,) for n in sorted(ids))]))
 
     def _add_limits(self, state: dict[str, str]) -> None:
-        """Add the conditions that stayed one-sided, one per line, and the state that changed."""
+        """Add limits for conditions with only one outcome, one per line, and for changed state."""
         self.proof.ids_tried = len(self.seen_ids)
         by_line: dict[tuple[str, int], ObservedCondition] = {}
         for seen in self._conditions:

@@ -17,8 +17,8 @@ def find_logits(
     """Return the logits in what a model returned.
 
     Args:
-        output: a tensor, or containers, data classes and objects with `logits` around tensors.
-        ids: (B, T), for which the model returned it.
+        output: a tensor, or containers, data classes and objects with `logits` that hold tensors.
+        ids: the ids (B, T) for which the model returned it.
         last: look for logits of the last position first, (B, V) or (B, 1, V).
         vocab_size: V, which distinguishes logits from hidden states. Without it the widest tensor
             is returned.

@@ -1,4 +1,4 @@
-"""What other code changed in torch and transformers in this process.
+"""Detection of changes to torch and transformers by other code in this process.
 
 The verdict on the reference rests on numbers, see `compat.parity.reference`: a replaced function
 that changes no result, or that GPT-2 does not use, is allowed. This module names the cause where
@@ -34,7 +34,7 @@ PREFIXES = (
     "transformers.models.gpt2",
     "transformers.pytorch_utils",
 )
-# Packages that lend functions to these modules.
+# Packages from which these modules take functions.
 PACKAGES = (
     "torch",
     "transformers",

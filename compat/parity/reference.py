@@ -1,7 +1,8 @@
 """The reference: transformers' GPT-2, whose logits are verified by an independent one in NumPy.
 
-Other code in this process may have patched torch or transformers. So the float64 logits with which
-models are compared come from NumPy, once the reference's own were found to agree with them.
+Other code in this process may have patched torch or transformers. The float64 logits with which
+models are compared are therefore computed by NumPy, after the reference's own logits were found to
+agree with them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from compat.parity.patches import explain_exceptions, find_patches, untrusted_re
 from compat.parity.report import GradientsProof, LogitsProof, ParityReport
 from compat.parity.trace import Trace, record
 
-LARGE = 500_000_000  # parameters; from there on, only one matrix at a time is held in float64
+LARGE = 500_000_000  # parameters; above it, only one matrix at a time is held in float64
 
 # The largest error of a position's logits that is rounding, over the RMS of all logits. In half
 # precision only gross faults exceed it; there a proof rests on float32 or float64 logits.
@@ -45,8 +46,8 @@ class Reference:
     """transformers' model of one checkpoint, in the data type of a comparison and in float64.
 
     Args:
-        checkpoint: the weights.
-        dtype: the data type of the model that is compared.
+        checkpoint: the checkpoint.
+        dtype: the data type of the compared model.
         calibrate: whether hidden states are judged against a float64 run.
         attention: "eager" or "sdpa".
 
@@ -71,7 +72,7 @@ class Reference:
         from compat.parity import transformers_gpt2  # importing transformers takes seconds
 
         self.checkpoint, self.dtype, self.calibrate = checkpoint, dtype, calibrate
-        self.weights_dtype = dtype  # the weights stay rounded to it after `to_float32`
+        self.weights_dtype = dtype  # the weights remain rounded to it after `to_float32`
         self._hf = transformers_gpt2
         self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
         with explain_exceptions():
@@ -199,10 +200,10 @@ class Reference:
         """Compare a model's hidden states with the reference's, and report.
 
         Args:
-            name: of the model.
+            name: the model's name.
             ids: (B, T), on which the taps are compared.
             taps: the names of the model's taps, in execution order.
-            run: returns the model's trace of the ids, with the hidden states forced that it gets.
+            run: returns the model's trace of the ids, with the passed hidden states forced.
             proof: the comparison of the model's logits.
             training: whether the model is in training mode.
             gradients: the comparison of its gradients, if it was made.

@@ -14,12 +14,12 @@ from compat.parity.compare import Difference, TapResult
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the proof, such as a condition of which no input reached the other side.
+    """A limit of the proof, such as a condition of which the inputs reached only one outcome.
 
     Args:
-        message: what was not covered.
-        file: of the user's code, or None if no line is known.
-        line: in that file, from 1.
+        message: what the proof did not cover.
+        file: the file of the user's code, or None if no line is known.
+        line: the line in that file, from 1.
     """
 
     message: str
@@ -36,7 +36,7 @@ class InputResult:
     """The comparison of the logits on one input.
 
     Args:
-        name: what is special about the input.
+        name: a description of the input.
         input_shape: (B, T).
         logits: the difference at the worst position; None if the model did not return logits.
         error: what the model raised or returned instead.
@@ -58,7 +58,7 @@ class LogitsProof:
 
     Args:
         inputs: one result per input.
-        limits: conditions that no input reached, and other limits of the proof.
+        limits: conditions of which only one outcome was reached, and other limits of the proof.
         ids_tried: how many of the vocabulary's ids occurred in an input.
         embedding: the comparison of the embedding of every id, if the model has a tap for it.
     """
@@ -125,7 +125,7 @@ class GradientResult:
     Args:
         tensor: its Hugging Face name.
         parameters: the names in the model.
-        difference: of the gradients, all parameters taken together.
+        difference: the difference of the gradients of all these parameters together.
         unused: those of the parameters that the backward pass does not reach.
     """
 
@@ -146,7 +146,7 @@ class GradientsProof:
     Args:
         results: one for each tensor, in the order of the backward pass.
         frozen: parameters with `requires_grad=False`, which were compared nevertheless.
-        error: what the model raised, so that nothing was compared.
+        error: the exception that the model raised; nothing was compared then.
     """
 
     results: list[GradientResult] = field(default_factory=list)

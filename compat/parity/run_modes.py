@@ -49,7 +49,7 @@ def in_form(ids: Tensor, form: IdsForm) -> Tensor:
 
 
 def plain_values(logits: Tensor) -> Tensor:
-    """The values as an ordinary tensor, since a subclass may override comparisons.
+    """The values as a plain tensor, since a subclass may override comparisons.
 
     Raises:
         ParityError: the tensor is on the meta device and has no values.
@@ -68,7 +68,7 @@ def random_states() -> tuple[object, ...]:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze the parameters, and undo what modules keep of tensors made in inference mode."""
+    """Freeze the parameters, and afterwards remove tensors of inference mode that modules kept."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

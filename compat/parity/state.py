@@ -214,7 +214,7 @@ def _tensor_contents(tensor: Tensor) -> Iterator[str]:
         # FSDP2 frees the memory of tensors that it keeps.
         readable = readable and tensor.untyped_storage().nbytes() >= tensor.nbytes
         if readable and tensor.numel() <= MAX_NUMBERS and type(tensor) in (Tensor, nn.Parameter):
-            # A copy, since `numpy` forbids to resize the memory, which FSDP2 does.
+            # A copy, since memory shared with NumPy cannot be resized, which FSDP2 does.
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
             numbers = copy.flatten().view(torch.uint8).numpy()
             yield hashlib.sha1(numbers.tobytes()).hexdigest()

@@ -29,14 +29,14 @@ GPT2_OF_TRANSFORMERS = "transformers.models.gpt2."
 
 
 def taps(model: nn.Module) -> list[str]:
-    """List the taps of a model of compat's or of transformers' GPT-2, in execution order.
+    """List the taps of one of compat's models or of transformers' GPT-2, in execution order.
 
     Those of any other model are in `adapt(model, source).taps`. A GPT-2 of transformers has `probs`
     only with `attn_implementation="eager"`, because SDPA does not return them.
 
     Raises:
         ConfigError: the model is not a module.
-        ParityError: the model is neither of them.
+        ParityError: the model is neither of these.
     """
     model = as_module(model)
     own = _own_taps(model)
@@ -57,18 +57,19 @@ def trace(
     """Run a model once and return its hidden states by the name of their tap.
 
     Args:
-        model: of compat's, transformers' GPT-2, or any module.
+        model: one of compat's models, transformers' GPT-2, or any module.
         input_ids: (B, T), a tensor, array or list.
         taps: names such as "h.0.probs", or "h.{i}.probs" for every layer; by default all that
             `taps(model)` lists. For a model of your own, a `Tap` for each place, such as those of
             `adapt(model, source).taps`.
         patch: tensors that replace hidden states, by the name of their tap, or functions that
             return the replacement for a hidden state. The replacement has the same shape, data type
-            and device, and everything after it is computed from it. It is what the result holds.
+            and device, and everything after it is computed from it. The result contains the
+            replacement.
         grad: keep the autograd graph: the hidden states get a `.grad` when a scalar that was
             computed from them is differentiated, as in `states["logits"].sum().backward()`, which
             also adds to the gradients of parameters that require them. Use
-            `torch.autograd.grad(scalar, states["h.0.out"])` to leave these alone.
+            `torch.autograd.grad(scalar, states["h.0.out"])` to leave these unchanged.
         forward: `forward(model, input_ids)` runs the model; by default `model(input_ids)`.
 
     Returns:
@@ -82,7 +83,7 @@ def trace(
         ParityError: the model does not have a tap; a patch has another shape, data type or device;
             the forward pass draws random numbers, as dropout does in training mode; or the model
             raised an exception.
-        GenerationError: ids that the model does not accept.
+        GenerationError: the model does not accept the ids.
     """
     with tracing(model, taps, patch=patch, grad=grad, forward=forward) as run:
         return run(input_ids)
@@ -99,7 +100,7 @@ def tracing(
 ) -> Iterator[Callable[[object], Trace]]:
     """Prepare a model for several traces; the block gets a function from ids (B, T) to a trace.
 
-    In the block every call of the model is patched, such as those of `generate`. Arguments and
+    In the block every call of the model is patched, including those of `generate`. Arguments and
     errors are those of `trace`.
     """
     model = as_module(model)
@@ -164,7 +165,7 @@ class _Traced:
             raise ParityError(
                 f"tap {tap.name}: the {tap.place} is {described(state)}; expected a tensor."
             )
-        if not self.running:  # a call of the user's in the block
+        if not self.running:  # a call by the user in the block
             return self._patched(tap, state)
         if tap.name in self.states:
             return self._again(tap, state)
@@ -182,7 +183,7 @@ class _Traced:
         return kept
 
     def _again(self, tap: Tap, state: Tensor) -> Tensor | None:
-        """The module ran before in this call; only the same hidden state has a meaning then."""
+        """If the module already ran in this call, accept only the same hidden state."""
         kept = self.states[tap.name]
         before = self.unpatched.get(tap.name, kept)
         if _equal(state, before):
@@ -218,7 +219,7 @@ class _Traced:
         return value
 
     def _call(self, patch: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
-        """Call a function of the user's, which may draw random numbers."""
+        """Call the user's function, which may draw random numbers."""
         self.draws = self.draws or self.generators != random_states()
         value = patch(state)
         self.generators = random_states()
@@ -248,8 +249,8 @@ def _own_taps(model: nn.Module) -> list[Tap] | None:
 
 def _unknown_model(model: nn.Module) -> ParityError:
     return ParityError(
-        f"{type(model).__name__} is not a model of compat's or a GPT-2 of transformers, whose taps "
-        "are known. Pass taps=adapt(model, source).taps, or a list of places such as "
+        f"{type(model).__name__} is not one of compat's models or a GPT-2 of transformers, whose "
+        "taps are known. Pass taps=adapt(model, source).taps, or a list of places such as "
         'Tap("h.{i}.act", "blocks.{i}.mlp.act").'
     )
 
@@ -349,8 +350,8 @@ def record(
     computes it, and nothing is checked.
 
     Args:
-        model: any module that takes ids (B, T). It runs in the mode that it is in.
-        taps: where to record. A tap with `{i}` in its name is recorded in every layer.
+        model: any module that takes ids (B, T). It runs in its current mode.
+        taps: the taps to record. A tap with `{i}` in its name is recorded in every layer.
         input_ids: token ids (B, T).
         forced: hidden states by the name of their tap. Each is recorded as the model computes it,
             and then replaced by the forced one, on which the following modules work.

@@ -1,4 +1,4 @@
-"""GPT-2 by `transformers`: loading it, its taps, and variants of it.
+"""GPT-2 of `transformers`: loading it, its taps, and variants of it.
 
 This is the only file that imports `transformers`.
 """
@@ -49,7 +49,7 @@ TAPS = (
 )
 
 # `from_pretrained` replaces methods of transformers' classes while it runs and restores what it
-# found. Two at once would leave one of them replaced for ever.
+# found. Two calls at the same time would leave a method replaced permanently.
 loading = threading.Lock()
 
 
@@ -62,8 +62,8 @@ def taps(n_layer: int, attention: Attention) -> list[Tap]:
 def taps_of(model: nn.Module) -> list[Tap]:
     """Return the taps that a GPT-2 of transformers has, with or without a head.
 
-    The attention module returns its probabilities after it used them, so that a patch of its result
-    would change nothing. They are therefore tapped at its softmax.
+    The attention module returns its probabilities after using them, so a patch of its result would
+    have no effect. They are therefore tapped at its softmax.
     """
     config: Any = model.config
     modules = dict(model.named_modules())
@@ -180,10 +180,10 @@ def _restore_parameters(module: nn.Module, args: tuple[Any, ...], output: Tensor
 
 
 def translation_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return a note if transformers cannot read the weights file and gets what compat read."""
+    """Return a note if transformers cannot read the weights file and gets compat's tensors."""
     if _is_readable(checkpoint):
         return []
-    kind = "a file of another name" if checkpoint.kind == HUGGING_FACE else checkpoint.kind
+    kind = "a file with another name" if checkpoint.kind == HUGGING_FACE else checkpoint.kind
     return [
         f"transformers cannot read {checkpoint.weights.name} ({kind}). Because compat translated "
         "the weights for the reference, this comparison does not cover how the file was read."
@@ -214,7 +214,8 @@ def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
 class _Quiet:
     """Turns off the verbosity and the progress bars of transformers, which all threads share.
 
-    They are off while any thread needs them off. The last one restores what the first one found.
+    They are off while any thread needs them off. The last thread restores the settings that the
+    first one found.
     """
 
     def __init__(self) -> None:

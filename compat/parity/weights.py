@@ -1,4 +1,4 @@
-"""Whether a model holds the weights of the checkpoint that it is compared with."""
+"""Comparison of a model's weights with those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compat.parity.report import WeightDifference
 def weight_differences(
     model: nn.Module, name_map: NameMap, checkpoint: Checkpoint
 ) -> list[WeightDifference]:
-    """The tensors of the checkpoint that the model holds with other values, the furthest first.
+    """The tensors of the checkpoint whose values differ in the model, the largest difference first.
 
     The checkpoint's values are rounded to the model's data type first.
 

@@ -1,4 +1,4 @@
-"""Replacing a folder as a whole: at any moment it has all its old contents or all its new ones.
+"""Replacing a folder as a whole: at any moment it has all its previous or all its new contents.
 
 Two folders are swapped by `renameat2` (Linux) or `renamex_np` (macOS), which Python does not wrap.
 `os.replace` cannot replace a folder that is not empty, and replacing file by file would leave a
@@ -33,31 +33,31 @@ def replacing_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder, which replaces `target` when the block ends.
 
-    The empty folder is beside the target. Its files are flushed to the disk before the two are
-    swapped in one step. After a crash, a kill or an error at any moment, the old folder or the new
-    one is complete. If the system cannot swap folders, the old one is moved away first; after a
-    kill in that moment, the next save restores it.
+    The empty folder is created beside the target. Its files are flushed to the disk before the two
+    are swapped in one step. After a crash, a kill or an error at any moment, either the previous or
+    the new folder is complete. If the system cannot swap folders, the previous one is moved away
+    first; if the process is killed before the new one is in place, the next save restores it.
 
-    - Files that are not written again stay, except those that are `superseded`. Subfolders and the
-      mode of the folder stay. Links stay links, and are never written through. A target that is a
-      link to a folder stays one.
-    - New files get the mode that the umask allows, whatever wrote them.
+    - Files that are not written again are kept, except those that are `superseded`. Subfolders and
+      the folder's mode are kept. Links remain links, and are never written through. This also holds
+      for a target that is a link to a folder.
+    - New files get the mode that the umask allows, independently of the code that wrote them.
     - Temporary folders of killed processes are removed by the next save.
 
-    Linux and macOS support all of this on their usual file systems. Elsewhere, contents are still
-    never mixed, and an error still leaves the old folder, but:
+    Linux and macOS support all of this on their usual file systems. On other systems, contents are
+    still never mixed, and an error still keeps the previous folder, but:
 
     - Without `fcntl` (Windows) there are no locks. Two processes must not save into the same folder
-      at the same time, and temporary folders of killed processes stay.
-    - Without a swap of folders, readers find neither folder for the moment between two renames.
-    - Without syncs of folders (Windows), a power failure right after the block may leave the old
-      folder, or none.
+      at the same time, and temporary folders of killed processes remain.
+    - Without a swap of folders, there is no folder for a moment between two renames.
+    - Without syncs of folders (Windows), a power failure right after the block may leave the
+      previous folder, or none.
     - Windows cannot rename a folder while a file in it is open or mapped, as by a model that was
-      loaded from it without `mmap=False`. This is an error, and the old folder stays.
+      loaded from it without `mmap=False`. This is an error, and the previous folder is kept.
 
     Args:
-        target: the folder, which need not exist.
-        superseded: whether an existing file of this name is removed.
+        target: the folder, which does not have to exist.
+        superseded: returns whether an existing file of this name is removed.
 
     Raises:
         CheckpointError: The target is a file, is or contains the current folder, or cannot be
@@ -86,7 +86,7 @@ def replacing_folder(
         )
         raise CheckpointError(
             f"{target} cannot be written: {error}.\n"
-            f"The old contents are unchanged. {next_step}, or use another folder."
+            f"The previous contents are unchanged. {next_step}, or use another folder."
         ) from error
     finally:
         try:
@@ -101,7 +101,7 @@ def replacing_folder(
 def replacing_file(target: str | Path) -> Iterator[Path]:
     """Yield the path of an empty file, which replaces `target` as a whole when the block ends.
 
-    After an error, the old file is unchanged and the new one removed. A link stays a link.
+    After an error, the previous file is unchanged and the new one removed. A link remains a link.
 
     Raises:
         CheckpointError: The target is a folder or cannot be written. An OSError in the block
@@ -132,10 +132,10 @@ def _beside(place: Path, kind: str, suffix: str) -> Path:
 
 
 def _check(place: Path) -> None:
-    """Raise an error unless the place is free, or a folder that may be replaced."""
+    """Raise an error unless the path does not exist, or is a folder that may be replaced."""
     if place.exists() and not place.is_dir():
         raise CheckpointError(
-            f"{place} is a file; expected a folder, or nothing. Use another path."
+            f"{place} is a file; expected a folder or a path that does not exist. Use another path."
         )
     with suppress(FileNotFoundError):  # the current folder may have been removed
         here = Path.cwd()
@@ -183,7 +183,7 @@ def _lock(folder: Path, wait: bool = False) -> int | None:
 
 
 def _clean(place: Path) -> None:
-    """Remove what killed processes left, and restore a folder that one had moved away."""
+    """Remove temporary folders of killed processes, and restore a folder that one moved away."""
     for left in place.parent.glob(escape(_beside(place, "tmp", "").name) + "*"):
         if (lock := _lock(left)) is not None:
             _remove(left)
@@ -204,7 +204,7 @@ def _settle(folder: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, superseded: Callable[[str], bool]) -> None:
-    """Link (or else copy) into the new folder what stays of the old one."""
+    """Hard-link or copy the files that are kept into the new folder."""
 
     def ignored(folder: str, names: list[str]) -> set[str]:
         return {name for name in names if is_replaced(name)} if Path(folder) == old else set()
@@ -238,7 +238,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _put_in_place(temporary: Path, place: Path) -> None:
-    """Give the new folder the target's name, and the old one the temporary name."""
+    """Give the new folder the target's name, and the previous one the temporary name."""
     if not place.is_dir():
         temporary.rename(place)
     elif not _exchange(temporary, place):

@@ -44,8 +44,8 @@ from compat.tokenizer import Tokenizer
 from compat.validation import as_module, is_quantized
 from compat.vocabulary import vocabulary_tables
 
-# Names of weights that `transformers` (of any version) and compat write, as one file or in shards
-# with an index, also of variants in another data type.
+# Names of the weights files that `transformers` (of any version) and compat write, as one file or
+# in shards with an index, including variants in another data type.
 _VARIANT, _SHARD = r"(\.(fp16|bf16|fp32))?", r"(-\d{5}-of-\d{5})?"
 _STEMS = {"model": "safetensors", "pytorch_model": "bin", "tf_model": "h5", "flax_model": "msgpack"}
 WEIGHTS = re.compile(
@@ -75,26 +75,26 @@ def save_pretrained(
     are removed if they hold a model's weights under exactly the names that `transformers` writes
     (`model.safetensors`, `model-00001-of-00002.safetensors`, `model.fp16.safetensors`,
     `model.safetensors.index.json`, and the same for `pytorch_model.bin`, `tf_model.h5` and
-    `flax_model.msgpack`) and, if `tokenizer` is passed, if they are a tokenizer's. All others stay,
-    such as a README, an optimizer's state, `model_ema.safetensors` or subfolders.
+    `flax_model.msgpack`) and, if `tokenizer` is passed, if they are a tokenizer's. All others are
+    kept, such as a README, an optimizer's state, `model_ema.safetensors` or subfolders.
 
     Args:
         model: a dialect's model, or any module with a name map.
-        folder: where to save; a link to a folder stays a link.
+        folder: where to save; a link to a folder remains a link.
         dialect_or_name_map: None for a dialect's model; for any other module its name map, such as
             `Adaptation.name_map`, or the name of the dialect whose parameter names it has.
         tokenizer: a source whose tokenizer files are copied, or a Tokenizer, which is saved as
             vocab.json and merges.txt. A tokenizer_config.json is written if the source has none.
             None saves no tokenizer.
         max_shard_size: maximal size of a weights file that holds several tensors, in bytes or as
-            a text such as "5GB" or "200MB" (units of 1000).
+            a string such as "5GB" or "200MB" (units of 1000).
         config: for a model without a GPT2Config as its `config`; states `n_head` and other facts
             that do not follow from the tensors.
 
     Raises:
         NameMapError: The map lacks parameters.
         ConfigError: The model is not a module, or the config is missing or contradicts the tensors.
-        CheckpointError: Weights are not finite or not floating-point, or the folder cannot be
+        CheckpointError: Weights are non-finite or not floating-point, or the folder cannot be
             written.
         TokenizerError: There are no tokenizer files, or the vocabulary does not fit.
     """
@@ -139,7 +139,7 @@ def _write_small(folder: Path, files: Mapping[str, str | Path]) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Parameters are dense, floating-point and finite, so that every program can read them."""
+    """Check that parameters are dense, floating-point and finite, which every program can read."""
     faults = []
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -157,7 +157,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HFTensor]) -> None:
-    """The tensors are those of a GPT-2 with this config."""
+    """Check that the tensors are those of a GPT-2 with this config."""
     expected = expected_shapes(config)
     if config.tie_word_embeddings:
         del expected[HEAD]
@@ -187,8 +187,8 @@ def _tokenizer_files(
 ) -> dict[str, str | Path]:
     """Name → content, or the path of a file to copy.
 
-    A tokenizer_config.json is added where there is none: without its `model_max_length`, programs
-    take texts of any length for admissible.
+    A tokenizer_config.json is added if there is none: without its `model_max_length`, programs
+    accept texts of any length.
     """
     if tokenizer is None:
         return {}
@@ -223,7 +223,7 @@ def _vocabulary_files(tokenizer: Tokenizer, config: GPT2Config) -> dict[str, str
         )
     if (highest := max(vocab.values())) >= config.vocab_size:
         raise TokenizerError(
-            f"the tokenizer has id {highest}, but the config a vocab_size of {config.vocab_size}. "
+            f"the tokenizer has id {highest}, but the config has vocab_size {config.vocab_size}. "
             "Pass the model's own tokenizer."
         )
     return {"vocab.json": _as_json(vocab), "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}

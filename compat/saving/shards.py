@@ -19,10 +19,10 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes from an int or a text such as "5GB" or "0.5 MB" (units of 1000).
+    """Return a number of bytes from an int or a string such as "5GB" or "0.5 MB" (units of 1000).
 
     Raises:
-        ConfigError: It is anything else, or less than one byte.
+        ConfigError: The size is anything else, or less than one byte.
     """
     found: float = 0
     if type(size) is int:
@@ -33,7 +33,7 @@ def parse_size(size: int | str) -> int:
         found = float(match[1]) * UNITS.get(match[2], 1)
     if found < 1:
         raise ConfigError(
-            f"max_shard_size is {size!r}; expected a number of bytes from 1, or a text such as "
+            f"max_shard_size is {size!r}; expected a number of bytes from 1, or a string such as "
             "'5GB', '200MB' or '20KB'."
         )
     return int(found)
@@ -62,10 +62,10 @@ def write_shards(folder: Path | None, tensors: Mapping[str, HFTensor], limit: in
     Only one shard at a time is in memory beside the model.
 
     Args:
-        folder: where to write. None writes nothing: a rank of a divided model that is not the one
-            that writes has to compute the tensors with it, and keeps none of them.
-        tensors: by the name that they get in the files.
-        limit: of the bytes in a file with several tensors.
+        folder: where to write. None writes nothing: every rank of a divided model has to compute
+            the tensors, but only one rank writes them.
+        tensors: the tensors, by their name in the files.
+        limit: the maximum number of bytes in a file with several tensors.
     """
     sizes = {name: tensor.like.nbytes for name, tensor in tensors.items()}
     shards = split(sizes, limit)

@@ -87,15 +87,15 @@ def make_config(
     Args:
         cls: The user's class.
         parameter: The constructor's parameter for the config.
-        usage: What the class reads off the config.
-        config: The config of the checkpoint.
+        usage: The names that the class reads from the config.
+        config: The checkpoint's config.
         entries: Entries that the caller sets.
     """
     template = _config_class(cls, parameter) or _similar(cls, parameter, usage)
     if isinstance(template, type):
         return _instance(cls, template, usage, config, entries)
     values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
-    values |= {name: {} for name in usage.tables}  # of presets, of which the checkpoint is none
+    values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
     values |= {**template, **known_values(cls, [*usage.names, *template], config)}
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
@@ -166,7 +166,7 @@ def _sections(usage: Usage) -> set[str]:
 def _embeddings(
     cls: Callable[..., Any], parameter: Parameter, config: GPT2Config
 ) -> dict[str, nn.Module]:
-    """The embeddings that a constructor takes from its argument, a GPT-2 of transformers."""
+    """A stand-in for a transformers GPT-2 from which a constructor takes the embeddings."""
     own = source_of(inspect.getattr_static(cls, "__init__"))
     read = re.findall(rf"\b{parameter.name}\.(wte|wpe)\b", own)
     rows = {"wte": config.vocab_size, "wpe": config.n_positions}
@@ -179,7 +179,7 @@ def _exports(cls: Callable[..., Any]) -> bool:
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
-    """Whether a value has the type of the parameter's default; a default that is a text stays."""
+    """Whether a value has the type of the parameter's default; a string default is kept."""
     default = parameter.default
     if isinstance(default, Unknown):
         return True
@@ -250,8 +250,8 @@ def _similar(
 ) -> type | Mapping[str, Any]:
     """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
-    It has at least half of the sizes that are read. Of several that fit equally well, the one that
-    is nearest to the class is taken.
+    It has at least half of the sizes that are read. If several fit equally well, the one nearest to
+    the class is used.
     """
     if isinstance(parameter.default, Mapping):
         return parameter.default

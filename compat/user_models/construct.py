@@ -164,7 +164,7 @@ def _in_own_width(
 def _inferred(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Arguments whose names say too little, found by building small models; see trials.py."""
+    """Values for arguments with ambiguous names, found by building small models; see trials.py."""
 
     def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
         arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
@@ -227,7 +227,7 @@ def _attributes(value: object) -> dict[str, Any]:
 def _entries_known(
     target: Callable[..., nn.Module], arguments: Mapping[str, Any], config: GPT2Config
 ) -> Iterator[None]:
-    """Say which entry a config lacks where the body fails to read it."""
+    """Name the missing entry in the error if the body fails to read it from a config."""
     try:
         yield
     except (KeyError, AttributeError) as error:
@@ -256,7 +256,7 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """The entries of a config with names for them: a dictionary, a namespace or a dataclass."""
+    """The entries of a config that has named entries: a dictionary, a namespace or a dataclass."""
     if isinstance(value, Mapping):
         return {key: entry for key, entry in value.items() if isinstance(key, str)}
     plain = isinstance(value, (SimpleNamespace, GPT2Config)) or dataclasses.is_dataclass(value)
@@ -301,13 +301,13 @@ def _found_arguments(
     wrong = [name for name in given if name not in parameters]
     if wrong and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         takes = listed(list(parameters)) if parameters else "no arguments"
-        raise AdaptError(f"{target.__name__} takes no argument {listed(wrong)}; it takes {takes}")
+        raise AdaptError(f"{target.__name__} has no argument {listed(wrong)}; it has {takes}")
     named = {}
     if config_name is not None:
         positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         first = next((name for name, p in parameters.items() if p.kind in positional), None)
         if first is None:
-            failed = f"{target.__name__} takes no argument that a config could be passed as"
+            failed = f"{target.__name__} has no argument that could be a config"
             raise AdaptError(f"{failed}. {MAKE_MODEL}")
         named[first] = merged(_config_named(target, config_name), given.pop(first, {}))
     with translated(f"the arguments of {target.__name__} cannot be determined"):
@@ -422,7 +422,7 @@ def _config_named(target: Callable[..., Any], config_name: str) -> Any:
         for name, value in vars(module).items()
         if not name.startswith("_") and (isinstance(value, dict) or "onfig" in name)
     ]
-    there_are = f"; there are {listed(configs)}" if configs else ""
+    there_are = f"; it has {listed(configs)}" if configs else ""
     place = getattr(module, "__file__", None) or module.__name__
     raise AdaptError(f"no config {config_name!r} in {place}{there_are}")
 
@@ -456,7 +456,8 @@ def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config)
             example[first] = "..."
     text = json.dumps(example).replace('"..."', "...")
     return (
-        f"{target.__name__} needs the {noun} {listed(missing)}, which the checkpoint does not have "
-        f"under any usual name ({known}). {MAKE_MODEL}; or pass --kwargs '{text}', "
-        "or the name of a config in the file with --config-name"
+        f"{target.__name__} needs the {noun} {listed(missing)}, and compat knows no value for "
+        f"{'these names' if len(missing) > 1 else 'this name'}. The checkpoint has {known}. "
+        f"{MAKE_MODEL}; or pass --kwargs '{text}', or the name of a config in the file with "
+        "--config-name"
     )

@@ -1,4 +1,4 @@
-"""A user's files with edits that are not written: what is imported is the edited text."""
+"""Import a user's files with edits that are not written to disk."""
 
 from __future__ import annotations
 

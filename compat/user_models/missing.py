@@ -1,11 +1,11 @@
 """Libraries that a user's files import and that are not installed, such as those for logging.
 
-The model may not need them. Their names can be imported and stand in annotations. While files are
+The model may not need them. Their names can be imported and used in annotations. While files are
 loaded, they can be called outside of functions, as in `config = load("config.yaml")`; such a call
-returns an `Unknown`. As decorators they return what they decorate. A call whose result is not used,
-such as `logger.info(…)`, does nothing in code that imports the library. Any other use raises the
-error of the import. A module of an installed library that cannot be imported without another one,
-such as `torch.utils.tensorboard`, is missing as well.
+returns an `Unknown`. As decorators they return the decorated object. A call whose result is not
+used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use raises
+the import error. A module of an installed library counts as missing too if it cannot be imported
+without another library, such as `torch.utils.tensorboard`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Loaded = TypeVar("Loaded")
 
 
 def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
-    """Load code, and supply the libraries that turn out to be missing.
+    """Load code, with placeholders for the libraries that are missing.
 
     Raises:
         ModuleNotFoundError: the code cannot be loaded without a missing library.
@@ -192,7 +192,7 @@ class _MissingModule(ModuleType):
 
 
 class _UsedError(ModuleNotFoundError):
-    """A missing library is used."""
+    """A missing library was used."""
 
 
 class _Missing(type):

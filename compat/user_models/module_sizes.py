@@ -1,9 +1,9 @@
 """Sizes at module level: `n_embd = 384`, `CONFIG["emb_dim"]`, `Config.n_embd`.
 
-A number whose name says too little, such as `A = 8` of `Block(n_embd, n_head=A)`, has the role of
-the parameter that it is passed as. What was computed from them when the module was imported
-follows: other globals, such as `inner = 4 * n_embd`, and default arguments, such as
-`def __init__(self, dim=n_embd)`.
+A number with an unknown name, such as `A = 8` in `Block(n_embd, n_head=A)`, has the role of the
+parameter as which it is passed. Values that were computed from the sizes during the import are
+updated too: other globals, such as `inner = 4 * n_embd`, and default arguments, such as `def
+__init__(self, dim=n_embd)`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     """Run the body with the checkpoint's sizes in the globals of the target's modules.
 
     The globals are restored afterwards, also if the body raises. Other threads that call this
-    function wait; code that reads these globals without calling it sees the changed values. Nothing
-    changes for a function, which builds its model in the sizes that it chooses.
+    function wait; code that reads these globals without calling it sees the changed values. For a
+    function nothing changes, because it chooses the sizes itself.
     """
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
@@ -80,9 +80,9 @@ def _resize(
     undo: contextlib.ExitStack,
     by_use: Mapping[str, str] | None = None,
 ) -> bool:
-    """Write the checkpoint's value for each integer whose name, or else use, stands for a size.
+    """Write the checkpoint's value for each integer that is a size by its name or its use.
 
-    Devices become the CPU, where models are compared.
+    Devices become the CPU, on which models are compared.
     A global that is None, such as `vocab_size = None`, is set by the code that reads the data. One
     that is unknown may be any hyperparameter.
 
@@ -111,7 +111,7 @@ def _resize(
 def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
     """The roles of globals that are passed as a parameter whose name stands for a size.
 
-    Those that are computed from others are left out, and those that are passed as different ones.
+    Globals that are computed from others, or passed as parameters of different roles, are left out.
     """
     found: dict[str, set[str | None]] = {}
     own = {module.__name__ for module in modules}

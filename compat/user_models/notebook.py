@@ -30,7 +30,7 @@ MAGIC = re.compile(
     re.MULTILINE,
 )
 _COUNT = re.compile("^n|num|size|len|count|dim")  # in the name of a number or its function
-# Texts that are read in place of files and of cells, by their names; see `edited_sources`.
+# Texts that replace those of files and cells, by name; see `edited_sources`.
 EDITED: dict[str, str] = {}
 # Methods that change their object.
 MUTATORS = set(
@@ -176,8 +176,8 @@ def code_cells(path: Path) -> list[str]:
         raise AdaptError(f"{path} is not a notebook: not JSON: {error}") from None
     except (KeyError, TypeError, UnicodeDecodeError) as error:
         raise AdaptError(
-            f"{path} is not a notebook of format 4, with a list of cells "
-            f"({type(error).__name__}: {error}). Open and save it in Jupyter"
+            f"{path} is not a notebook of format 4 with a list of cells ({type(error).__name__}: "
+            f"{error}). Open and save it in Jupyter"
         ) from None
     except OSError as error:
         raise AdaptError(f"cannot read {path}: {error}") from error
@@ -279,7 +279,8 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
     """The indices of the statements that a name needs.
 
     These are all that bind or change it, and up to its last definition those that bind or change
-    the names which they read, in turn. Names that are bound only after it are taken from there.
+    the names which they read, in turn. For names that are bound only after it, these later
+    statements are used.
     """
     last = max(i for i, statement in enumerate(statements) if name in statement.binds)
     earlier = set[str]().union(*(statement.binds for statement in statements[: last + 1]))
@@ -297,7 +298,7 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
 
 
 def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:
-    """Find out what a statement binds, changes and reads."""
+    """Determine which names a statement binds, changes and reads."""
     node = _without_data(node)
     table = symtable.symtable(ast.unparse(node), "statement", "exec")
     symbols = table.get_symbols()
@@ -318,7 +319,8 @@ def _inner_globals(table: symtable.SymbolTable) -> Iterator[set[str]]:
 def _without_data(node: ast.stmt) -> ast.stmt:
     """`vocab_size = len(chars)` as a constant: the checkpoint's value replaces it anyway.
 
-    `vocab = sorted(set(text))` is left: what is computed under such a name may be no number.
+    `vocab = sorted(set(text))` is left unchanged, because such a name may hold something other than
+    a number.
     """
     match node:
         case ast.Assign([ast.Name(id=name)], value) if role_of(name) == "vocab_size":

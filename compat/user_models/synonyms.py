@@ -50,26 +50,26 @@ _PATTERNS = {
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
-    "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid",
-    "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
+    "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid", "n_embd":
+    rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim")
-# The second role is meant where another name beside it has the first.
+# The second role applies if another name beside it has the first role.
 _TWO_ROLES = [
     (_WIDE, "n_embd", "d_inner"),
     (re.compile("nx"), "n_embd", "n_layer"),
     (re.compile("numembeddings"), "n_embd", "vocab_size"),
 ]
-# What a name of one letter may mean.
+# The possible roles of names of one letter.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop"
 }  # fmt: skip
-# Values for arguments that change no logits.
+# Values for arguments that do not affect the logits.
 _NEUTRAL: dict[str, Any] = {
-    # No id is −1, so that a mask for padding hides nothing.
+    # No id is −1, so a padding mask masks nothing.
     "padid": -1, "ipad": -1, "padidx": -1, "paddingidx": -1, "padtokenid": -1, "padtoken": -1,
     "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
@@ -98,7 +98,7 @@ def plain(name: str) -> str:
 
 
 def role_of(name: str, among: Collection[str] = ()) -> str | None:
-    """The role that a name stands for, or None.
+    """The role that a name denotes, or None.
 
     Args:
         name: The name of an argument, a key or an attribute.
@@ -146,7 +146,7 @@ def value_of(role: str, config: GPT2Config) -> Any:
     if role == "pad_token_id" and config.pad_token_id is None:
         return -1
     if role in ("bos_token_id", "eos_token_id") and getattr(config, role) is None:
-        return config.vocab_size - 1  # code that compares ids with it needs a number
+        return config.vocab_size - 1  # a number, because code may compare ids with it
     return ours[role] if role in ours else getattr(config, role)
 
 
@@ -157,7 +157,7 @@ def _most_rows(config: GPT2Config) -> int:
 
 
 def neutral(name: str) -> tuple[bool, Any]:
-    """Whether an argument of this name changes no logits, and a value for it."""
+    """Whether an argument of this name does not affect the logits, and a value for it."""
     if _MASKED_SCORE.fullmatch(plain(name)):
         return True, -1e9  # finite, for code that multiplies it by the mask
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

@@ -38,9 +38,9 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
-# What the code of a language model mentions.
+# Words in the code of a language model.
 FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
-# What tells the last of several models in a lesson from those before it.
+# Words that distinguish the last of several models in a lesson from those before it.
 PARTS = (
     "(?i)pos",
     "(?i)norm",
@@ -50,7 +50,7 @@ PARTS = (
 )
 OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
 INIT = "__init__"
-# Files that are found in the top folder of a project.
+# Files that mark the top folder of a project.
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 
 
@@ -90,7 +90,7 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
 
 
 def load_forward(text: str) -> Forward:
-    """How a model is called: `FILE.py:function`, or an expression such as `model(ids)[0]`.
+    """Load how a model is called: `FILE.py:function`, or an expression such as `model(ids)[0]`.
 
     The function is called with the model and ids (B, T); the expression reads `model`, `ids` and
     `torch`.
@@ -172,9 +172,9 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         return despite_missing_libraries(lambda: execute(lazily=True))
 
     def in_package() -> Model:
-        """As other modules import the file: under its own name, with its package before it.
+        """Import the file as other modules would: under its own name, after its package.
 
-        They may import it in a circle, or have a subpackage with the name of a library.
+        These modules may form an import cycle, or a subpackage may have the name of a library.
         """
         _forget_siblings()
         holder = ModuleType(unique)
@@ -207,7 +207,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
 
 
 def _forget_siblings() -> None:
-    """Remove the modules that were imported with a file, so that they are imported anew."""
+    """Remove the modules that were imported with a file, so that they are imported again."""
     for sibling in SIBLINGS:
         sys.modules.pop(sibling, None)
     SIBLINGS.clear()
@@ -233,8 +233,8 @@ def _importing(
 ) -> Iterator[None]:
     """Execute a module's code in the body, with its folders on the import path.
 
-    What is found nowhere else is looked for in the folders above them and in their `src`. A parser
-    of arguments finds none but the file's name.
+    Modules that are not found elsewhere are searched in the folders above them and in their `src`.
+    `sys.argv` contains only the file's name.
     """
     sys.modules[module.__name__] = module
     before, argv = set(sys.modules), sys.argv
@@ -291,8 +291,9 @@ class _AboveFinder:
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of the project that raise an exception when they are imported.
 
-    One that opens a data file which is missing, or asks for the version of a project that is not
-    installed, is imported as a module that executes only what is read from it.
+    A module that opens a missing data file, or asks for the version of a project that is not
+    installed, is imported as a module that executes only the statements for the names that are read
+    from it.
     """
 
     def __init__(self) -> None:
@@ -395,8 +396,8 @@ def _chosen(
             raise found.error()
     if isinstance(found, nn.Module):
         raise AdaptError(
-            f"{name!r} in {place} is a model that is built already. Pass its class, "
-            f"{place}:{type(found).__name__}, or a function that returns it"
+            f"{name!r} in {place} is an instance of a model. Pass its class, "
+            f"{place}:{type(found).__name__}, or a function that returns a model"
         )
     if callable(found) and (not isinstance(found, type) or issubclass(found, nn.Module)):
         builder = _builder(name, classes, body)
@@ -450,7 +451,7 @@ def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stm
 
 
 def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
-    """How many features of a language model a class has, with the classes that it uses."""
+    """The number of a language model's features that a class has, with the classes that it uses."""
     reached, stack = set[str](), [name]
     while stack:
         current = stack.pop()

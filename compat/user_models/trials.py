@@ -1,8 +1,9 @@
-"""Values for arguments and config entries whose names say too little, found by building the model.
+"""Find values for arguments and config entries with ambiguous names, by building the model.
 
-Each value that an entry could have is tried in a small model. Values with which it cannot be built
-or called are out; of the others, those win with which it has as many parameters as a GPT-2 of the
-same sizes. The proof fails after a wrong choice, and a note says what was built.
+Each possible value of an entry is tried in a small model. Values with which the model cannot be
+built or called are discarded. Of the others, the values are chosen with which the number of
+parameters is closest to that of a GPT-2 of the same sizes. After a wrong choice the proof fails,
+and a note says what was built.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
-# Sizes of which no two are alike, for trials. Some code has heads of 64 channels.
+# Sizes for trials, all different. Some code has heads of 64 channels.
 SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=128, n_layer=3, n_head=2, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
@@ -39,7 +40,7 @@ SIZE_ROLES = (
 
 
 class UnknownArguments(AdaptError):
-    """Arguments, or `argument.entry` of configs, whose values are not known.
+    """Arguments, or entries `argument.entry` of configs, whose values are unknown.
 
     Attributes:
         names: the arguments and entries.
@@ -51,14 +52,14 @@ class UnknownArguments(AdaptError):
 
 
 def small_config(config: GPT2Config) -> GPT2Config:
-    """The sizes of the models that are tried, with an MLP that is as many times as wide."""
+    """The sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
     return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
 
 
 def tried(
     run: Run, names: Iterable[str], chosen: Mapping[str, Value], text: str, config: GPT2Config
 ) -> dict[str, Value]:
-    """Values for entries of which none is known, or {} if none works.
+    """Values for unknown entries, or {} if no values work.
 
     Args:
         run: builds and calls the user's model.
@@ -81,11 +82,11 @@ def better(
     chosen: Mapping[str, Value],
     config: GPT2Config,
 ) -> dict[str, Value]:
-    """Values for names of two meanings, if another meaning fits the number of parameters better.
+    """Values for ambiguous names, if another meaning fits the number of parameters better.
 
     Args:
         run: builds and calls the user's model.
-        alternatives: for each argument or entry the roles that it may have.
+        alternatives: the possible roles of each argument or entry.
         chosen: values of other arguments and entries.
         config: the config of the checkpoint.
     """
@@ -116,10 +117,10 @@ def _best(
     every: Mapping[str, list[Value]],
     most: float | None = None,
 ) -> tuple[dict[str, Value], list[str]]:
-    """The combination of values that fits best, or {} and further names that are unknown.
+    """The best combination of values, or {} and further unknown names.
 
-    No combination is returned with which the model cannot be called, or is farther from a GPT-2
-    than `most`.
+    A combination is returned only if the model can be called with it and differs from a GPT-2 by at
+    most `most` parameters.
     """
     best, least = dict[str, Value](), UNCALLABLE if most is None else most
     for values in islice(product(*every.values()), MOST_BUILDS):
@@ -138,9 +139,9 @@ def _best(
 def _distance(
     run: Run, config: GPT2Config, chosen: Mapping[str, Value]
 ) -> tuple[float | None, list[str]]:
-    """By how many parameters the model differs from a GPT-2, and names that are unknown too.
+    """The difference between the model's and GPT-2's numbers of parameters, and unknown names.
 
-    None if it cannot be built; `UNCALLABLE` more if it cannot be called.
+    None if the model cannot be built; with `UNCALLABLE` added if it cannot be called.
     """
     small = small_config(config)
     try:
@@ -155,7 +156,7 @@ def _distance(
 
 
 def _counts(config: GPT2Config) -> Iterable[int]:
-    """The numbers of parameters of a GPT-2: with a tied head or another, with a bias or without."""
+    """The numbers of parameters of a GPT-2 with a tied or separate head, with or without biases."""
     C, V, inner = config.n_embd, config.vocab_size, config.d_inner
     layer = 4 * C + 4 * C * C + 4 * C + 2 * C * inner + inner + C
     tied = (V + config.n_positions) * C + config.n_layer * layer + 2 * C
@@ -163,7 +164,7 @@ def _counts(config: GPT2Config) -> Iterable[int]:
 
 
 def _candidates(entry: str, text: str) -> list[Value]:
-    """The values that an argument, or `argument.entry`, may have, the likeliest first."""
+    """The possible values of an argument or `argument.entry`, the most likely first."""
     name = entry.rpartition(".")[2]
     near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
     texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]

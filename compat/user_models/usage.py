@@ -1,4 +1,4 @@
-"""What a user's code reads off its config, found in its text."""
+"""Which names a user's code reads from its config, found in the source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
 _TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
-# Attributes that the code makes itself, other than from their old value, and buffers.
+# Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
 # Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
@@ -34,7 +34,7 @@ SIBLINGS: set[str] = set()
 
 @dataclass(frozen=True)
 class Usage:
-    """The names that may be read off a config.
+    """The names that may be read from a config.
 
     Args:
         items: Names read as `config["name"]` or `config.get("name")`.
@@ -57,11 +57,11 @@ class Usage:
 
 
 def reads(cls: Callable[..., Any], parameter: str) -> Usage:
-    """The names that the user's code reads off a parameter of a constructor, if it is a config.
+    """The names that the user's code reads from a constructor's parameter, if that is a config.
 
-    It is one if it has the usual name of a config, or if the constructor reads a name off it. The
-    config is not followed through the code: the result has the names that the class's modules read
-    off any variable, and off attributes such as `self.config`.
+    A parameter is a config if it has a usual name of configs, or if the constructor reads a name
+    from it. The config is not followed through the code: the result has the names that the class's
+    modules read from any variable, and from attributes such as `self.config`.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
     direct = re.search(rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()""", own)
@@ -127,10 +127,10 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
 
 
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
-    """The names that a constructor reads off a dictionary, such as its **kwargs.
+    """The names that a constructor reads from a dictionary, such as its **kwargs.
 
     Returns:
-        for each name whether it is required, as in `kwargs["bias"]`.
+        Whether each name is required, as in `kwargs["bias"]`.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
     names = re.findall(rf"\b{parameter}{_ITEM.pattern}", own)

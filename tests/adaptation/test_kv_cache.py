@@ -102,15 +102,15 @@ RIGHT = {
 
 # A model, an edit, what the finding says, and its line.
 WRONG = {
-    "positions restart": (RETURNED, START, "start = 0", "gets position 0, and not 10"),
-    "one too far": (RETURNED, START, f"{START} + 1", "gets position 11, and not 10"),
-    "one too few": (RETURNED, START, f"{START} - 1", "gets position 9, and not 10"),
+    "positions restart": (RETURNED, START, "start = 0", "gets position 0 instead of 10"),
+    "one too far": (RETURNED, START, f"{START} + 1", "gets position 11 instead of 10"),
+    "one too few": (RETURNED, START, f"{START} - 1", "gets position 9 instead of 10"),
     "first dropped": (
         RETURNED, "if cache is not None:\n",
         "if cache is not None:\n            cache = cache[0][:, :, 1:], cache[1][:, :, 1:]\n",
         "does not attend to the one at 0",
     ),
-    "not counted": (KEPT, "self.current += T", "pass", "gets position 0, and not 10"),
+    "not counted": (KEPT, "self.current += T", "pass", "gets position 0 instead of 10"),
     "not used": (KEPT, "if self.cache_k is not None", "if False", "does not attend to any of them"),
 }  # fmt: skip
 
@@ -142,15 +142,15 @@ def test_a_right_cache_is_proved(tmp_path: Path, small: Checkpoint, kind: str) -
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_cache_is_named(tmp_path: Path, small: Checkpoint, kind: str) -> None:
-    text, old, new, told = WRONG[kind]
+    text, old, new, expected_text = WRONG[kind]
     assert text.count(old) == 1
     adaptation = target(tmp_path, text.replace(old, new)).adapt(small, {})
     assert not adaptation.compatible
     [found] = about_the_cache(adaptation)
     assert (found.code, found.severity) == ("kv_cache", "breaks")
-    assert told in found.message
+    assert expected_text in found.message
     assert found.file is not None and found.line is not None
-    if told.startswith("gets"):
+    if expected_text.startswith("gets"):
         assert "position" in str(found.source_line)
 
 
@@ -161,7 +161,7 @@ def test_an_unknown_fault_is_a_limit(tmp_path: Path, small: Checkpoint) -> None:
     assert "for a reason that compat does not know" in found.message
 
 
-def test_a_cache_that_raises_is_told(tmp_path: Path, small: Checkpoint) -> None:
+def test_a_cache_that_raises_is_reported(tmp_path: Path, small: Checkpoint) -> None:
     text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([cache[0], k], dim=1)")
     [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
     assert (found.code, found.severity) == ("not_compared", "limit")

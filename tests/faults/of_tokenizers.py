@@ -87,9 +87,9 @@ FAULTS = {
     "vocab: an id that is a word": _fault(values(VOCAB, the="257"), "'the' has id '257'; expected"),
     "vocab: an id with a point": _fault(values(VOCAB, the=257.0), "'the' has id 257.0; expected"),
     "vocab: an id beyond the embedding": _fault(
-        values(VOCAB, the=262), "the tokenizer has id 262, but config.json a vocab_size of 262"
+        values(VOCAB, the=262), "the tokenizer has id 262, but config.json has vocab_size 262"
     ),
-    "vocab: an id of 10^30": _fault(values(VOCAB, the=10**30), "config.json a vocab_size of 262"),
+    "vocab: an id of 10^30": _fault(values(VOCAB, the=10**30), "config.json has vocab_size 262"),
     "merges: 1 GB of nothing": _fault(sparse(MERGES, 1 << 30), MERGES, "bytes; expected at most"),
     "merges: not UTF-8": _fault(content(MERGES, b"\xff \xfe"), "cannot be read"),
     "merges: of what is not there": _fault(

@@ -353,13 +353,13 @@ ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "unknown kwarg": (
         gpt(", vocab_size", NOTHING),
         {"kwargs": {"foo": 1}},
-        ["GPT takes no argument foo; it takes vocab_size"],
+        ["GPT has no argument foo; it has vocab_size"],
     ),
-    "no config argument": (gpt("", NOTHING), {"config_name": "X"}, ["takes no argument that"]),
+    "no config argument": (gpt("", NOTHING), {"config_name": "X"}, ["has no argument that"]),
     "no such config": (
         "\nMINE = {}\n" + gpt(", c", NOTHING),
         {"config_name": "YOURS"},
-        ["no config 'YOURS' in ", "own.py; there are MINE"],
+        ["no config 'YOURS' in ", "own.py; it has MINE"],
     ),
     "raising": (
         gpt(", vocab_size", NOTHING, "torch.zeros(2) @ torch.zeros(vocab_size)"),

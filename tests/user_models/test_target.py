@@ -310,7 +310,7 @@ def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
         f"{path}:GPTX",
         "is of type int; expected a function that returns the model, or an nn.Module",
     )
-    refused(f"{path}:made", "is a model that is built already. Pass its class", ":GPT")
+    refused(f"{path}:made", "is an instance of a model. Pass its class", ":GPT")
 
 
 # Targets that cannot be imported.

@@ -1,7 +1,7 @@
 """Recognise the parts of a GPT-2 in a graph by data flow, without looking at names.
 
-Attention is where two values that depend on the ids are multiplied. Everything else is found from
-there.
+Attention is identified by products of two values that depend on the ids. All other parts are found
+by their connection to it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class UnknownPart(AdaptError):
     """A part whose structure compat does not know.
 
     Args:
-        message: what is unknown, with its line.
-        nodes: of the part.
+        message: describes the unknown part, with its line.
+        nodes: the part's nodes.
     """
 
     def __init__(self, message: str, nodes: Sequence[Node]) -> None:
@@ -46,8 +46,8 @@ class Operand:
     """A tensor that enters or leaves attention, and the meaning of its axes.
 
     Args:
-        node: of the tensor.
-        groups: the axes of batch and heads, merged or not. With one head, the batch alone.
+        node: the node that computes the tensor.
+        groups: the axes of batch and heads, merged or not; with one head, only the batch.
         time: the axis of the positions.
         d: the axis of the head size.
     """
@@ -60,13 +60,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Core:
-    """softmax(q·kᵀ)·v of all heads or of one.
+    """softmax(q·kᵀ)·v, for all heads or for one.
 
     Args:
         q, k, v, out: operands and result.
-        product: the product with v, or the fused kernel.
-        scores: q·kᵀ; None in a fused kernel.
-        probs: what is multiplied with v. `time` is the query's, and `d` is the key's.
+        product: the node of the product with v, or of the fused kernel.
+        scores: the node of q·kᵀ; None in a fused kernel.
+        probs: the operand that is multiplied with v. Its `time` is the query's axis, its `d` the
+            key's.
     """
 
     q: Operand
@@ -131,8 +132,8 @@ class Anatomy:
     """The parts of a GPT-2 in a graph.
 
     Args:
-        graph: of the model.
-        token_embedding: where the token table is looked up.
+        graph: the model's graph.
+    token_embedding: where the token table is looked up.
         embed: the sum of token and position embeddings, before any norm.
         layers: in their order.
         xf: the input of the head, tap `ln_f`.

@@ -1,7 +1,7 @@
 """The norms of a model, fused or written out: where they are, and which formula they compute.
 
-GPT-2 has a norm before each branch. Others have it after the sum (post-LN) or on the branch's
-result.
+GPT-2 applies a norm before each branch. Other models apply it after the residual sum (post-LN) or
+to the branch's result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCTIONS = KERNELS | frozenset(
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm: its input, its result, its scale and its shift, where it has them."""
+    """One norm: its input and its result, and its scale and its shift if it has them."""
 
     start: Node
     end: Node
@@ -103,7 +103,7 @@ def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
 
 
 def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
-    """The norm with its parameters: with a scale of zero the result does not depend on x."""
+    """Find the parameters: the scale is the one without which the result does not depend on x."""
     scale = shift = None
     parameters = graph.parameters_between([end], [start])
     x = _sample(start)
@@ -186,14 +186,14 @@ def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool]
 
 @dataclass
 class NormPlaces:
-    """Every norm under its Hugging Face name, and which of them are placed unlike GPT-2's.
+    """Every norm by its Hugging Face name, and which of them are placed differently than in GPT-2.
 
     Args:
         named: norms by names such as `h.0.ln_1`.
         post: names of norms on the residual stream after a sum (post-LN).
         on_output: names of norms on a branch's result before the sum.
-        extra: norms that GPT-2 does not have, by their place: "embed", "h.0.attn", "h.0.mlp".
-        from_norm: names of norms whose result the shortcut starts from.
+        extra: norms that GPT-2 does not have, by position: "embed", "h.0.attn", "h.0.mlp".
+        from_norm: names of norms from whose result the shortcut starts.
         missing: names of norms that were not found.
     """
 
@@ -215,7 +215,7 @@ class _BranchNorms:
 
 
 def place_norms(anatomy: Anatomy) -> NormPlaces:
-    """Find all norms and name each by its place in the data flow."""
+    """Find all norms and name each by its position in the data flow."""
     graph = anatomy.graph
     branches: list[_BranchNorms] = []
     stream = anatomy.embed
@@ -256,8 +256,8 @@ def _names(number: int) -> tuple[str, str]:
 def _start_from_norm(anatomy: Anatomy, branches: list[_BranchNorms]) -> list[int]:
     """The numbers of branches of the form x = norm(x); x = x + f(x).
 
-    Post-LN after a norm of the embeddings has the same graph as this form of attention. Only here
-    names decide: the first norm belongs to the first block if its name says so.
+    Post-LN after a norm of the embeddings has the same graph as this form of attention. This is the
+    only decision by name: the first norm belongs to the first block if its name says so.
     """
     attention, mlp = branches[0::2], branches[1::2]
     found: list[int] = []
@@ -281,7 +281,7 @@ def _belongs_to_first_block(anatomy: Anatomy, branch: _BranchNorms) -> bool:
 
 
 def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list[Norm]) -> None:
-    """Name the norm of one branch: on its input, else its result, else the stream after it."""
+    """Name a branch's norm: on its input, else on its result, else on the stream after it."""
     name, end = _names(number)
     if branch.before:
         places.named[name] = branch.before.pop()

@@ -67,7 +67,7 @@ def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _rows(context: DiagnosisContext, hf: str) -> int | None:
-    """The rows of the model's table if they are not the checkpoint's; its width may differ too."""
+    """The number of rows of the model's table if it differs from the checkpoint's, at any width."""
     if hf in context.unmatched.shapes:
         return prod(context.unmatched.shapes[hf][0]) // context.anatomy.width
     assigned = context.mapping.by_tensor.get(hf)
@@ -120,7 +120,7 @@ def _inner_width(context: DiagnosisContext) -> int | None:
 
 @detects("unexplained")
 def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Shapes that differ for no reason named above, such as the width or the inner width."""
+    """Shapes that differ although the width and the inner width agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
     if others and context.anatomy.width == context.config.n_embd:
@@ -201,7 +201,7 @@ def _first_tap(hf: str) -> str:
     return "logits" if hf == HEAD else module
 
 
-# For each code: the tensors that are missing, what is said of them, and the fix.
+# For each code: the tensors that are missing, the start of the message, and the fix.
 MISSING = {
     "no_qkv_bias": (
         ("attn.c_attn.bias",), "the projections of q, k and v have no bias", "bias=True"
@@ -231,8 +231,8 @@ for _code, (_, _lacks, _fix) in MISSING.items():
 
 
 @deviation(
-    "{tensors} share one set of parameters, but GPT-2 has separate parameters for each",
-    "Create a module of its own for each of them.",
+    "{tensors} share one set of parameters, but GPT-2 has separate parameters for each of them",
+    "Create a separate module for each of them.",
 )
 def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     shared = context.unmatched.shared

@@ -31,7 +31,7 @@ from compat.ops import Fused
 
 SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
 MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
-SHIFTED = "confirmed: a change of one token changes it there and nowhere else"
+SHIFTED = "confirmed: changing one token changes only the result at the shifted position"
 SPLITS = ("split", "chunk", "unbind", "split_with_sizes", "slice", "select")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "clone")
 
@@ -58,7 +58,7 @@ class LayerAttention:
 
     @cached_property
     def before(self) -> list[Node]:
-        """The operations between the projections and the products that need not be there."""
+        """The operations between the projections and the products, of which GPT-2 has none."""
         operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
         found = self.graph.between(operands, self.layer.qkv_ends)
         return [n for n in found if n in self.graph.live]
@@ -81,7 +81,7 @@ class LayerAttention:
 
     @cached_property
     def is_normalized(self) -> bool:
-        """Whether the lengths of q and k have no influence."""
+        """Whether the result does not depend on the norms of q and k."""
         if not self.attention.indirect:
             return False
         piece = AttentionPiece(self.graph, self.attention)
@@ -91,7 +91,7 @@ class LayerAttention:
 
     @cached_property
     def mask_value(self) -> tuple[Node, float] | None:
-        """The node that masks scores with a value that is not very low, and this value."""
+        """The node that masks scores with a value that is too high, and this value."""
         if self.formula is not None or self.attention.indirect:
             return None
         for node in self.live(frozenset({"masked_fill", "where"})):
@@ -106,7 +106,7 @@ class LayerAttention:
 
     @cached_property
     def shift(self) -> tuple[str, int, Node] | None:
-        """What is computed from another token, that token's distance, and a node of the shift."""
+        """What is computed from another token, the distance to it, and a node of the shift."""
         graph, anatomy = self.graph, self.context.anatomy
         start = anatomy.layers[self.i - 1].out if self.i else anatomy.embed
         for name, begin, target in (
@@ -211,7 +211,7 @@ def _rotation(layer: LayerAttention) -> Changes:
 
 
 @deviation(
-    "one projection computes both the key and the value, but GPT-2 has a projection for each",
+    "one projection computes both the key and the value, but GPT-2 has one projection for each",
     "heads = softmax(q @ k.transpose(-2, -1)) @ v",
 )
 @each_layer
@@ -283,8 +283,8 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
-    "hidden scores are set to {found:g}, which is a score like any other, so tokens attend to "
-    "later ones, but GPT-2 sets them to the lowest value of the data type",
+    "masked scores are set to {found:g}, which the softmax does not exclude, so tokens attend to "
+    "later tokens, but GPT-2 sets them to the lowest value of the data type",
     'scores.masked_fill(mask, float("-inf"))',
 )
 @each_layer
@@ -297,7 +297,7 @@ def mask_value(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
-    "{found}, but in GPT-2 from the token itself",
+    "{found}, but GPT-2 computes it from the token itself",
     "Remove the shift.",
 )
 @each_layer
@@ -305,13 +305,13 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
     if layer.shift is None:
         return None
     name, distance, node = layer.shift
-    found = f"{name} of each token comes from {_distant(distance)}"
+    found = f"{name} of each token is computed from {_distant(distance)}"
     place = source.running(layer.graph, [node])
     return Deviation(f"h.{layer.i}.q", place, {"found": found}, evidence=SHIFTED)
 
 
 def _distant(distance: int) -> str:
-    tokens = "the token" if abs(distance) == 1 else f"the token {abs(distance)} places"
+    tokens = f"the token {abs(distance)} position{'s' * (abs(distance) > 1)}"
     return f"{tokens} {'before' if distance > 0 else 'after'} it"
 
 
@@ -321,7 +321,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     path = graph.between([embed], [graph.input])
     moving = [n for n in path if n in graph.live and kind(n) in SHIFTS]
     if moving and (distance := shifted_ids(graph, embed)):
-        found = f"the embedding of each token comes from {_distant(distance)}"
+        found = f"the embedding of each token is computed from {_distant(distance)}"
         place = source.running(graph, moving)
         yield Deviation("embed", place, {"found": found}, evidence=SHIFTED)
 
@@ -337,7 +337,7 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
-        found = "q, k or v is not the projection of its token alone"
+        found = "q, k or v of a token is not a projection of this token only"
         changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
         place = source.running(layer.graph, changing) or place
     return layer.deviation(place, layer.own_attention, found=found)
@@ -383,8 +383,8 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "masked scores are set to {found:g}, which has no effect unless a score is as low, but GPT-2 "
-    "uses the lowest value of the data type",
+    "masked scores are set to {found:g}, which changes nothing unless a visible score is as low, "
+    "but GPT-2 uses the lowest value of the data type",
     "torch.finfo(scores.dtype).min",
     severity="info",
 )
@@ -398,10 +398,10 @@ def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]]]:
-    """The operations of a mask that hides what GPT-2's hides, with the values that they apply.
+    """The operations that mask the same positions as GPT-2, with the values that they apply.
 
-    The values are tensors and numbers that do not depend on the ids. Masks that hide something
-    else are deviations of their own.
+    The values are tensors and numbers that do not depend on the ids. Masks of other positions are
+    separate deviations.
     """
     graph, formula = layer.graph, layer.formula
     if formula is None or formula.after or formula.axis != -1 or formula.allowed.all():
@@ -416,7 +416,7 @@ def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]
 
 
 @deviation(
-    "there is no causal mask, so every token attends to the tokens after it, but GPT-2 hides them",
+    "there is no causal mask, so every token attends to the tokens after it, but GPT-2 masks them",
     'scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))',
 )
 @with_formula
@@ -480,7 +480,7 @@ def _mask_line(layer: LayerAttention) -> Place | None:
 
 
 def _scale_deviation(code: str) -> Detector:
-    """A detector for one of the three codes of a scale that is not the checkpoint's."""
+    """A detector for one of the three codes for a scale that differs from the checkpoint's."""
 
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
@@ -539,13 +539,13 @@ for _code, _message, _fix in (
 
 
 @deviation(
-    "the attention scores are computed in {found}, but GPT-2 computes them in the data type of the "
-    "model",
+    "the attention scores are computed in {found}, but GPT-2 computes them in the model's data "
+    "type",
     "Keep the cast, which improves the accuracy in half precision.",
     severity="info",
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
-    """A cast on the way to the heads; in a float32 model only the source shows it."""
+    """A cast between the projections and the heads; in a float32 model only the source shows it."""
     graph, layer = context.graph, context.anatomy.layers[0]
     operands = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
     ends = [core.out.node for core in layer.cores]
@@ -616,7 +616,7 @@ def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
 
 
 def _named_roles(context: DiagnosisContext) -> dict[str, str]:
-    """For each of q, k and v, the one that the name of its own parameter suggests."""
+    """For each of q, k and v, which of the three the name of its parameter suggests."""
     graph, layer = context.graph, context.anatomy.layers[0]
     parameters = {
         role: set(
@@ -640,7 +640,7 @@ for _code, _pair, _names, _orders in (
 ):
     deviation(
         f"the parameter that is named or stored as the {_names[0]} is used as the {_names[1]}, so "
-        "compat mapped both by their use",
+        "compat mapped both parameters by their use",
         f"Load the weights with this name map, or swap {_pair[0]} and {_pair[1]}.",
         severity="info",
         code=_code,

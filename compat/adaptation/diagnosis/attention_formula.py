@@ -19,7 +19,7 @@ class AttentionFormula:
 
     Args:
         allowed: (T, T), True where the query of a row attends to the key of a column.
-        scale: the factor of q·k, of all operations together.
+        scale: the factor of q·k, the product over all operations.
         axis: of (B, H, T, T), over which the softmax is computed; −1 in GPT-2.
         after: whether the mask is applied after the softmax, without renormalization.
     """
@@ -60,7 +60,7 @@ class AttentionPiece:
         return self.attention.heads.read(self.graph.run(self.attention.heads.nodes, given))
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """The weight of every value, (B, H, T, T), found with one-hot values."""
+        """The weight of every value, (B, H, T, T), measured with one-hot values."""
         columns = []
         for start in range(0, self.T, self.D):
             width = min(self.D, self.T - start)
@@ -141,11 +141,11 @@ def rotation_of(
     They are measured on random inputs of the projections. None if there are no such matrices.
 
     Args:
-        graph: with the checkpoint's weights.
-        attention: of one layer.
+        graph: the model's graph, with the checkpoint's weights.
+        attention: the attention of one layer.
         x1: the node that the projections read.
-        weight: of the fused projection, (C, 3·C).
-        bias: (3·C,), or zeros.
+        weight: the weight of the fused projection, (C, 3·C).
+        bias: its bias or zeros, (3·C,).
     """
     source = token_view(graph, x1)
     if source is None:

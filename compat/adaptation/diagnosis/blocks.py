@@ -52,7 +52,7 @@ def _activations(code: str) -> Detector:
 
 
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
-    """The line that builds the activation or computes it, or else the one that calls the MLP."""
+    """The line that builds or computes the activation; if unknown, the one that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
     nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
@@ -61,7 +61,7 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
 
 
 def tanh_gelu(place: Place | None) -> str:
-    """The tanh approximation of GELU, as a module or a function like the line that it replaces."""
+    """GELU's tanh approximation, as a module or a function, whichever the replaced line uses."""
     if place is not None and re.search(r"\b(nn\.\w+|GELU|ReLU|SiLU)\(", place.text):
         return 'nn.GELU(approximate="tanh")'
     return 'F.gelu(x, approximate="tanh")'
@@ -83,7 +83,7 @@ for _code, _message in (
 
 
 @deviation(
-    "the MLP is gated: the results of two projections are multiplied, as in SwiGLU, but GPT-2's "
+    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU), but GPT-2's "
     "MLP has one projection before the activation",
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
@@ -97,7 +97,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
-    """The product of the two halves of a projection; the input of the next one if there is none."""
+    """The product of a projection's two halves; without one, the next projection's input."""
     graph = context.graph
     between = [n for n in graph.between([layer.act], [layer.fc_end]) if kind(n) == "mul"]
     products = [n for n in between if sum(a in graph.live for a in n.all_input_nodes) == 2]
@@ -105,8 +105,9 @@ def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
 
 
 @deviation(
-    "{found} here, where GPT-2 has none",
-    "Remove it: GPT-2 adds the result of {branch} to the stream and goes on with {next}.",
+    "{found} here, but GPT-2 has no projection here",
+    "Remove it. GPT-2 adds the result of {branch} to the residual stream and continues with "
+    "{next}.",
 )
 def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
@@ -126,8 +127,8 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "attention and the MLP read the same tensor, but in GPT-2 the MLP reads the sum that "
-    "includes attention",
+    "attention and the MLP read the same tensor, but in GPT-2 the MLP reads the residual stream "
+    "after attention was added",
     PRE_NORM,
 )
 def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -162,8 +163,8 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "a tensor is added to itself, because the branch was added to the shortcut in place before, "
-    "but GPT-2 adds each branch once",
+    "a tensor is added to itself, because an earlier in-place operation added the branch to the "
+    "shortcut, but GPT-2 adds each branch once",
     "x = x + branch(norm(x))",
 )
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:

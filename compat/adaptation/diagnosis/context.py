@@ -1,4 +1,4 @@
-"""A model under examination: its parts, its mapping, and the formulas that were measured in it."""
+"""What the diagnosis reads: a model's parts, its mapping, and the formulas measured in it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class DiagnosisContext:
     """What is known about a model when the diagnosis begins.
 
     Args:
-        model: with the checkpoint's weights.
-        anatomy: the parts of its graph.
-        places: its norms.
-        mapping: the parameters that each tensor of the checkpoint went to.
-        config: of the checkpoint.
-        weights: of the checkpoint, in float64.
-        unmatched: the tensors that went nowhere.
+        model: the user's model, with the checkpoint's weights.
+        anatomy: the parts of the model's graph.
+        places: the model's norms.
+        mapping: the parameters that hold each tensor of the checkpoint.
+        config: the checkpoint's config.
+        weights: the checkpoint's tensors, in float64.
+        unmatched: the tensors without a parameter.
         last_only: the node that drops all positions but the last, if there is one.
-        with_targets: the model drops them unless it is called with targets, as it is here.
+        with_targets: the model is called with targets, because it drops these positions otherwise.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         noise: a sentence that says by how much two runs in eval mode differ.
         failed_input: the first designed input on which the logits differ, if they agree on ids that
@@ -99,7 +99,7 @@ class DiagnosisContext:
         return [activation_of(self.graph, layer.fc_end, layer.act) for _, layer in self.layers]
 
     def owner_of(self, hf: str) -> Place | None:
-        """The line that builds the module to which a tensor went."""
+        """The line that builds the module that holds a tensor."""
         assigned = self.mapping.by_tensor.get(hf)
         return assigned and source.built(self.model, self.graph.names[assigned[0][0]])
 

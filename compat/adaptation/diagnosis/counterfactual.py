@@ -1,4 +1,4 @@
-"""Counterfactual runs: does a reference with the deviations compute what the model computes?"""
+"""Counterfactual runs, which test whether a reference with the deviations equals the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Counterfactual:
         trusted: without changes, the reference computes what `transformers` computes.
         explains: with all changes, it computes the logits of the model.
         error: max|Δlogits| between the two; the model runs in its own data type.
-        alone: by how much each deviation alone moves the logits, as a relative RMS error.
+        alone: by how much each deviation alone changes the logits, as a relative RMS error.
         first: the first tap at which the model and the reference with all changes differ, and by
             how much (relative RMS error); None if their logits agree.
     """
@@ -39,7 +39,7 @@ class Counterfactual:
 
 
 def nothing_to_explain(found: Sequence[Deviation]) -> Counterfactual:
-    """The result for a model in parity of which no deviation changes a number."""
+    """The result for a model in parity, whose deviations change no numbers."""
     return Counterfactual(True, True, 0.0, [0.0] * len(found), None)
 
 
@@ -54,15 +54,15 @@ def run(
     """Run the reference in float64 with all changes, and with each alone.
 
     Args:
-        context: the model.
-        found: its deviations.
+        context: what is known about the model.
+        found: the model's deviations.
         taps: the taps that its graph shows.
         ids: (B, T), of the shape that the graph was traced with.
-        exact: the logits of `transformers`, in float64 if it ran so.
-        logits: of the model, in its data type.
+        exact: the logits of `transformers`, in float64 if it ran in float64.
+        logits: the model's logits, in its data type.
     """
     plain = ModifiedReference(context.config, context.weights, Changes()).trace(ids)["logits"]
-    # A reference that runs in float32 only agrees to its own rounding error.
+    # A reference that ran in float32 agrees only to within its own rounding error.
     bound = 1e-9 if exact.dtype == plain.dtype else 1e-4
     trusted = relative_rms(plain, exact.double()) < bound
     changed = _trace(context, [d.changes for d in found if d.changes is not None], ids)

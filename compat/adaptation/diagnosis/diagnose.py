@@ -52,9 +52,9 @@ def diagnose(
 
     Args:
         context: the model, loaded with the checkpoint's weights.
-        call: calls it with ids.
+        call: calls the model with ids.
         ids: (B, T), of the shape that the graph was traced with.
-        training: whether the model came in training mode.
+        training: whether the model was passed in training mode.
         reference: the checkpoint in `transformers`.
         taps: the taps that the graph shows.
         report: the comparison of taps, or None if the logits have another shape.

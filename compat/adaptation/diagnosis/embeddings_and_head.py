@@ -24,14 +24,14 @@ def _path(context: DiagnosisContext) -> list[Node]:
 
 
 def _sum_line(context: DiagnosisContext) -> Place | None:
-    """The line that adds the embeddings, or else the one that looks up the tokens."""
+    """The line that adds the embeddings; if unknown, the one that looks up the tokens."""
     graph = context.graph
     sums = [node for node in _path(context) if kind(node) == "add" and node in graph.live]
     return source.running(graph, sums or [context.anatomy.token_embedding])
 
 
 def position_line(context: DiagnosisContext) -> Place | None:
-    """The line that computes the positions, or else the one that adds the embeddings."""
+    """The line that computes the positions; if unknown, the one that adds the embeddings."""
     constant = [node for node in _path(context) if node not in context.graph.live]
     line = source.running(context.graph, constant, "arange", "slice", "add", "embedding")
     return line or _sum_line(context)
@@ -54,7 +54,8 @@ def scaled_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the position embedding is fixed, but GPT-2 learns it, so wpe.weight cannot be loaded",
+    "the position embedding is a fixed formula, but GPT-2 learns it, so wpe.weight cannot be "
+    "loaded",
     "nn.Embedding({n_positions}, {n_embd})",
 )
 def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -68,7 +69,8 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "there is no position embedding, but GPT-2 adds wpe.weight, which cannot be loaded", EMBEDDING
+    "there is no position embedding, but GPT-2 adds wpe.weight, so wpe.weight cannot be loaded",
+    EMBEDDING,
 )
 def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
@@ -104,8 +106,8 @@ def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the head has weights of its own, but GPT-2 ties them to the token embedding, which compat "
-    "copied into the head",
+    "the head has separate weights, but GPT-2 ties the head to the token embedding, so compat "
+    "copied the token embedding into the head",
     "head.weight = wte.weight  # saves {found:,} parameters",
     severity="info",
 )
@@ -118,7 +120,7 @@ def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the head has a bias, but GPT-2's has none, so compat set it to zero",
+    "the head has a bias, but GPT-2's head has none, so compat set it to zero",
     "bias=False",
     severity="info",
 )
@@ -138,7 +140,10 @@ def scaled_logits(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation("logits", place, {"found": scale}, Changes(head_scale=scale))
 
 
-@deviation("the model returns {found} of the logits, but GPT-2 returns the logits", "return logits")
+@deviation(
+    "the model returns {found} of the logits, but GPT-2 returns the logits",
+    "return logits",
+)
 def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if (node := context.mapping.output_softmax) is not None:
         built = source.torch_built(context.model, [node])
@@ -157,7 +162,7 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     others = [node for node in unusual if node not in guards]
     only_guards = guards and all(kind(node) in ("where", "masked_fill") for node in others)
     for node in (guards if only_guards else others)[:1]:
-        evidence = "found in the graph, whether or not it changed a logit"
+        evidence = "found in the graph, but not tested for its effect on the logits"
         place = source.running(graph, [node])
         yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
 

@@ -15,7 +15,7 @@ from compat.parity.conditions import COMPARISONS
 
 
 @deviation(
-    "dropout is applied in eval mode too, but GPT-2 applies it in training only",
+    "dropout is applied in eval mode too, but GPT-2 applies it only in training mode",
     "F.dropout(x, p, training=self.training)",
 )
 def dropout_always_on(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -28,9 +28,9 @@ def dropout_always_on(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the forward pass draws random numbers ({found}) in eval mode, for noise or for a module that "
-    "it creates, so no two runs agree",
-    "Draw them only if self.training, and create modules in __init__.",
+    "the forward pass draws random numbers ({found}) in eval mode, for noise or to initialise a "
+    "module that it creates, so no two runs agree",
+    "Draw random numbers only if self.training is True, and create modules in __init__.",
 )
 def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
@@ -48,8 +48,8 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the forward pass writes to {found}, so every call runs with other weights",
-    "Remove the assignment, or do it outside of forward.",
+    "the forward pass writes to {found}, so every call runs with different weights",
+    "Remove the assignment, or move it out of forward.",
 )
 def weights_changed(context: DiagnosisContext) -> Iterator[Deviation]:
     if written := context.graph.written:
@@ -58,9 +58,8 @@ def weights_changed(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the result of a projection is added to that of two others with few channels between them "
-    "(LoRA), but GPT-2 has no such term",
-    "Merge it: weight += scale * B @ A, or remove it.",
+    "a low-rank term (LoRA) is added to the result of a projection, but GPT-2 has no such term",
+    "Merge the term with `weight += scale * B @ A`, or remove it.",
 )
 def low_rank_term(context: DiagnosisContext) -> Iterator[Deviation]:
     if terms := context.graph.low_rank:
@@ -71,7 +70,7 @@ def low_rank_term(context: DiagnosisContext) -> Iterator[Deviation]:
 @deviation(
     "the code depends on the value of an id here, and the logits differ from the reference's on "
     "{found}, but GPT-2 treats all ids alike",
-    "Remove the condition, or pass a mask as an argument.",
+    "Remove the condition. If it hides padding, pass an attention mask as an argument.",
 )
 def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
@@ -83,12 +82,12 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     lines = [graph.place(node) for node in compared] or graph.exits
     if lines and context.failed_input:
         values = {"found": context.failed_input}
-        evidence = "confirmed: on ids that were drawn at random, all taps agree"
+        evidence = "confirmed: all taps agree on random ids"
         yield Deviation("logits", lines[0], values, evidence=evidence, lines=lines)
 
 
 @deviation(
-    "this is computed in {found}, but the parameters of the model are in {expected}",
+    "this is computed in {found}, but the model's parameters are in {expected}",
     "Remove the cast, or convert the whole model with model.to(torch.{found}).",
 )
 def low_precision(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -115,20 +114,20 @@ def _name(dtype: object) -> str:
 CODES.update(
     plain_list=Code(
         "breaks",
-        "{found} is a Python {kind} of modules, so their parameters do not belong to the model: no "
-        "optimizer trains them, and no checkpoint has them",
+        "{found} is a Python {kind} of modules, so model.parameters() and state_dict() leave "
+        "them out, and they are neither trained nor saved",
         "self.{name} = nn.ModuleList(self.{name})",
     ),
     batch_first=Code(
         "breaks",
-        "attention runs over the sequences of the batch instead of the tokens, as "
-        "nn.MultiheadAttention does with tensors (B, T, C) unless batch_first=True",
+        "attention runs over the sequences of the batch instead of the tokens, which "
+        "nn.MultiheadAttention does for tensors (B, T, C) unless batch_first=True",
         "nn.MultiheadAttention(..., batch_first=True)",
     ),
     mixed_types=Code(
         "limit",
-        "the parameters have several data types, {found}, so compat compared the model with all of "
-        "them in the widest",
+        "the parameters have several data types, {found}, so compat converted all of them to the "
+        "widest type for the comparison",
         "model.float()",
     ),
     train_mode=Code(
@@ -139,19 +138,19 @@ CODES.update(
     fast_path=Code(
         "breaks",
         "in eval mode without gradients, nn.TransformerEncoderLayer runs a fused kernel that "
-        "differs from the layer's own code, for example by the exact GELU",
+        "computes something else than the layer's own code, for example the exact GELU",
         "torch.backends.mha.set_fastpath_enabled(False)",
     ),
     untraced=Code(
         "info",
-        "{found}, so compat mapped the model by the order of its module calls and compared its "
-        "logits only",
-        "Use torch operations only between the ids and the logits.",
+        "{found}, so compat mapped the model by the order of its module calls and compared only "
+        "its logits",
+        "Use only torch operations between the ids and the logits.",
     ),
     unexamined=Code(
         "info",
-        "compat failed to check the model for {codes} ({found}), which does not affect the "
-        "comparison",
+        "compat failed to check the model for {codes} ({found}), but the comparison of taps and "
+        "logits is complete",
         "Report this to the authors of compat, and attach the model.",
     ),
     not_compared=Code(
@@ -161,16 +160,16 @@ CODES.update(
     ),
     kv_cache=Code(
         "breaks",
-        "a step through the KV cache, {step}, does not compute what the whole sequence does: "
-        "{found}",
-        "Give the new ids the positions after the cached ones, torch.arange(past, past + T), and "
-        "let them attend to all cached keys and to themselves.",
+        "the decode step {step} with the KV cache does not compute the logits of the whole "
+        "sequence: {found}",
+        "Use the positions torch.arange(past, past + T) for the new ids, and let these ids "
+        "attend to all cached keys and causally to each other.",
     ),
     wrong_gradient=Code(
         "limit",
-        "the model predicts like GPT-2 but does not train like it: {found}",
-        "Remove what hides operations from autograd there: .detach(), .data, torch.no_grad(), or a "
-        "torch.autograd.Function whose backward does not match its forward.",
+        "the logits are GPT-2's, but the gradients are not: {found}",
+        "Remove .detach(), .data or torch.no_grad() there, or correct the backward of a "
+        "torch.autograd.Function.",
     ),
     unexplained=Code("breaks", "{found}", "Compare the code before this tap with GPT-2's."),
 )

@@ -11,8 +11,8 @@ EXPLANATIONS = {
     "another size, some tokens have no trained row, and the softmax runs over other tokens.",
     "context_too_short": "Each row of wpe.weight is the embedding of one position. A shorter "
     "table holds the first rows, so the model computes the same up to its own length.",
-    "n_layer_mismatch": "The layers were trained together. A model with fewer of them skips "
-    "computations that the head expects, and additional ones keep random weights.",
+    "n_layer_mismatch": "The layers were trained together. A model with fewer layers skips "
+    "computations that the head relies on, and additional layers keep random weights.",
     "inner_dim": "c_fc.weight and c_proj.weight have the inner width in their shapes, so they "
     "cannot be loaded into an MLP of another width.",
     "no_qkv_bias": "GPT-2's c_attn.bias is trained and far from zero. Without it, q, k and v are "
@@ -26,69 +26,72 @@ EXPLANATIONS = {
     "no_ln_bias": "The biases of GPT-2's norms are trained. Without them, the input of every "
     "projection after the norm is shifted.",
     "no_ln_weight": "The weights of GPT-2's norms are trained and differ a lot between channels. "
-    "Without them, every channel enters the projections with the same size.",
-    "shared_parameters": "The checkpoint has different values for each of these tensors, and one "
-    "parameter can hold only one of them.",
+    "Without them, every channel enters the projections with the same variance.",
+    "shared_parameters": "The checkpoint has different values for these tensors, and one "
+    "parameter can hold the values of only one tensor.",
     "random_parameters": "No tensor of the checkpoint belongs to these parameters. They keep "
-    "whatever values the constructor gave them, and these change the logits.",
-    "unused_parameters": "Parameters that the forward pass does not read cannot change the logits. "
-    "They cost memory, and weight decay acts on them in training.",
-    "rope": "GPT-2's weights know positions only from wpe.weight, which is added to the token "
-    "embedding. They were not trained with rotated queries and keys.",
+    "their initial values, which change the logits.",
+    "unused_parameters": "Parameters that the forward pass does not use cannot change the "
+    "logits. They take memory, and weight decay changes them in training.",
+    "rope": "GPT-2 encodes positions only in wpe.weight, which is added to the token embedding. "
+    "Its weights were not trained with rotated queries and keys.",
     "shared_kv": "A third of c_attn belongs to the keys and another to the values. If the code "
-    "reads `self.W_key(x)` for both, the weights of one of them are never used.",
+    "reads `self.W_key(x)` for both, the other projection's weights are never used.",
     "no_head_merge_transpose": "Before the merge, the heads are (B, H, T, D). Reshaping this to "
     "(B, T, C) without the transpose mixes heads and tokens, although the shape is right.",
     "no_head_split_transpose": "Reshaping (B, T, C) to (B, H, T, D) without the transpose takes "
     "the channels of one head from several tokens, although the shape is right.",
     "qk_norm": "Later models normalize queries and keys to keep training stable. GPT-2's weights "
-    "were trained without it, and the lengths of q and k carry information.",
+    "were trained without it, and the norms of q and k carry information.",
     "grouped_query_attention": "Later models let several query heads share keys and values to save "
     "memory. The checkpoint has a key and a value for every head.",
     "sliding_window": "GPT-2 was trained to read its whole context. With a window, distant tokens "
     "have no influence.",
     "gated_mlp": "LLaMA and others multiply the activation by a second projection. The checkpoint "
     "has no weights for it.",
-    "extra_projection": "The checkpoint has no weights for further layers, so they keep random "
-    "ones, and what they compute reaches the logits.",
+    "extra_projection": "The checkpoint has no weights for additional projections, so they keep "
+    "random weights, and their results change the logits.",
     "batch_first": "The sequences of a batch must not influence each other. With one sequence in "
     "the batch, each token attends to itself alone.",
-    "mixed_types": "Every operation on two types either fails or converts one of them. A copy "
-    "in one type shows whether the code is right, and the model itself what its types cost.",
-    "doubled_residual": "x += y changes the tensor that x names, and every other name for it. A "
-    "shortcut that was kept before is changed as well.",
-    "norm_axis": "LayerNorm makes the channels of a token comparable. Over the tokens, it mixes "
-    "them, and earlier tokens depend on later ones.",
-    "mask_value": "Only a score far below all others has probability 0 after the softmax. With 0, "
-    "exp(0) = 1, and hidden tokens keep as much weight as visible ones.",
+    "mixed_types": "An operation on two data types either fails or converts one of them. The "
+    "copy in one type shows whether the code is correct, and the comparison in the model's own "
+    "types shows how much accuracy they cost.",
+    "doubled_residual": "x += y changes the tensor in place, and with it every other reference "
+    "to it, such as a shortcut that was stored before.",
+    "norm_axis": "LayerNorm normalizes the channels of each token. A norm over the tokens makes "
+    "earlier tokens depend on later ones.",
+    "mask_value": "Only a score far below all others has probability 0 after the softmax. A "
+    "score of 0 contributes exp(0) = 1, so masked tokens keep about as much weight as visible "
+    "ones.",
     "time_shift": "GPT-2 predicts the token after each position from that position. With shifted "
-    "inputs, every layer reads other tokens than its weights were trained for.",
-    "weights_changed": "A model whose weights depend on the calls before computes something else "
-    "each time, so that no comparison holds for the next call.",
+    "inputs, every layer reads other tokens than it did in training.",
+    "weights_changed": "If a call changes the weights, the next call computes something else, "
+    "and no comparison is valid for it.",
     "low_rank_term": "LoRA trains B and A beside a frozen weight. The checkpoint does not have "
     "them, and they have no effect only while B is 0.",
-    "id_condition": "GPT-2 knows ids only as rows of wte. Padding is hidden by a mask that the "
-    "caller passes, and no id ends or resets a text by itself.",
-    "plain_list": "nn.Module finds parameters in attributes that are modules, and does not look "
-    "into lists. parameters(), state_dict() and to() leave out these modules.",
-    "low_precision": "bfloat16 has 8 bits of mantissa. One computation in it limits the precision "
-    "of everything after it.",
-    "softmax_dim": "The weights of a query must add up to 1 over the keys. Over any other axis "
-    "they do not, although no shape changes.",
+    "id_condition": "GPT-2 uses ids only to look up rows of wte. The caller masks padding with "
+    "an attention mask, and no id resets the context.",
+    "plain_list": "nn.Module finds parameters in attributes that are modules, and does not "
+    "search lists. parameters(), state_dict() and to() leave out these modules.",
+    "low_precision": "bfloat16 has 8 bits of precision. One computation in a lower precision "
+    "limits the accuracy of everything after it.",
+    "softmax_dim": "The attention weights of a query must sum to 1 over the keys. After a "
+    "softmax over any other axis they do not, although no shape changes.",
     "mask_after_softmax": "A softmax over unmasked scores includes later tokens in its sum. "
-    "Setting their weights to zero afterwards leaves weights that add up to less than 1.",
+    "Setting their weights to zero afterwards leaves weights that sum to less than 1.",
     "finite_mask": "The softmax of a score that is much lower than the others is 0 in float32. "
-    "With a finite value this holds only as long as no visible score is as low.",
+    "With a finite value this holds only while no visible score is as low.",
     "no_mask": "GPT-2 was trained to predict the next token from those before it. Without the "
-    "mask, training is meaningless, since the answer is visible, and its weights see an input "
-    "that they never saw.",
+    "mask, each position attends to the token that it should predict, and the hidden states "
+    "differ from those in training.",
     "mask_off": "A mask that is shifted by one shows the next token, or hides the token itself. "
-    "Both change every hidden state but the first ones.",
+    "Both change nearly every hidden state.",
     "no_attn_scale": "Unscaled scores are √d_head times larger, so the softmax is almost one-hot "
     "where it should be smooth.",
-    "scale_by_d_model": "The scores of one head are sums of d_head products. Divided by the square "
-    "root of the embedding width, they are too small, and attention is too even.",
-    "wrong_scale": "The factor sets how sharp the softmax is. GPT-2's weights were trained with "
+    "scale_by_d_model": "The scores of one head are sums of d_head products. Divided by the "
+    "square root of the embedding width, they are too small, and attention is too uniform.",
+    "wrong_scale": "The factor determines how peaked the softmax is. GPT-2's weights were "
+    "trained with "
     "1/√d_head.",
     "attn_upcast": "Casting to a wider type only reduces rounding errors. In float32 models a cast "
     "to float32 has no effect.",
@@ -96,88 +99,88 @@ EXPLANATIONS = {
     "for every number. With another number, the softmax runs over other groups of channels.",
     "head_interleaved_qkv": "The order of rows in a fused projection is a convention. The name map "
     "of this model reorders them, and code that copies the tensor unchanged would be wrong.",
-    "qk_swapped": "The product q·kᵀ tells the two apart only by the direction of the mask and of "
-    "the softmax. A name-based loader would load them in the wrong order.",
-    "kv_swapped": "Key and value have the same shape. A name-based loader would load them in the "
-    "wrong order.",
-    "rmsnorm": "LayerNorm subtracts the mean of the channels first. GPT-2's residual stream has a "
-    "mean that is not zero, so the result differs.",
+    "qk_swapped": "In q·kᵀ, the query and the key differ only by the axes of the mask and of the "
+    "softmax. A name-based loader would exchange their weights.",
+    "kv_swapped": "Key and value have the same shape. A name-based loader would exchange their "
+    "weights.",
+    "rmsnorm": "LayerNorm subtracts the mean of the channels first. The mean of GPT-2's residual "
+    "stream is not zero, so the result differs.",
     "unbiased_var": "torch.var and torch.std divide by C − 1 by default. For C = 768 every norm is "
     "then 0.07 % too small, and the error adds up over the layers.",
     "eps_outside_sqrt": "GPT-2 computes (x − mean) / √(var + eps). An eps that is added to the "
-    "standard deviation acts differently wherever the variance is small.",
+    "standard deviation has another effect where the variance is small.",
     "eps_value": "GPT-2 uses 1e-5. The difference is visible where the variance of the hidden "
     "states is small, which is the case in the first layers.",
     "extra_ln": "A norm that the weights were not trained with rescales the residual stream.",
-    "missing_ln": "The projections after a norm expect inputs of unit variance. Without it, they "
-    "get the residual stream as it is, which grows from layer to layer.",
+    "missing_ln": "The projections after a norm expect inputs of unit variance. Without the "
+    "norm, they get the residual stream, whose variance grows from layer to layer.",
     "no_final_ln": "The head is the token embedding, and it expects normalized hidden states. "
     "GPT-2 applies ln_f before it, which the original Transformer does not.",
     "post_ln": "The original Transformer and GPT-1 apply the norm after the sum, but GPT-2 moved "
-    "it to the input of each branch. The weights work with one of the two only.",
-    "norm_on_output": "A norm on the output of a branch fixes the size of what it adds to the "
-    "residual stream, which in GPT-2 the weights decide.",
-    "swapped_ln": "Loading by name would put the weights of one norm into the other. Both have "
-    "the same shape, so nothing else would notice.",
-    "erf_gelu": "nn.GELU() is the exact function. The two differ by up to 0.0005, which adds up "
-    "over the layers to a visible difference in the logits.",
+    "it to the input of each branch. The weights were trained for one of the two only.",
+    "norm_on_output": "A norm on the output of a branch fixes the variance of what the branch "
+    "adds to the residual stream. In GPT-2 the weights of the branch determine it.",
+    "swapped_ln": "Loading by name would exchange the weights of the two norms. Both have the "
+    "same shape, so no shape check would fail.",
+    "erf_gelu": "nn.GELU() is the exact function. The two differ by up to 0.0005, which "
+    "accumulates over the layers to a measurable difference in the logits.",
     "relu": "ReLU is zero for every negative input, but GELU is not. The weights of c_proj were "
     "trained with GELU's values.",
-    "silu": "SiLU and GELU have a similar form, but differ by up to 0.2.",
+    "silu": "SiLU and GELU are similar functions, but they differ by up to 0.2.",
     "other_activation": "The weights of c_proj were trained with the values of the checkpoint's "
     "activation, which its config.json names as activation_function.",
     "parallel_block": "GPT-J and others compute both branches from the same input. In GPT-2 the "
-    "MLP sees what attention added.",
+    "input of the MLP includes the result of attention.",
     "missing_residual": "Without the sum, a branch replaces the hidden states instead of adding "
-    "to them, and everything that earlier layers computed is lost.",
-    "residual_from_norm": "What is added must be the residual stream itself. If the normalized "
-    "copy is added, the stream is rescaled in every block.",
+    "to them, so the results of earlier layers are lost.",
+    "residual_from_norm": "The branch must be added to the residual stream itself. If it is "
+    "added to the normalized copy, every block rescales the stream.",
     "scaled_embedding": "The original Transformer multiplies token embeddings by √d_model. GPT-2 "
     "does not, and its position embeddings were trained for unscaled tokens.",
-    "sinusoidal_pos": "GPT-2 learned its position embeddings. A formula replaces them by other "
-    "values.",
+    "sinusoidal_pos": "GPT-2's position embeddings are trained parameters. A fixed formula "
+    "computes other values.",
     "no_pos": "Without positions, attention cannot tell the order of tokens other than by the "
     "causal mask.",
     "pos_offset": "Each position has its own trained row of wpe.weight. With an offset, every "
     "token gets the embedding of another position.",
-    "untied_head": "In GPT-2 head and token embedding are one tensor. A copy computes the same "
-    "until one of the two is trained.",
-    "head_bias": "A bias of zero adds nothing. In training it would become another parameter that "
-    "Hugging Face's model has no place for.",
-    "scaled_logits": "A factor on the logits is a temperature. It changes every probability, but "
-    "not which token is the most likely one.",
-    "softmax_output": "F.cross_entropy and samplers expect logits. A second softmax makes "
-    "training slow and sampling almost uniform.",
-    "changed_logits": "Operations such as a clamp or a soft cap change logits that GPT-2 returns "
-    "as they are.",
+    "untied_head": "In GPT-2 the head and the token embedding are one tensor. A copy computes "
+    "the same logits until one of the two is trained.",
+    "head_bias": "A bias of zero adds nothing. In training it would become nonzero, and Hugging "
+    "Face's GPT-2 has no such parameter.",
+    "scaled_logits": "A factor on the logits is an inverse temperature. It changes every "
+    "probability, but not the most likely token.",
+    "softmax_output": "F.cross_entropy and samplers expect logits. They apply a softmax "
+    "themselves. A second one makes training slow and sampling almost uniform.",
+    "changed_logits": "GPT-2 returns the result of the head. Operations such as a clamp or a "
+    "soft cap change it.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "
-    "mode. Results then change from call to call.",
+    "mode. Results then differ between calls.",
     "random_in_forward": "A module that is created in forward gets new random weights at every "
     "call. Nothing can be loaded into it or trained.",
     "train_mode": "A new module is in training mode. Until eval() is called, dropout changes the "
     "logits.",
-    "fast_path": "Which code runs depends on the mode of the model and on gradients, so that the "
-    "same model computes different logits in training and in eval mode.",
-    "untraced": "Code that leaves torch cannot be followed operation by operation, so that the "
-    "logits are compared but no deviation can be located.",
+    "fast_path": "Which code runs depends on the model's mode and on whether gradients are "
+    "enabled, so the same model computes different logits in training and in eval mode.",
+    "untraced": "Operations outside of torch cannot be traced. The logits are compared, but no "
+    "deviation can be located.",
     "unexamined": "One check failed with an error of its own. The comparison of hidden states and "
     "logits does not depend on it.",
-    "not_compared": "The code has a condition of which only one side was reached by the inputs of "
-    "the proof. On the other side the model may compute something else.",
-    "kv_cache": "With a cache, only the new ids are passed. They stand after the cached ones, so "
-    "that their positions continue, and they attend to all of them. Generation without a cache is "
-    "right, and with it the text goes wrong from the second token on.",
-    "wrong_gradient": "Autograd computes other gradients than GPT-2's, although the logits are "
-    "GPT-2's. Fine-tuning would leave some parameters as they are or move them in a wrong "
-    "direction, and the loss may fall all the same.",
+    "not_compared": "The inputs of the proof reached only one outcome of a condition in the "
+    "code. In the other case the model may compute something else.",
+    "kv_cache": "With a cache, only the new ids are passed. Their positions follow those of the "
+    "cached ids, and they attend to all of them. With this cache, generated text is wrong from "
+    "the second new token on. Without the cache, it is right.",
+    "wrong_gradient": "The logits are GPT-2's, but autograd computes other gradients. "
+    "Fine-tuning would not update some parameters, or update them in a wrong direction, and the "
+    "loss may decrease nevertheless.",
     "unexplained": "The numbers differ, and none of the known deviations explains it.",
 }
 
 
 def explain(code: str) -> str:
-    """What a deviation is, why it matters for GPT-2's weights, and its fix; as text.
+    """Describe a deviation: what it is, why it matters for GPT-2's weights, and its fix.
 
     Raises:
         KeyError: the code is not in the registry.

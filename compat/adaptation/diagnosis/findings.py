@@ -28,7 +28,7 @@ from compat.parity.reference import Reference
 from compat.tap import tap_names
 from compat.user_code import exception_summary, users_frames
 
-# Deviations with which no change to the reference makes up for the difference.
+# Deviations that cannot be reproduced by a change to the reference.
 NOT_MODELLED = frozenset(
     "random_parameters inner_dim n_embd_mismatch random_in_forward n_layer_mismatch vocab_mismatch "
     "changed_logits gated_mlp extra_projection grouped_query_attention low_precision "
@@ -132,7 +132,7 @@ def _evidence(
     if deviation.evidence:
         return deviation.evidence
     if deviation.changes is None and severity == "info":
-        return "found in the graph, but it does not change any number"
+        return "found in the graph, but it changes no numbers"
     if deviation.changes is None:
         return "found in the graph, but the reference cannot be changed in the same way"
     if not counterfactual.trusted:
@@ -142,7 +142,7 @@ def _evidence(
         return f"found in the graph, and this change alone moves the logits by {moved}"
     error = f"{counterfactual.error:.1g}"
     if deviation.code == "softmax_output":
-        return f"confirmed: before it, your logits equal the reference's to within {error}"
+        return f"confirmed: before the softmax, your logits equal the reference's to within {error}"
     if changes == 1:
         return (
             f"confirmed: with this one change, the reference reproduces your logits to within "
@@ -163,7 +163,7 @@ def leftovers(
     report: ParityReport | None,
     logits: LogitsProof,
 ) -> list[Finding]:
-    """Differences that the findings do not explain."""
+    """Findings for the differences that no deviation explains."""
     left: list[Finding] = []
     tap, error = counterfactual.first or ("logits", 0.0)
     places = {name: place for place, name in enumerate(tap_names(len(context.layers)))}
@@ -222,7 +222,7 @@ def fused_kernels(
 
 
 def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tensor) -> list[Finding]:
-    """Whether the model differs, or fails, in the mode in which the constructor leaves it."""
+    """The finding for a model that differs or fails in the mode in which it was constructed."""
     if not training:
         return []
     try:
@@ -231,23 +231,23 @@ def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tenso
     except Exception as error:
         places = [Place(frame.filename, frame.lineno or 0) for frame in users_frames(error)]
         deviation = Deviation("embed", next(reversed(places), None), code="train_mode")
-        evidence = f"in the mode that the constructor leaves, {exception_summary(error)}"
+        evidence = f"in training mode, {exception_summary(error)}"
         return [finding(deviation, "info", evidence)]
     with eval_mode(model):
         quiet, again = call(model, ids).detach(), call(model, ids).detach()
     if torch.equal(as_left, quiet) or not torch.equal(quiet, again):
-        return []  # no difference, or one that eval mode does not end
+        return []  # no difference, or one that is also there in eval mode
     moved = (as_left - quiet).abs().max().item()
     dropout = next((name for name, m in model.named_modules()
                     if isinstance(m, nn.Dropout) and m.p > 0), None)  # fmt: skip
     place = None if dropout is None else source.building(model, dropout)
     deviation = Deviation("embed", place, code="train_mode")
-    evidence = f"in the mode that the constructor leaves, the logits differ by up to {moved:.2g}"
+    evidence = f"in training mode, the logits differ by up to {moved:.2g}"
     return [finding(deviation, "info", evidence)]
 
 
 def without_effect(found: Finding) -> Finding:
-    """A finding of a model in parity, whose deviation cannot have changed a logit.
+    """A finding for a model in parity, whose deviation cannot have changed the logits.
 
     Extra parameters have values without an effect, such as a layer scale of 1, a table may have
     more rows than there are ids, and a guard against NaN does not change finite values.
@@ -268,7 +268,7 @@ def trained_wrongly(
     reference: Reference,
     name_map: NameMap,
 ) -> list[Finding]:
-    """Whether the gradients of a model in parity differ from the reference's."""
+    """The finding for a model in parity whose gradients differ from the reference's."""
     with eval_mode(model):
         try:
             proof = wrong_gradients(model, reference, name_map, ids, partial(call, model))
@@ -284,7 +284,7 @@ def trained_wrongly(
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:
-    """The conditions that the comparison of logits did not cover."""
+    """The findings for conditions that the comparison of logits did not cover."""
     findings = []
     for limit in logits.limits:
         place = Place(limit.file, limit.line or 0) if limit.file else None

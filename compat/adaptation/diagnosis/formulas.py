@@ -39,7 +39,7 @@ ALIASES = {
 
 
 def canonical_activation(config: GPT2Config) -> str:
-    """The checkpoint's activation, under its name in `ACTIVATIONS`."""
+    """The name in `ACTIVATIONS` of the checkpoint's activation."""
     return ALIASES.get(config.activation_function, config.activation_function)
 
 

@@ -1,4 +1,4 @@
-"""A user's KV cache: a step with it must compute what the whole sequence computes."""
+"""Comparison of a user's KV cache: a decode step must give the logits of the whole sequence."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def _plain(name: object) -> str:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a model is decoded with its cache, by the names of arguments.
+    """The names of the arguments that a model needs for decoding with its cache.
 
     Args:
-        cache: takes the cache that the call before returned; None if the modules keep it.
+        cache: takes the cache that the previous call returned; None if the modules keep it.
         switch: turns the cache on, if it has to be turned on.
-        start: takes the number of cached ids, if the model does not find it itself.
-        positions: takes the positions of the ids, which the model may find itself.
+        start: takes the number of cached ids; None if there is no such argument.
+        positions: takes the positions of the ids, perhaps optionally; None if there is no such
+            argument.
     """
 
     cache: str | None
@@ -64,7 +65,7 @@ class Protocol:
 
     @property
     def step(self) -> str:
-        """A step as code."""
+        """A decode step as code."""
         values = {self.cache: "cache", self.switch: "True", self.start: "T"}
         rest = [f"{name}={value}" for name, value in values.items() if name is not None]
         return f"model({', '.join(['ids[:, T:]', *rest])})"
@@ -76,10 +77,10 @@ def wrong_cache(
     """The finding for a KV cache that does not work, of a model whose logits are in parity.
 
     Args:
-        context: of the model.
-        call: how it is called; a user's own function says nothing about a cache.
+        context: what is known about the model.
+        call: how the model is called; a user's own function does not show how a cache is passed.
         ids: (B, T).
-        reference: of the checkpoint.
+        reference: the checkpoint in `transformers`.
         bound: the largest relative error of the logits at a position.
     """
     model, known = context.model, ids.shape[1] - STEPS
@@ -91,7 +92,7 @@ def wrong_cache(
         try:
             found, past = _decoded(model, call, protocol, ids, known)
             if found is None:
-                return []  # the caller makes the cache, in a way that the signature does not say
+                return []  # the caller has to create the cache, and the signature does not show how
             largest = _largest_error(found, whole)
             if largest > bound and protocol.positions:
                 again, _ = _decoded(model, call, protocol, ids, known, positions=True)
@@ -102,7 +103,7 @@ def wrong_cache(
             return []
         step = ids[:1, : known + 1]
         cause = next(_causes(model, call, reference, step, found[:1, 0]), None)
-    differs = f"its logits differ by {largest:.2g} of their norm from the whole sequence's"
+    differs = f"its logits differ from those of the whole sequence by {largest:.2g} of their norm"
     severity: Severity
     place, evidence, severity = _first_use(model, protocol), "", "limit"
     if cause is None:
@@ -124,7 +125,7 @@ def _not_compared(model: nn.Module, protocol: Protocol, why: str) -> Finding:
 
 
 def _protocol(model: nn.Module) -> Protocol | None:
-    """How the signature of the model says that it is decoded; None if it has no cache."""
+    """The protocol that the model's signature shows; None if it has no cache."""
     parameters = list(inspect.signature(model.forward).parameters)[1:]
     cache, switch, start, positions = (
         next((name for name in parameters if pattern.fullmatch(_plain(name))), None)
@@ -154,7 +155,7 @@ def _decoded(
     Args:
         model, call, protocol, ids: as in `wrong_cache`.
         known: the number of ids of the first call.
-        positions: pass the positions also where they are optional.
+        positions: pass the positions even if they are optional.
 
     Returns:
         None for the logits if no cache is returned, and "" for the code if it is not known.
@@ -217,7 +218,7 @@ def _cache_in(output: Any) -> Any:
 
 
 def _joined(old: Any, new: Any, known: int, more: int) -> Any:
-    """The cache after a step: what was returned, after the old one if it is of the step's ids only.
+    """The cache after a step. Entries for the step's ids only are appended to the past ones.
 
     Args:
         old: holds keys and values of `known` ids.
@@ -237,7 +238,7 @@ def _joined(old: Any, new: Any, known: int, more: int) -> Any:
 
 @dataclass(frozen=True)
 class Cause:
-    """What explains the logits of a step."""
+    """A known mistake that explains the logits of a step."""
 
     text: str
     is_position: bool = False
@@ -246,7 +247,7 @@ class Cause:
 def _causes(
     model: nn.Module, call: CallSignature, reference: Reference, ids: Tensor, found: Tensor
 ) -> Iterator[Cause]:
-    """What explains the first step's logits, tried in the model and in the reference.
+    """The known mistakes that could explain the first step's logits.
 
     Args:
         model, call, reference: as in `wrong_cache`.
@@ -260,13 +261,13 @@ def _causes(
         return torch.nonzero(errors < EXPLAINED).flatten().tolist()
 
     if explains(call(model, ids[:, -1:])[:, -1]):
-        yield Cause("the step computes what its id alone does, without the cached keys and values")
+        yield Cause("the step ignores the cached keys and values")
     tried = min(reference.checkpoint.config.n_positions, 2 * N + 2)
     positions = torch.arange(N + 1).repeat(tried, 1)  # a row for each position of the step's id
     positions[:, -1] = torch.arange(tried)
     output = reference.model(ids.repeat(tried, 1), position_ids=positions)
     for position in explains(output.logits[:, -1]):
-        yield Cause(f"the id after {N} cached ones gets position {position}, and not {N}", True)
+        yield Cause(f"the id after {N} cached ids gets position {position} instead of {N}", True)
     shown = 1 - torch.eye(N + 1, dtype=torch.long)  # a row without each of the cached ids,
     shown[-1] = 0  # and one without any of them
     shown[:, -1] = 1
@@ -280,8 +281,8 @@ def _causes(
         )
         for row in explains(output.logits[:, -1]):
             hidden = "any of them" if row == N else f"the one at {row}"
-            too = "" if position == N else f", and gets position {position}"
-            yield Cause(f"the id after {N} cached ones does not attend to {hidden}{too}")
+            too = "" if position == N else f", and it gets position {position}"
+            yield Cause(f"the id after {N} cached ids does not attend to {hidden}{too}")
 
 
 def _first_use(model: nn.Module, protocol: Protocol) -> Place | None:

@@ -36,8 +36,8 @@ class Changes:
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
-        activation: by layer.
-        attention: by layer.
+        activation: activation functions, by layer.
+        attention: attention functions, by layer.
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
         value_as_key: layers that use the value as the key.
         unmerged_heads: layers that merge the heads without transposing them back.
@@ -78,7 +78,7 @@ class Changes:
 
 
 def combine(changes: Iterable[Changes]) -> Changes:
-    """All the changes at once."""
+    """Merge changes into one object."""
     combined = Changes()
     for change in changes:
         for each in fields(Changes):
@@ -94,8 +94,8 @@ class ModifiedReference:
     """A GPT-2 with changes.
 
     Args:
-        config: of the checkpoint.
-        weights: of the checkpoint, by Hugging Face name, in float64.
+        config: the checkpoint's config.
+        weights: the checkpoint's tensors by Hugging Face name, in float64.
         changes: what to compute differently.
     """
 

@@ -36,9 +36,9 @@ def norms_where(
 
     Args:
         context: the model.
-        differs: the values for the texts if a formula deviates, else None.
-        kinds: of the operations whose line is reported.
-        number: of the sums among them, only those with a number, such as eps, are meant.
+        differs: returns the values for the texts if a formula deviates, and None otherwise.
+        kinds: the kinds of operations whose line is reported.
+        number: count a sum among them only if it adds a number, such as eps.
     """
     seen: dict[str, Deviation] = {}
     for name, norm in context.places.named.items():
@@ -59,7 +59,7 @@ def norms_where(
 
 
 def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) -> Place | None:
-    """The line that builds a torch module among the nodes, or else the one that computes them."""
+    """The line that builds a torch module among the nodes; without one, that of an operation."""
     built = source.torch_built(context.model, nodes)
     return built or source.running(context.graph, nodes, *kinds)
 
@@ -118,7 +118,7 @@ def eps_value(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the norm is computed over {found}, but GPT-2's is computed over the channels of each token",
+    "the norm is computed over {found}, but GPT-2 computes it over the channels of each token",
     "x.mean(dim=-1, keepdim=True)",
 )
 def norm_axis(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -150,7 +150,7 @@ def _axes(graph: Graph, norm: Norm) -> list[str]:
 
 @detects("unexplained")
 def unknown_norm(context: DiagnosisContext) -> Iterator[Deviation]:
-    values = {"found": "the norm computes a formula that compat does not know"}
+    values = {"found": "the norm's formula is unknown to compat, but GPT-2 uses LayerNorm"}
 
     def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
         return values if formula is None and not _axes(context.graph, norm) else None
@@ -158,7 +158,7 @@ def unknown_norm(context: DiagnosisContext) -> Iterator[Deviation]:
     return norms_where(context, differs)
 
 
-@deviation("this norm does not exist in GPT-2", "Remove the norm.")
+@deviation("a norm is applied here, but GPT-2 has no norm here", "Remove the norm.")
 def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     extra = context.places.extra
     if extra:
@@ -170,7 +170,7 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """What a norm computes with its own parameters: (…, C) → (…, C)."""
+    """A function that computes a norm with its own parameters: (…, C) → (…, C)."""
     formula = formula_of(graph, norm)
 
     def run(x: Tensor) -> Tensor:
@@ -225,7 +225,8 @@ def post_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the norm is applied to the output of the branch, but GPT-2 applies it to the input", PRE_NORM
+    "the norm is applied to the output of the branch, but GPT-2 applies it to the branch's input",
+    PRE_NORM,
 )
 def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if names := context.places.on_output:

@@ -1,4 +1,4 @@
-"""The proof: every tap at the nodes of the graph, and the logits of the model itself."""
+"""The proof: comparison of every tap in the graph, and of the logits of the model itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compat.parity.reference import Reference
 def parity_at_nodes(
     reference: Reference, context: DiagnosisContext, taps: Taps, ids: Tensor, logits: LogitsProof
 ) -> ParityReport | None:
-    """The comparison at every tap whose shape is the reference's; None if the logits' is not."""
+    """Compare every tap that has the reference's shape; None if the logits have another shape."""
     expected, _ = reference.trace(ids)
     comparable = {
         name: view for name, view in taps.items()
@@ -45,8 +45,8 @@ def end_to_end(
     """The comparison of logits on designed inputs, with the model in eval mode.
 
     Args:
-        model: whose own `forward` is called.
-        call: calls it with ids and returns logits.
+        model: the module whose own `forward` is called.
+        call: calls the model with ids and returns logits.
         reference: the checkpoint in `transformers`.
         room: the number of positions that both have; None for all of the checkpoint's.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.

@@ -1,9 +1,9 @@
 """The registry of deviations: one entry holds the code, the severity, both texts and the detector.
 
-To add a deviation, write a function that finds it in a `DiagnosisContext`, name it like the code,
-decorate it with `@deviation(message, fix)`, and put it into the module of its part of GPT-2. If the
-deviation changes numbers, the function also states the `Changes` with which a reference computes
-the same, so that `counterfactual.run` can confirm the finding.
+To add a deviation, write a function that finds it in a `DiagnosisContext`, name it after the code,
+decorate it with `@deviation(message, fix)`, and put it into the module for its part of GPT-2. If
+the deviation changes numbers, the function also states the `Changes` with which a reference
+computes the same, so that `counterfactual.run` can confirm the finding.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Deviation:
     Args:
         tap: the first tap that it changes, or None if it changes none.
         place: the line of the user's source.
-        values: for the placeholders in the message and the fix.
-        changes: make the same change to a reference; None if the reference cannot be changed so.
+        values: the values of the placeholders in the message and the fix.
+        changes: make the same change to a reference; None if this is not possible.
         evidence: replaces the evidence of the counterfactual run.
         severity: replaces the severity of the entry.
-        code: of the entry; set by the registry.
-        lines: of all nodes or layers with the deviation, None where a line is unknown.
-        layers: those with the deviation, if there are others without it.
+        code: the entry's code; set by the registry.
+        lines: the lines of all nodes or layers with the deviation, None where a line is unknown.
+        layers: the layers with the deviation, if there are others without it.
     """
 
     tap: str | None
@@ -53,7 +53,7 @@ class Code:
     """The texts of one kind of deviation; placeholders in braces are filled with its values.
 
     Args:
-        severity: unless the deviation has its own.
+        severity: the default severity.
         message: what the user's code does, and what GPT-2 does.
         fix: code, or one imperative sentence.
     """
@@ -96,7 +96,7 @@ def detects(code: str) -> Callable[[Detector], Detector]:
 
 
 def find_deviations(context: DiagnosisContext) -> list[Deviation]:
-    """Run every detector. One that fails is reported: it does not invalidate the comparison."""
+    """Run every detector. One that fails is reported and does not stop the others."""
     found: list[Deviation] = []
     failed: dict[str, list[str]] = {}  # the codes that could not be checked, by error
     for code, detector in DETECTORS:

@@ -1,4 +1,4 @@
-"""Whether values come from other tokens than in GPT-2, found by changing one token."""
+"""Detection of values that are computed from the wrong token, by changing one token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compat.adaptation.tracing.graph import Graph
 
 
 def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
-    """By how many positions a target lies behind the tokens (B, T, C) that it is computed from.
+    """The distance from a target back to the tokens (B, T, C) that it is computed from.
 
-    0 if it does not, or depends on several tokens.
+    0 if there is no shift, or if the target depends on several tokens.
     """
     view = token_view(graph, start)
     if view is None:
@@ -32,7 +32,7 @@ def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
 
 
 def shifted_ids(graph: Graph, embed: Node) -> int:
-    """By how many positions the embedding (B, T, C) lies behind the ids; 0 as above."""
+    """The distance from the embedding (B, T, C) back to its ids, as for `shifted_tokens`."""
     view = token_view(graph, embed)
     if view is None:
         return 0

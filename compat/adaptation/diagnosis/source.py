@@ -20,14 +20,14 @@ from compat.adaptation.tracing.graph import Graph, Place, kind
 
 
 def running(graph: Graph, nodes: Iterable[Node], *kinds: str) -> Place | None:
-    """The line of the first node of one of these kinds, or else of the first node with a line."""
+    """The line of the first node of one of these kinds; without one, the first known line."""
     nodes = [node for node in nodes if graph.place(node) is not None]
     preferred = [node for node in nodes if kind(node) in kinds]
     return graph.place((preferred or nodes)[0]) if nodes else None
 
 
 def calling(graph: Graph, node: Node, other: Node) -> Place | None:
-    """The line that calls what computes `node`: where its stack departs from that of `other`."""
+    """The line of the call that leads to `node`, where its stack departs from that of `other`."""
     frames, others = graph.places(node), graph.places(other)
     before = None
     for frame, beside in zip(frames, others, strict=False):
@@ -40,7 +40,7 @@ def calling(graph: Graph, node: Node, other: Node) -> Place | None:
 
 
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
-    """The line that calls a norm, not a line within it."""
+    """The line that calls a norm, rather than a line inside the norm."""
     frames = graph.places(norm.end)
     module = next((model.get_submodule(path) for path in _module_paths(norm.end)), None)
     if module is not None and _is_users(module) and norm.scale is not None:
@@ -84,7 +84,7 @@ def building(model: nn.Module, path: str) -> Place | None:
 
 
 def built(model: nn.Module, parameter: str) -> Place | None:
-    """The line that builds the small module a parameter belongs to, or else the parameter."""
+    """The line that builds the leaf module of a parameter; without one, the parameter itself."""
     path = parameter.rpartition(".")[0]
     module = model.get_submodule(path)
     # Such as nn.Linear or a norm, but not an attention with bare parameters.
@@ -167,7 +167,7 @@ def _item(value: ast.expr | ast.stmt, path: list[str]) -> ast.expr | ast.stmt:
 
 
 def _keyed(value: ast.AST, key: str) -> Iterator[ast.expr]:
-    """The values of a keyword or key, first those of calls, then those of dictionaries."""
+    """The values of a keyword argument or a dictionary's key, those of calls first."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             yield from (k.value for k in node.keywords if k.arg == key)
@@ -212,7 +212,7 @@ def matching(model: nn.Module, pattern: str) -> Place | None:
 
 
 def named(message: str) -> Place | None:
-    """The line that the message of a tracer names."""
+    """The line that a tracer's error message names."""
     line = re.search(r" at (\S+):(\d+) ", message)
     return Place(line[1], int(line[2])) if line else None
 
@@ -226,7 +226,7 @@ def mention(file: str, name: str) -> Place | None:
 
 
 def naming(place: Place, name: str) -> Place:
-    """The first line with the name, from a line on and at most seven later, or else that line."""
+    """The first line with the name within eight lines from a start line; else the start line."""
     for line in range(place.line, place.line + 8):
         if name in Place(place.file, line).text:
             return Place(place.file, line)

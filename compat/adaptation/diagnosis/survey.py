@@ -1,4 +1,4 @@
-"""What a graph shows by itself, where a part of the model is unknown and nothing can be mapped."""
+"""Findings from the graph alone, for a model with an unknown part, which cannot be mapped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RMS_NORMS = ("rms_norm", "_fused_rms_norm")
 def survey(
     graph: Graph, model: nn.Module, config: GPT2Config, unknown: UnknownPart
 ) -> list[Finding]:
-    """The unknown part first, then the deviations of single operations."""
+    """The finding for the unknown part, then those for single operations."""
     by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
     part = [by_name[node.name] for node in unknown.nodes if node.name in by_name]
     place = source.running(graph, part)
@@ -63,7 +63,7 @@ def _deviations(graph: Graph, config: GPT2Config) -> Iterator[tuple[str, Deviati
 def _deviation(
     graph: Graph, node: Node, config: GPT2Config
 ) -> tuple[str, dict[str, object]] | None:
-    """The code and the values of an operation that GPT-2 does not have."""
+    """The code of an operation that GPT-2 does not have, and the values for its message."""
     name = kind(node)
     values: dict[str, object]
     if name in CODE_OF and canonical_activation(config) == "gelu_new":

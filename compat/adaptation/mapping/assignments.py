@@ -1,8 +1,8 @@
 """Assign the checkpoint's tensors to parameters of the model.
 
 Each layer is traced from its norms through the projections to their results. A layer that computes
-the same as an earlier one takes over its assignments. Embeddings, head and norms are assigned by
-the shapes of their parameters.
+the same as an earlier layer reuses its assignments. Embeddings, head and norms are assigned by the
+shapes of their parameters.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Assignment = tuple[tuple[Node, ...], Op]
 
 
 class BatchFirst(UnknownPart):
-    """Attention along the first axis of the ids: a mistake, or a model that expects ids (T, B)."""
+    """Attention runs along the first axis of the ids; perhaps the model expects ids (T, B)."""
 
 
 @dataclass
 class Attention:
-    """How one layer computes attention, beside what its parameters hold.
+    """How one layer computes attention, apart from the contents of its parameters.
 
     Args:
         q, k, v, heads: views (B, H, T, D) of the operands and of the result.
@@ -50,9 +50,9 @@ class Attention:
         rotated: q and k depend on the position, as with rotary embeddings.
         shared_kv: one projection computes key and value.
         unmerged: the input of the output projection is not the concatenation of each token's heads.
-        indirect: q, k or v is not a projection of its token. The views are then those of the
+        indirect: q, k or v of a token is not a projection of this token. The views are then the
             results of the projections, split into heads as in GPT-2.
-        kv_heads: the number of key heads, if several query heads share one; otherwise 0.
+        kv_heads: the number of key heads if several query heads share a key head; otherwise 0.
     """
 
     q: View
@@ -78,10 +78,10 @@ class Assignments:
 
     Args:
         by_tensor: by Hugging Face name, with all layers written out.
-        attentions: of each layer.
+        attentions: the attention of each layer.
         zeroed: biases that GPT-2 does not have, which are set to zero.
-        output_softmax: the softmax that is applied to the logits.
-        head_scale: what the logits are multiplied by.
+        output_softmax: the softmax that the model applies to the logits.
+        head_scale: the factor of the logits.
     """
 
     by_tensor: dict[str, Assignment] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class Unmatched:
     """The tensors of the checkpoint that are not assigned, and why.
 
     Args:
-        names: of all such tensors.
-        shapes: those whose parameter has another shape: found, expected.
-        shared: those whose parameters hold another tensor already: its name.
-        nodes: parameters whose tensors do not fit, or that the checkpoint has no layer for.
-        partly: fused biases of which the model holds a part.
+        names: the names of all such tensors.
+        shapes: for tensors whose parameter has another shape: the found and the expected shape.
+        shared: for tensors whose parameters already hold another tensor: the other tensor's name.
+        nodes: parameters whose tensors do not fit, or whose layer the checkpoint does not have.
+        partly: fused biases that the model holds only in part.
     """
 
     names: list[str] = field(default_factory=list)
@@ -113,11 +113,11 @@ class Unmatched:
 def find_assignments(
     anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
 ) -> Assignments:
-    """Assign a tensor to every parameter that plays a part in a GPT-2.
+    """Assign a tensor of the checkpoint to every parameter that has a counterpart in GPT-2.
 
     Args:
         anatomy, places: the parts.
-        config: of the checkpoint.
+        config: the checkpoint's config.
         partial: accept operations between the projections and attention that GPT-2 does not have,
             and keys that several heads share.
 
@@ -208,7 +208,7 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
 def _assign_layer(
     anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
 ) -> dict[str, Assignment]:
-    """The assignments of one layer, and what `attention` says beside its views."""
+    """The assignments of one layer, and the properties of its attention."""
     graph = anatomy.graph
 
     def view(node: Node, what: str) -> View:
@@ -287,9 +287,9 @@ def _is_per_token(graph: Graph, source: View, target: View) -> bool:
 
 
 def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) -> bool:
-    """Let attention begin at the results of the projections, if q, k and v each have one of them.
+    """Let attention begin at the results of the projections, if q, k and v each have their own.
 
-    What the model does between there and the products then counts as a part of attention.
+    The operations between these results and the products are then treated as a part of attention.
     """
     graph = anatomy.graph
     _, H, _, D = attention.q.index.shape
@@ -396,7 +396,7 @@ def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[st
 
 
 def _unused(graph: Graph, maps: Sequence[LinearMap]) -> LinearMap | None:
-    """The unused part of the parameters where one projection is key and value.
+    """The unused part of the parameters if one projection computes both key and value.
 
     The checkpoint's keys are loaded into it without effect. Without such a part they are left out.
     """
@@ -461,7 +461,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         return node is not table and C in shape and shape.numel() > C
 
     def assign(hf: str, node: Node, rows: int, start: int = 0) -> None:
-        """With another number of rows than the checkpoint's, take those that both have."""
+        """If the number of rows differs from the checkpoint's, assign the rows that both have."""
         pattern = _pattern(graph, node, C)
         wanted = graph.values[node].numel() // config.n_embd
         plain: dict[str, Op] = {"r c -> r c": Same(), "r c -> c r": Transpose()}
@@ -485,7 +485,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
 
 
 def _pattern(graph: Graph, node: Node, C: int) -> str:
-    """The axes of a table, from rows and channels, by its shape."""
+    """Which axes of a table are the rows and the channels, by its shape."""
     shape = tuple(graph.values[node].shape)
     rows = graph.values[node].numel() // C
     patterns = {  # where two have the same shape, the last one
@@ -503,7 +503,7 @@ def _pattern(graph: Graph, node: Node, C: int) -> str:
 
 
 def _head_scale(anatomy: Anatomy) -> float:
-    """What the logits are multiplied by after the head."""
+    """The factor by which the logits are multiplied after the head."""
     graph = anatomy.graph
     between = graph.between([graph.output], [anatomy.head])
     if not any(kind(node) in ("mul", "div") for node in between):
@@ -525,7 +525,7 @@ class EmbeddingFormula:
         token_scale: 1 in GPT-2.
         position_scale: 1 in GPT-2.
         offset: the row of the first token's position; None without learned positions.
-        added: (T, C) that is added and not a parameter, such as sinusoids; None for nothing.
+        added: an added constant (T, C) that is not a parameter, such as sinusoids; or None.
     """
 
     token_scale: float
@@ -537,7 +537,7 @@ class EmbeddingFormula:
 def embedding_of(
     graph: Graph, embed: Node, table: Node, positions: Node | None
 ) -> EmbeddingFormula | None:
-    """Measure the formula of the embeddings; None where no such formula fits."""
+    """Measure the formula of the embeddings; None if no such formula fits."""
     T = graph.shape[1]
     view = token_view(graph, embed)
     if view is None:

@@ -1,9 +1,9 @@
 """A name map without a graph, from the order in which parameters are first used.
 
-It is used for models that cannot be traced, such as those whose hidden states leave torch for
-NumPy (the zoo's mutations `untraced`), and for graphs in which no GPT-2 is recognised. It guesses:
-q, k and v are distinguished by name, else by order. The logits, which are all that can be compared
-here, decide whether the guess was right. Without it these models would be refused.
+It is used for models that cannot be traced, such as those that convert hidden states to NumPy (the
+zoo's mutations `untraced`), and for graphs in which no GPT-2 is recognised. The map is a guess: q,
+k and v are distinguished by name or, without such names, by order. Only the logits can be compared
+here, and they show whether the guess is right. Without this module these models would be refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROLES = {
 
 
 def map_by_calls(model: nn.Module, call: Forward, ids: Tensor, config: GPT2Config) -> NameMap:
-    """Embeddings; norm, attention, norm and MLP of each layer; norm; head.
+    """Map modules called in GPT-2's order: embeddings, the layers' norms and branches, norm, head.
 
     Raises:
         AdaptError: the modules are not called in that order.
@@ -130,7 +130,7 @@ def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config
 
 
 def _norm_rows(hf: str, one: Called) -> list[Row]:
-    """The scale is the parameter that starts at one, else the first."""
+    """The scale is the parameter that is 1 everywhere; without such a one, the first parameter."""
     path, module = one
     named = dict(module.named_parameters(recurse=False))
     scales = [name for name, p in named.items() if bool((p == 1).all())] or list(named)[:1]

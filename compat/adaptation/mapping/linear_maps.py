@@ -1,9 +1,10 @@
-"""Which element of which parameter joins two channels, measured by sending numbers through a graph.
+"""Find which element of which parameter connects two channels, by running a graph on numbers.
 
 A `View` is a value of the graph in the reference's shape. `linear_map` measures a projection
-between two views: every element of every parameter gets a number of its own, and where the input
-is 1 in one channel and 0 in all others, the output shows the number of the element that joins the
-two. Neither layouts nor names need to be known. `find_op` expresses the result as an operation of
+between two views: every element of every parameter is replaced by a unique number. For an input
+    that is 1 in one channel and 0 in all others, each output is the number of the element that
+    connects the two channels. Neither layouts nor names need to be known. `find_op` expresses the
+    result as an operation of
 the name map.
 """
 
@@ -29,10 +30,10 @@ class View:
     """A value of the reference's shape, held by one or several nodes in any order of elements.
 
     Args:
-        nodes: that hold the value.
-        index: of the reference's shape; the position of each of its elements in the flattened and
+        nodes: the nodes that hold the value.
+        index: in the reference's shape, the position of each element in the flattened and
             concatenated values of the nodes.
-        factor: what the value is multiplied by in the nodes, as where q is scaled before q·kᵀ.
+        factor: the factor of the value in the nodes, for example if q is scaled before q·kᵀ.
     """
 
     nodes: tuple[Node, ...]
@@ -53,7 +54,7 @@ class View:
 
 
 def token_view(graph: Graph, node: Node) -> View | None:
-    """A node that holds one vector per token, as (B, T, N); the axes are known by their lengths."""
+    """A node with one vector per token, as a view (B, T, N); axes are found by their lengths."""
     B, T = graph.shape
     shape, place = size(node), torch.arange(prod(size(node)))
     if not shape or prod(shape) % (B * T):
@@ -115,10 +116,10 @@ class LinearMap:
     """out[n] = factor · (Σ_k weight[k, n]·in[k] + bias[n]), with numbers of elements.
 
     Args:
-        parameters: whose elements are numbered from 1 on, one parameter after another.
+        parameters: the parameters whose elements are numbered from 1, one parameter after another.
         weight: (K, N) numbers.
         bias: (N,) numbers; 0 for no bias.
-        factor: of weight and bias.
+        factor: the factor of weight and bias.
     """
 
     parameters: list[Node]
@@ -156,8 +157,8 @@ class Probe:
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:
     """The map between two views (B, T, K) and (B, T, N); None if it is not linear for each token.
 
-    A few channels are measured, and the numbers between them are interpolated: they rise evenly
-    along the channels, or within heads of `d_head` channels. Otherwise every channel is measured.
+    If the numbers increase evenly along the channels, or within heads of `d_head` channels, a few
+    channels are measured and the others interpolated. Otherwise every channel is measured.
     """
     probe = Probe(graph, source, target)
     B, T, K = source.index.shape
@@ -234,8 +235,8 @@ def find_op(
     Args:
         contents: for each parameter, in its shape, which element of the Hugging Face tensor,
             counted from 0, each of its elements is.
-        shape: of the Hugging Face tensor.
-        n_head: for axes of heads.
+        shape: the shape of the Hugging Face tensor.
+        n_head: the length of axes of heads.
         qkv: the tensor is the fused q, k and v, `"c (q h d)"`.
     """
     count = torch.arange(prod(shape)).view(*shape)

@@ -1,7 +1,7 @@
 """The modules of a user's model that hold its taps, so that `compat.trace` can hook them.
 
-A graph runs on one shape of ids and without the model's own backward pass. A hook on a module has
-neither limit, but not every hidden state enters or leaves a module.
+A graph runs only on one shape of ids and without the model's own backward pass. Hooks on modules
+have neither limit, but not every hidden state is an input or an output of a module.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.05, torc
 def module_taps(
     model: nn.Module, call: Forward, graph: Graph, views: Taps, ids: Tensor
 ) -> list[Tap]:
-    """Find the taps whose hidden states are what a module returns, receives or has a softmax of.
+    """Find the taps whose hidden states a module returns, receives or computes by a softmax.
 
     Each is verified by a patch: the hidden state is replaced by that of other ids, in all layers at
     once, and the logits have to change as they do in the graph.
 
     Args:
-        model: with the parameters of the graph.
+        model: the module that has the parameters of the graph.
         call: how the model is called.
-        graph: of the model.
-        views: its taps.
+        graph: the model's graph.
+        views: the taps of the graph.
         ids: (B, T), of the shape of the graph.
     """
     graph.recompute_derived()
@@ -53,7 +53,7 @@ def module_taps(
         for kind in dict.fromkeys(map(_kind, views)):
             names = [name for name in views if _kind(name) == kind]
             forced = {name: other[name] for name in names}
-            # A trace holds what is computed at a tap, also where that is then replaced.
+            # A trace holds the value computed at a tap, even if it is then replaced.
             changed = (trace_graph(graph, views, ids, forced) | forced)["logits"]
             for taps in _candidates(names, expected, values, close):
                 logits = _patched_logits(model, call, ids, taps, forced)
@@ -77,7 +77,7 @@ def _close(one: Tensor, two: Tensor, tolerance: float) -> bool:
 
 
 def _module_values(model: nn.Module, call: Forward, ids: Tensor) -> dict[Tap, Tensor]:
-    """What each module returns, receives and has a softmax of, unless it takes several values."""
+    """What each module returns, receives and computes by softmax, if it has one value per call."""
     values: dict[Tap, Tensor] = {}
     several: set[Tap] = set()
 
@@ -113,7 +113,7 @@ def _candidates(
     values: dict[Tap, Tensor],
     close: Callable[[Tensor, Tensor], bool],
 ) -> Iterator[list[Tap]]:
-    """Places with the hidden states of one tap in every layer, the most natural ones first."""
+    """Places with the hidden states of one tap in every layer, in the order of preference."""
     by_layer = []
     for name in names:
         found = []

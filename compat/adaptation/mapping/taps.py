@@ -50,7 +50,7 @@ def find_taps(anatomy: Anatomy, assignments: Assignments, places: NormPlaces) ->
     taps: Taps = {}
     for name in tap_names(len(anatomy.layers)):
         view = found.get(name)
-        # A node is one tap only; parts of it can be several.
+        # A whole node is at most one tap, but parts of a node can be several taps.
         if view is not None and all(view.nodes != other.nodes for other in taps.values()):
             taps[name] = view
     return taps
@@ -66,8 +66,8 @@ def trace_graph(
     `compat.parity.trace`.
 
     Args:
-        graph: run in the data type of its own values.
-        taps: by name.
+        graph: the graph, which runs in the data type of its values.
+        taps: the views to record, by name.
         input_ids: (B, T), of the shape that the graph was traced with.
         forced: values for some or all taps, by name.
     """

@@ -1,4 +1,4 @@
-"""Which models are accepted, and how a user's model is called to get logits from ids."""
+"""Checks of a user's model, and how it is called to get logits from ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_model(model: object) -> None:
     Nothing is run or written.
 
     Raises:
-        AdaptError: says what was passed, and what to pass instead.
+        AdaptError: the message says what was passed, and what to pass instead.
     """
     if not isinstance(model, nn.Module):
         raise AdaptError(f"adapt() expects an nn.Module, but got {_described(model)}")
@@ -132,10 +132,10 @@ class CallSignature:
     """One signature to call a model with: `signature(model, ids)` returns logits (B, T, V).
 
     Args:
-        arguments: the names of those beside the ids, and what makes their values.
+        arguments: the names of the arguments besides the ids, and functions that make their values.
         last: accept logits (B, 1, V) of the last position alone.
-        targets: the ids are passed as targets too, without which only the last position is
-            returned.
+        targets: pass the ids as targets too, because the model returns only the last position
+            otherwise.
         batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
     """
 
@@ -151,7 +151,7 @@ class CallSignature:
 
 
 def _values(name: str) -> tuple[Value, ...]:
-    """What may be passed for an argument of this name, the likeliest first."""
+    """The values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
         return (lambda model, ids: ids,)
     if "mask" in name and "pad" not in name:
@@ -194,7 +194,7 @@ def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
 def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
     """The first signature that returns logits for these ids, of all positions if possible.
 
-    Of several masks, it is the first with which no token sees a later one.
+    Of several masks, it is the first with which no token attends to a later one.
 
     Raises:
         AdaptError: none returned logits.
@@ -223,7 +223,7 @@ def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """The names of the arguments beside the first that `forward` needs."""
+    """The names of the arguments that `forward` requires besides the first."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters[1:] if p.default is p.empty and p.kind in named]

@@ -76,8 +76,8 @@ class Derived:
     """A weight that the model computes from parameters alone, such as `1 + gain`.
 
     Args:
-        names: of the parameters.
-        values: of the parameters; they share memory with the model's.
+        names: the names of the parameters.
+        values: the values of the parameters, which share memory with the model's.
         op: computes the weight from the parameters (`save`), and the parameters from it (`load`).
     """
 
@@ -92,16 +92,17 @@ class Graph:
 
     Args:
         nodes: in execution order.
-        values: of the placeholders and constants, that is of parameters and buffers.
+        values: the values of the placeholders and constants, that is, of parameters and buffers.
         names: the name of each parameter's placeholder, as in `model.named_parameters()`.
         input: the node of the ids, (B, T).
         output: the node of the logits.
-        shape: (B, T) of the ids that it was traced with. It runs on no other shape.
+        shape: (B, T) of the ids with which it was traced. It runs only on this shape.
         buffers: the name of each buffer's placeholder.
-        dropouts: nodes that drop values although the model is in eval mode. `run` drops nothing.
-        example: the ids that it was traced with.
+        dropouts: nodes of dropout that is active although the model is in eval mode. `run` skips
+            it.
+        example: the ids with which it was traced.
         derived: placeholders of weights that the model computes from its parameters.
-        written: the lines that write to parameters, by the names of these.
+        written: the lines that write to parameters, by the parameters' names.
         low_rank: the terms that `drop_low_rank_terms` removed.
         exits: the lines that read values of tensors in Python.
     """
@@ -185,7 +186,7 @@ class Graph:
         return found
 
     def invalidate(self) -> None:
-        """Drop all cached properties, because the graph was changed."""
+        """Clear all cached properties after a change to the graph."""
         self.nodes = [node for node in self.output.graph.nodes if node.op != "output"]
         for name in ("order", "live", "ancestors", "parameters_of", "time_first"):
             self.__dict__.pop(name, None)
@@ -225,7 +226,7 @@ class Graph:
         Args:
             targets: the nodes whose values are returned.
             known: values that replace the computation of their nodes.
-            parameters: gives the value of each parameter instead of the model's own.
+            parameters: returns the value of each parameter, in place of the model's own.
             double: compute in float64 instead of any lower precision that the graph names.
             finite: replace NaN by zero in every result.
         """
@@ -304,7 +305,7 @@ def call(node: Node, env: Values, double: bool) -> Any:
         return args[0]
     if kind(node) == "native_dropout":
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
-    if kind(node) == "view":  # the strides of a known value can differ from the traced ones
+    if kind(node) == "view":  # the strides of a known value can differ from those in the trace
         return args[0].reshape(args[1]) if not isinstance(args[1], torch.dtype) else args[0]
     if kind(node).startswith("_weight_norm"):  # its kernel aborts on expanded tensors
         args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]

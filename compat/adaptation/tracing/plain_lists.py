@@ -1,4 +1,4 @@
-"""Modules that are kept in Python lists, tuples or dictionaries, which torch does not look into."""
+"""Modules in Python lists, tuples or dictionaries, which torch does not register."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PlainList:
 
     Args:
         owner: the module that has the attribute.
-        path: of the attribute, from the model.
+        path: the path of the attribute, from the model.
         value: the list, tuple or dictionary.
     """
 

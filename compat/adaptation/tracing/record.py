@@ -1,9 +1,9 @@
-"""From a module to its graph: one real call, of which every ATen operation is recorded.
+"""Trace a module into a graph: run it once and record every ATen operation.
 
-The call takes place below autograd. There composite operations, such as `linear`, `softmax` and
-`scaled_dot_product_attention`, arrive as a whole. Operations that change a tensor in place are
+Operations are recorded below autograd, where composite operations such as `linear`, `softmax` and
+`scaled_dot_product_attention` are not yet decomposed. Operations that change a tensor in place are
 recorded as the functions that return the changed tensor; all other tensors that share its memory
-are then computed anew from it.
+are then recomputed from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FUNCTIONS = {
 }
 
 
-# Operations that give the values of a tensor to Python or NumPy.
+# Operations that pass the values of a tensor to Python or NumPy.
 EXITS = frozenset("item _local_scalar_dense is_nonzero equal allclose resolve_neg".split())
 
 # Operations with the shape of another tensor, and the same with a shape.
@@ -90,10 +90,10 @@ def _call(forward: Forward, model: nn.Module, input_ids: Tensor) -> Tensor:
 
 @dataclass
 class _View:
-    """How a tensor that shares memory was made.
+    """How a tensor that shares memory with another one was created.
 
     Args:
-        base: the tensor that it was made from.
+        base: the tensor from which it was created.
         nodes: the operation and, if that has several results, the choice of one.
     """
 
@@ -105,12 +105,12 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Writes the operations of a call to a graph.
 
     Attributes:
-        current: the node that holds the present value of a tensor, by the tensor's id.
-        tensors: all of them, so that no id is used twice while the call is recorded.
-        views: how tensors that share memory were made, by their id.
+        current: the node that holds the current value of a tensor, by the tensor's id.
+        tensors: all tensors, which keeps their ids unique while the call is recorded.
+        views: how tensors that share memory were created, by their id.
         sharing: the tensors in one memory, by its address.
         exits: the lines that read values outside of torch.
-        written: the lines that write to parameters, by the names of these.
+        written: the lines that write to parameters, by the parameters' names.
     """
 
     def __init__(self, model: nn.Module, ids: Tensor) -> None:
@@ -255,7 +255,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 self._add(self._again(view), other)
 
     def _again(self, view: _View) -> Node:
-        """A view of the present value of its base."""
+        """A view of the current value of its base."""
         node = self.current[id(view.base)]
         nodes = []
         for operation in view.nodes:

@@ -1,8 +1,8 @@
 """Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
 
-Weights that are computed from parameters become inputs, a softmax on the logits and a cut to the
-last position are removed, products that are stacked head by head become one, and terms that are
-zero are left out.
+Weights that are computed from parameters become inputs. A softmax on the logits and a slice of the
+last position are removed. Products that are stacked head by head become one product, and terms that
+are zero are dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def remove_output_softmax(graph: Graph) -> Node | None:
 
 
 def keep_every_position(graph: Graph) -> Node | None:
-    """If all positions but the last are dropped before or after the head, keep them.
+    """If all positions but the last are dropped before or after the head, remove the slice.
 
     Returns:
         The first node that dropped them.
@@ -70,7 +70,7 @@ def keep_every_position(graph: Graph) -> Node | None:
 
 
 def _path_to_final_norm(graph: Graph) -> list[Node]:
-    """From the output upwards to the norm before the head, as long as there is one live input."""
+    """The nodes from the output up to the norm before the head, while there is one live input."""
     path, node = [], graph.output
     for _ in range(12):
         path.append(node)
@@ -86,7 +86,7 @@ def _path_to_final_norm(graph: Graph) -> list[Node]:
 
 
 def _update_shapes(graph: Graph, start: Node) -> None:
-    """Record the shapes that the nodes after `start` have now."""
+    """Recompute the shapes of the nodes after `start`."""
     nodes = [n for n in graph.between([graph.output], [start]) if n in graph.live]
     values = graph.run(nodes, {start: torch.zeros(size(start), dtype=torch.float64)})
     for node, value in zip(nodes, values, strict=True):
@@ -130,7 +130,7 @@ def drop_zero_terms(graph: Graph) -> bool:
 
 
 def drop_low_rank_terms(graph: Graph) -> bool:
-    """Remove terms such as LoRA's: what a projection to few channels and one from them compute.
+    """Remove low-rank terms such as LoRA's: a projection to a few channels, followed by another.
 
     They are listed in `graph.low_rank`.
 
@@ -222,7 +222,7 @@ def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:
 
     Args:
         graph: changed in place.
-        scaled: b may be zero. Not tried at first, because a factor may be a deviation.
+        scaled: also accept b = 0. This is not tried first, because a factor may be a deviation.
 
     Returns:
         Whether there was such a weight.
@@ -279,7 +279,7 @@ def _affine(graph: Graph, parameter: Node, end: Node) -> Affine | None:
 def _make_input(
     graph: Graph, end: Node, sources: tuple[Node, ...], op: Affine | WeightNorm
 ) -> None:
-    """Replace what computes a weight by a placeholder that has the name of its last parameter."""
+    """Replace the computation of a weight by a placeholder named after its last parameter."""
     with end.graph.inserting_before(end):
         weight = end.graph.placeholder(f"derived_{end.name}")
     weight.meta = dict(end.meta)
