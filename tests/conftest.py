@@ -20,9 +20,8 @@ from torch import Tensor
 from compat.checkpoint import Checkpoint
 from compat.decoding import kernels
 from compat.parity import check
-from compat.parity.reference import Reference
+from compat.parity.reference import Reference, SharedReference
 from tests.command_line import Cli, run
-from tests.shared_reference import SharedReference
 
 # No verdict depends on how fast the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -113,7 +113,7 @@ def parity_command(
         mesh = mesh_of_torchrun()
         if mesh.get_rank() > 0:  # all ranks have the same report
             sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    from compat.parity import random_ids
+    from compat.parity import check_dialects, random_ids
 
     input_ids = random_ids(checkpoint, seed or 0, batch or 2, length) if text is None else None
     dialects: Sequence[options.DialectName] = (
@@ -126,16 +126,14 @@ def parity_command(
     elif parallel is not None:
         load = partial(compat.load_pretrained, mesh=mesh, parallel=parallel, dtype=number)
         models = (load(checkpoint, name) for name in dialects)
+    check = partial(
+        compat.check_parity, input_ids=input_ids, text=text, dtype=number, gradients=gradients
+    )
+    checked: Iterable[compat.ParityReport] = (check(model, checkpoint) for model in models)
+    if every and parallel is None:
+        checked = check_dialects(dialects, checkpoint, **check.keywords)
     reports = []
-    for checked in models:
-        report = compat.check_parity(
-            checked,
-            checkpoint,
-            input_ids=input_ids,
-            text=text,
-            dtype=number,
-            gradients=gradients,
-        )
+    for report in checked:
         reports.append(report)
         if not as_json:
             _show(report, quiet)

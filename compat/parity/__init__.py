@@ -1,6 +1,6 @@
 """Proof, layer by layer, that a model computes what `transformers` computes."""
 
-from compat.parity.check import check_parity, random_ids
+from compat.parity.check import check_dialects, check_parity, random_ids
 from compat.parity.compare import Difference, TapResult
 from compat.parity.report import (
     GradientResult,
@@ -22,6 +22,7 @@ __all__ = [
     "ParityReport",
     "TapResult",
     "WeightDifference",
+    "check_dialects",
     "check_parity",
     "random_ids",
 ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from compat.parity.functions import FunctionModule
 from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
-from compat.parity.reference import LARGE, Reference
+from compat.parity.reference import LARGE, Reference, SharedReference
 from compat.parity.report import InputResult, ParityReport
 from compat.parity.trace import record
 from compat.parity.weights import weight_differences
@@ -100,7 +100,67 @@ def check_parity(
         ParityError: the comparison is not possible.
         CompatError: the checkpoint cannot be loaded.
     """
-    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    return _check(
+        model_or_dialect,
+        open_checkpoint(source, revision=revision, verify=verify, n_head=n_head),
+        Reference,
+        input_ids=input_ids,
+        text=text,
+        dtype=dtype,
+        calibrate=calibrate,
+        taps=taps,
+        attention=attention,
+        gradients=gradients,
+        name_map=name_map,
+    )
+
+
+def check_dialects(
+    dialects: Iterable[str],
+    checkpoint: Checkpoint,
+    *,
+    input_ids: object = None,
+    text: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    gradients: bool = False,
+) -> Iterator[ParityReport]:
+    """Yield the report of `check_parity` for each dialect; in float32 and float64 the reference
+    is loaded once and runs once on each input. Arguments and errors are those of `check_parity`.
+    """
+    shared = cache(partial(SharedReference, checkpoint))
+
+    def reference(checkpoint: Checkpoint, dtype: torch.dtype, *rest: Any) -> Reference:
+        if dtype in HALF:  # the check changes its data type
+            return Reference(checkpoint, dtype, *rest)
+        return shared(dtype, *rest)
+
+    for dialect in dialects:
+        yield _check(
+            dialect,
+            checkpoint,
+            reference,
+            input_ids=input_ids,
+            text=text,
+            dtype=dtype,
+            gradients=gradients,
+        )
+
+
+def _check(
+    model_or_dialect: object,
+    checkpoint: Checkpoint,
+    load_reference: Callable[..., Reference],
+    *,
+    input_ids: object,
+    text: str | None,
+    dtype: torch.dtype | str | None,
+    gradients: bool,
+    calibrate: bool | None = None,
+    taps: Sequence[Tap] | None = None,
+    attention: Literal["eager", "sdpa"] = "eager",
+    name_map: NameMap | None = None,
+) -> ParityReport:
+    """`check_parity` with a reference that `load_reference` returns for the arguments of one."""
     dtype, model = as_dtype(dtype), model_or_dialect
     if isinstance(model, str):
         model = load_pretrained(checkpoint, model, dtype=dtype)
@@ -130,7 +190,7 @@ def check_parity(
             f"model_or_dialect is {described(model)}; expected a dialect's name, an nn.Module with "
             "the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
         )
-    reference = Reference(checkpoint, dtype, calibrate is not False, attention)
+    reference = load_reference(checkpoint, dtype, calibrate is not False, attention)
     report = run(reference)
     if isinstance(module, nn.Module) and dtype in HALF:
         reference.to_float32()

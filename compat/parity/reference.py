@@ -117,6 +117,11 @@ class Reference:
                 self._last = ids, (record(self.model, self.taps, ids), exact)
         return self._last[1]
 
+    def local_in_float64(self, ids: Tensor, inputs: Trace) -> Trace:
+        """Record every tap in float64 on ids (B, T), with these hidden states forced."""
+        with self._running():
+            return record(self.exact, self.taps, ids, forced=inputs)
+
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         """Compute the logits (B, T, V) of ids (B, T).
 
@@ -220,8 +225,7 @@ class Reference:
             inputs = {tap: expected[tap] for tap in taps}  # a piece lies between two of these taps
             exact_local = None
             if exact is not None and forced:
-                with self._running():
-                    exact_local = record(self.exact, self.taps, ids, forced=inputs)
+                exact_local = self.local_in_float64(ids, inputs)
             local = run(inputs) if forced else None
             results = compare(expected, run(None), local, exact, exact_local)
         return ParityReport(
@@ -242,6 +246,40 @@ class Reference:
             notes=self._hf.translation_notes(self.checkpoint),
             gradients=gradients,
         )
+
+
+class SharedReference(Reference):
+    """A reference that keeps its logits and traces, for several models of one checkpoint.
+
+    Only for models whose code patches neither torch nor transformers, such as the dialects.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        calibrate: bool = True,
+        attention: Literal["eager", "sdpa"] = "eager",
+    ) -> None:
+        super().__init__(checkpoint, dtype, calibrate, attention)
+        self._logits: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
+        self._local: dict[tuple[object, ...], Trace] = {}
+
+    def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
+        key = (*_key(ids), exact)
+        if key not in self._logits:
+            self._logits[key] = super().logits(ids, exact)
+        return self._logits[key]
+
+    def local_in_float64(self, ids: Tensor, inputs: Trace) -> Trace:
+        key = (*_key(ids), *inputs)
+        if key not in self._local:
+            self._local = {key: super().local_in_float64(ids, inputs)}
+        return self._local[key]
+
+
+def _key(ids: Tensor) -> tuple[object, ...]:
+    return *ids.shape, ids.contiguous().numpy().tobytes()
 
 
 def _gradients(
