@@ -193,7 +193,7 @@ def test_help_states_whose_code_is_run(cli: Cli) -> None:
     text = " ".join(done.out.split())
     assert done.code == 0
     assert "The model's code is imported and run" in text
-    assert "nothing of the checkpoint is run" in text
+    assert "no code from the checkpoint is run" in text
 
 
 # As programs
@@ -292,7 +292,7 @@ def test_a_model_with_an_unknown_part(cli: Cli, tiny: Path) -> None:
     Path("part.py").write_text(text.replace(old, new))
     done = cli("adapt", "part.py:MyGPT", "--model", tiny)
     assert done.code == 1 and "✗ mapped 0 of 40 tensors" in done.out
-    assert "parity could not be checked: a part of the model is unknown to compat" in done.out
+    assert "parity could not be checked: compat does not know a part of the model" in done.out
     assert "layer 0: no projection follows attention" in " ".join(done.out.split())
 
 

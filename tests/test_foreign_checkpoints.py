@@ -253,5 +253,5 @@ def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
 
 @pytest.mark.parametrize("how", [{"revision": "main"}, {"verify": True}])
 def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, how: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* has no meaning"):
+    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* applies only to the hub"):
         open_checkpoint(tiny, **how)

@@ -32,7 +32,11 @@ FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
     (WEIGHTS, "wrong size", ("Consistency check failed: file should be of size", NEXT)),
     (WEIGHTS, "gone", ("404, no such file, although the hub lists it", NEXT)),
     (WEIGHTS, "no etag", ("does not have an ETag", NEXT)),
-    (WEIGHTS, "listed larger", ("came as", "but the hub states", "for commit", "fetch again")),
+    (
+        WEIGHTS,
+        "listed larger",
+        ("was downloaded as", "but the hub states", "for commit", "fetch again"),
+    ),
 ]
 SURVIVED = ["cut once", "slow"]
 IDS = [f"{file or 'listing'}-{fault}" for file, fault, _ in FAULTS]

@@ -227,6 +227,6 @@ def test_load_block_takes_a_dtype(tiny: Path, dialect: str) -> None:
 @pytest.mark.parametrize("layer", [-1, 3])
 def test_load_block_refuses_a_missing_layer(tiny: Path, dialect: str, layer: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"layer is {layer} .*whole number from 0 to 2, the layers of"
+        ConfigError, match=rf"layer is {layer} .*integer from 0 to 2, the layers of"
     ):
         load_block(tiny, layer, dialect)

@@ -88,7 +88,7 @@ def test_saving_refuses_them_if_they_are_not_zero(tiny: Path, name: str) -> None
     load_into(model, with_zeros(*ZEROS), tiny)
     with torch.no_grad():
         model.get_parameter(name)[5] = 1e-20
-    with refused(model, f"{name} must be zero, since GPT-2 does not have"):
+    with refused(model, f"{name} must be zero, because GPT-2 does not have"):
         to_hf_state_dict(model, with_zeros(*ZEROS))
 
 

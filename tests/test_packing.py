@@ -68,7 +68,7 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
     source = make_checkpoint(n_embd=32, tie_word_embeddings=tied)
     file = packed(tmp_path, source, dtype=dtype)
     same = pack_checkpoint(source, tmp_path / "same.safetensors", dtype=getattr(torch, dtype))
-    assert same.read_bytes() == file.read_bytes()
+    assert metadata_of(same) == metadata_of(file)
     one, other = Engine.from_pretrained(source, dtype=dtype), Engine.from_pretrained(file)
     assert other.dtype == dtype
     assert torch.equal(one.score(IDS), other.score(IDS))

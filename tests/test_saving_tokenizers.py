@@ -125,7 +125,10 @@ def test_a_source_without_a_tokenizer_is_refused(
     ("tokenizer", "match"),
     [
         (build_tokenizer(small_vocab(), ["a b"], {"<s>": 258}), r"special tokens <s>\. Pass"),
-        (build_tokenizer(small_vocab(ab=300), ["a b"], {}), "id 300, but the config a vocab_size"),
+        (
+            build_tokenizer(small_vocab(ab=300), ["a b"], {}),
+            "id 300, but the config has vocab_size",
+        ),
     ],
 )
 def test_a_tokenizer_that_cannot_be_written_is_refused(

@@ -113,7 +113,7 @@ def test_a_broken_vocabulary_is_refused_by_name(
 def test_an_id_beyond_the_embedding_is_refused(load_json: LoadJson) -> None:
     highest = {"vocab": small_vocab(ab=299)}
     assert load_json(small_json(highest)).encode("ab") == [299]
-    with pytest.raises(TokenizerError, match=r"id 300, but config\.json a vocab_size of 300"):
+    with pytest.raises(TokenizerError, match=r"id 300, but config\.json has vocab_size 300"):
         load_json(small_json({"vocab": small_vocab(ab=300)}))
 
 

@@ -46,7 +46,7 @@ FAULTS = {
     "config: a million objects": Fault(
         content(CONFIG, b"[" + b"{}," * 1_000_000 + b"0]"), (*_UNREADABLE, "more than 200,000")
     ),
-    "config: a field twice": Fault(_twice, (*_UNREADABLE, "it names 'n_head' twice")),
+    "config: a field twice": Fault(_twice, (*_UNREADABLE, "it repeats the key 'n_head'")),
     "config: a number of 5,000 digits": Fault(_raw("n_embd", "9" * 5000), _UNREADABLE),
     "config: a list": Fault(content(CONFIG, b"[1]"), (CONFIG, "JSON list; expected an object")),
     "config: null": Fault(content(CONFIG, b"null"), (CONFIG, "JSON NoneType; expected an object")),

@@ -130,7 +130,7 @@ FAULTS = {
         _instead("config.json", _zeros), ("config.json", "a device")
     ),
     "config: 4 GB of nothing": Fault(
-        sparse("config.json", 4 << 30), ("config.json takes 4,294,967,296 bytes; expected at most",)
+        sparse("config.json", 4 << 30), ("config.json has 4,294,967,296 bytes; expected at most",)
     ),
     "shards: one missing": Fault(
         without(SECOND), (f"lacks {SECOND}, 1 of the 2",), layout="shards"
@@ -172,7 +172,7 @@ FAULTS = {
     ),
     "index: a map that is null": _index(weight_map=None),
     "index: of 1 GB": Fault(
-        sparse(INDEX, 1 << 30), (INDEX, "takes 1,073,741,824 bytes; expected"), layout="shards"
+        sparse(INDEX, 1 << 30), (INDEX, "has 1,073,741,824 bytes; expected"), layout="shards"
     ),
     "index: a map that is a list": _index(weight_map=[]),
     "index: a map to numbers": _index(weight_map={"wte.weight": 1}),

@@ -72,9 +72,11 @@ FAULTS = {
         _length(2**63), (*_UNREADABLE, "9,223,372,036,854,775,816")
     ),
     "safetensors: header length 2^64 − 1": Fault(_length(2**64 - 1), _UNREADABLE),
-    "safetensors: a name twice": Fault(_key_twice, (*_UNREADABLE, "names 'ln_f.bias' twice")),
+    "safetensors: a name twice": Fault(
+        _key_twice, (*_UNREADABLE, "it repeats the key 'ln_f.bias'")
+    ),
     "safetensors: the last of 300,000 names twice": Fault(
-        _many_keys_twice, (*_UNREADABLE, "names '299999' twice")
+        _many_keys_twice, (*_UNREADABLE, "it repeats the key '299999'")
     ),
     "safetensors: overlapping tensors": Fault(
         header(lambda e: e["ln_f.bias"].update(data_offsets=e["ln_f.weight"]["data_offsets"])),

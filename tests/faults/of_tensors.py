@@ -107,7 +107,7 @@ FAULTS = {
             _value(bad),
             (
                 WEIGHTS,
-                "not finite",
+                "non-finite weights",
                 f"{C_FC} has 2 NaN or infinite",
                 "[2, 1]",
                 "check_finite=False",

@@ -55,7 +55,7 @@ FAULTS = {
     "tokenizer: no JSON": _fault(content(WHOLE, b"{"), WHOLE, "cannot be read"),
     "tokenizer: a list": _fault(content(WHOLE, b"[]"), WHOLE, "expected an object"),
     "tokenizer: 1 GB of nothing": _fault(
-        sparse(WHOLE, 1 << 30), WHOLE, "takes 1,073,741,824 bytes; expected at most"
+        sparse(WHOLE, 1 << 30), WHOLE, "has 1,073,741,824 bytes; expected at most"
     ),
     "tokenizer: a million lists": _fault(
         content(WHOLE, b'{"model": [' + b"[]," * 1_000_000 + b"0]}"),
@@ -81,7 +81,7 @@ FAULTS = {
     "vocab: not UTF-8": _fault(content(VOCAB, b'{"\xff": 0}'), VOCAB, "cannot be read"),
     "vocab: 1 GB of nothing": _fault(sparse(VOCAB, 1 << 30), VOCAB, "bytes; expected at most"),
     "vocab: without one of the bytes": _fault(_without_a_byte, "lacks 1 of the 256 bytes", "'Ġ'"),
-    "vocab: a token twice": _fault(_token_twice, VOCAB, "it names 'th' twice"),
+    "vocab: a token twice": _fault(_token_twice, VOCAB, "it repeats the key 'th'"),
     "vocab: an id twice": _fault(values(VOCAB, the=256), "id 256 belongs to 'th' and to 'the'"),
     "vocab: an id that is negative": _fault(values(VOCAB, the=-1), "'the' has id -1; expected"),
     "vocab: an id that is a word": _fault(values(VOCAB, the="257"), "'the' has id '257'; expected"),

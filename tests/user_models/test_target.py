@@ -467,7 +467,7 @@ def test_notebooks_that_cannot_be_read(tmp_path: Path) -> None:
         f"{(path := write(tmp_path / 'a.ipynb', '{'))}:GPT", f"{path} is not a notebook: not JSON: "
     )
     for text in ("[]", "{}", '{"cells": [{}]}', '{"cells": 3}'):
-        refused(f"{write(path, text)}:GPT", "is not a notebook of format 4, with a list of cells")
+        refused(f"{write(path, text)}:GPT", "is not a notebook of format 4 with a list of cells")
     path = notebook(tmp_path, "x = 1", "y = 2\nclass GPT(nn.Module:\n    pass\n")
     refused(f"{path}:GPT", "SyntaxError: ", f"{path}#cell-2:2: class GPT(nn.Module:")
     path = notebook(tmp_path, IMPORTS, "class GPT(nn.Module):\n    x = 1 / 0\n")
