@@ -327,7 +327,7 @@ def test_a_model_with_an_unknown_part_keeps_its_weights_and_is_told_what_else_di
     assert adaptation.parity is None and len(adaptation.unmatched) == adaptation.tensors
     assert adaptation.findings[0].code == code
     assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
-    assert "unknown to compat" in adaptation.why_unchecked
+    assert "does not know a part" in adaptation.why_unchecked
 
 
 def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path) -> None:
