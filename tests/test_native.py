@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from compat import Engine
 from compat.checkpoint import open_checkpoint
-from compat.decoding import kernels, native_library
+from compat.decoding import kernels, matrices, native_library
 from compat.decoding.matrices import Blas, Int8DynamicActivations, Int8TwoTerm, Pack
 from compat.decoding.native import (
     FEW_ROWS,
@@ -310,6 +312,44 @@ def test_activations_are_those_of_torch(module: nn.Module) -> None:
     assert relative(found, expected) < 2e-7 < relative(found, expected + 1e-4)
     strided = x[:, ::2]
     assert torch.equal(NativeActivation(module)(strided), module(strided))
+
+
+# Memory of the weights.
+
+
+def flags_of_memory(address: int) -> set[str]:
+    """The flags of the mapping that holds an address, as in /proc/self/smaps."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(number, 16) for number in first.split("-"))
+            holds = start <= address < end
+        elif holds and first == "VmFlags:":
+            return set(rest)
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
+@pytest.mark.parametrize("pack", [NativeLinear, NativeInt8])
+def test_weights_share_blocks_that_ask_for_huge_pages(
+    pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrices, "_of_thread", threading.local())  # no block is in use
+    weight = drawn(1, 96, 64)[1]
+    first, second = (pack(weight, None) for _ in range(2))
+    one, other = (getattr(p, "weight", None) for p in (first, second))
+    if pack is NativeInt8:
+        one, other = first.qweight, second.qweight
+    assert one is not None and other is not None and torch.equal(one, other)
+    assert "hg" in flags_of_memory(one.data_ptr())
+    assert "hg" not in flags_of_memory(weight.data_ptr())
+    assert other.data_ptr() - one.data_ptr() == one.nbytes  # both sizes are multiples of 64
+    block = matrices._of_thread.block
+    assert block() is not None
+    del first, second, one, other
+    gc.collect()
+    assert block() is None
 
 
 # What native.c cannot run.
