@@ -64,6 +64,7 @@ def golden(
     gradients: bool = False,
     decode: int = 0,
     revision: str | None = None,
+    verify: bool = False,
     n_head: int | None = None,
 ) -> Golden:
     """Record what `transformers` computes at every tap, and how far a port may be from it.
@@ -79,7 +80,7 @@ def golden(
         gradients: also record the loss of the next ids, and its gradients at all selected taps and
             of all parameters.
         decode: the number of greedy steps through the KV cache whose logits are recorded.
-        revision, n_head: see `open_checkpoint`.
+        revision, verify, n_head: see `open_checkpoint`.
 
     Returns:
         The golden arrays, whose `check` compares others with them.
@@ -89,7 +90,7 @@ def golden(
             not GPT-2's.
         CompatError: the checkpoint cannot be loaded.
     """
-    checkpoint = open_checkpoint(source, revision=revision, n_head=n_head)
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     dtype = as_dtype(dtype) or checkpoint.dtype
     ids = checked_ids(checkpoint, input_ids, text)
     config, T = checkpoint.config, ids.shape[1]

@@ -1,0 +1,36 @@
+"""Every public function that takes a source takes the same options for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import compat
+
+
+def functions_of_sources() -> Iterator[Any]:
+    for name in compat.__all__:
+        public = getattr(compat, name)
+        function = getattr(public, "from_pretrained", public)
+        if inspect.isclass(function) or not callable(function):  # such as an error
+            continue
+        if "source" in inspect.signature(function).parameters:
+            yield pytest.param(function, id=name)
+
+
+FUNCTIONS = list(functions_of_sources())
+
+
+def test_there_are_functions_of_sources() -> None:
+    assert len(FUNCTIONS) > 8
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_source_has_the_same_options_everywhere(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    for name, default in (("revision", None), ("verify", False), ("n_head", None)):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == default
