@@ -262,7 +262,7 @@ def test_an_argument_that_is_not_a_module_is_described(tmp_path: Path, model: An
 
 @pytest.mark.parametrize("layer", [0.0, 1.5, True, False, "0", None, [0], torch.tensor(1.5)])
 def test_a_layer_that_is_not_a_whole_number_is_refused(tiny: Path, layer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"layer is .*; expected a whole number.* 0 to 2"):
+    with pytest.raises(ConfigError, match=r"layer is .*; expected an integer from 0 to 2"):
         load_block(tiny, layer)
 
 

@@ -182,9 +182,12 @@ def rename(new: str) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c, t: c.update(use_dora=True), "use_dora = True, so that the adapter is more than"),
-        (lambda c, t: c.update(bias="all"), "bias = 'all', so that"),
-        (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights = 'pissa', so that"),
+        (lambda c, t: c.update(use_dora=True), "use_dora = True, so the adapter is not only"),
+        (lambda c, t: c.update(bias="all"), "bias = 'all', so the adapter"),
+        (
+            lambda c, t: c.update(init_lora_weights="pissa"),
+            "'pissa', so the adapter",
+        ),
         (lambda c, t: c.update(peft_type="IA3"), "peft_type 'IA3'; expected 'LORA'"),
         (lambda c, t: c.update(lora_alpha="many"), "lora_alpha 'many' and alpha_pattern"),
         (lambda c, t: t.clear(), "is not a LoRA adapter:\n  no lora_A and lora_B"),
