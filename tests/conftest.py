@@ -169,6 +169,7 @@ def _kernels_are_not_measured(
 
         monkeypatch.setattr(kernels, "_measured", first)
         monkeypatch.setattr(kernels, "_read_memory", dict)
+        monkeypatch.setattr(kernels, "_chosen", {})  # tests of kernels leave choices here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
