@@ -47,3 +47,8 @@ def greedy(model: Model | PlainBlocks, input_ids: Tensor, new: int, **settings: 
     return generate(
         model, input_ids, max_new_tokens=new, **{"temperature": 0, "stop_ids": (), **settings}
     )
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, divided by that of the expected values."""
+    return float((found - expected).norm() / expected.norm())

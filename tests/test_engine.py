@@ -21,6 +21,7 @@ from compat.engine import Engine
 from compat.parity.compare import compare
 from compat.parity.reference import Reference
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
+from tests.generation_common import relative
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 # Of the float32 logits' norm; a position that is off by one makes it 0.3 and more.
@@ -37,10 +38,6 @@ def logits_of(engine: Engine, ids: Tensor) -> Tensor:
     with torch.no_grad():
         hidden = engine.transformer(ids, engine.transformer.new_cache(len(ids)).kv, 0)
         return engine.transformer.logits(hidden)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def adapt_command(
     from compat.user_code import handle_errors as handle_users_errors
     from compat.user_models import construct_with_call, load_forward, load_target, resized
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no result
+    with contextlib.redirect_stdout(sys.stderr):  # for the output of the user's code
         call_model = None if forward is None else load_forward(forward)
         notes: list[str] = []
         cls = load_target(target, notes)

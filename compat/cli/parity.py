@@ -126,12 +126,14 @@ def parity_command(
     elif parallel is not None:
         load = partial(compat.load_pretrained, mesh=mesh, parallel=parallel, dtype=number)
         models = (load(checkpoint, name) for name in dialects)
-    check = partial(
-        compat.check_parity, input_ids=input_ids, text=text, dtype=number, gradients=gradients
-    )
-    checked: Iterable[compat.ParityReport] = (check(model, checkpoint) for model in models)
+    asked: dict[str, Any] = {
+        "input_ids": input_ids, "text": text, "dtype": number, "gradients": gradients
+    }  # fmt: skip
+    checked: Iterable[compat.ParityReport]
     if every and parallel is None:
-        checked = check_dialects(dialects, checkpoint, **check.keywords)
+        checked = check_dialects(dialects, checkpoint, **asked)
+    else:
+        checked = (compat.check_parity(model, checkpoint, **asked) for model in models)
     reports = []
     for report in checked:
         reports.append(report)

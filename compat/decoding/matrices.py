@@ -46,12 +46,13 @@ def private_memory(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, **flags)
 
 
-def weight_memory(size: int) -> memoryview:
-    """Allocate `size` bytes of private memory for a weight, in huge pages if the system has them.
+def empty_weight(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Allocate private memory for a weight on the CPU, in huge pages if the system has them.
 
     Every decode step reads all weights, which takes about a tenth less time in huge pages. Small
     weights of a thread share a block; it goes back to the system with the last of them.
     """
+    size = shape.numel() * dtype.itemsize
     block = _of_thread.block() if hasattr(_of_thread, "block") else None
     if block is None or _of_thread.used + size > len(block):
         block = private_memory(max(size, BLOCK_OF_WEIGHTS))
@@ -60,15 +61,14 @@ def weight_memory(size: int) -> memoryview:
         _of_thread.block, _of_thread.used = weakref.ref(block), 0
     start = _of_thread.used
     _of_thread.used += -(-size // ALIGNMENT) * ALIGNMENT
-    return memoryview(block)[start : start + size]
+    return torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
 
 def contiguous(weight: Tensor) -> Tensor:
-    """The weight if it is contiguous, or else a contiguous copy in `weight_memory`."""
+    """The weight if it is contiguous, or else a contiguous copy in memory of `empty_weight`."""
     if weight.is_contiguous() or not weight.is_cpu or not weight.numel():
         return weight.contiguous()
-    memory = weight_memory(weight.nbytes)
-    return torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape).copy_(weight)
+    return empty_weight(weight.shape, weight.dtype).copy_(weight)
 
 
 class Blas(nn.Module):
@@ -133,8 +133,7 @@ def quantize(weight: Tensor | Quantized) -> Quantized:
     if isinstance(weight, Quantized):
         return weight
     scale = torch.empty(weight.shape[1], device=weight.device)
-    memory = weight_memory(weight.numel())
-    qweight = torch.frombuffer(memory, dtype=torch.int8).view(weight.shape[::-1])  # on the CPU
+    qweight = empty_weight(weight.t().shape, torch.int8)
     smallest = torch.finfo(torch.float32).tiny
     for start in range(0, len(qweight), QUANTIZED_AT_ONCE):
         rows = slice(start, start + QUANTIZED_AT_ONCE)

@@ -589,8 +589,8 @@ INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, con
 }
 
 // As `matmul_of`, for float32 and int8.
-INLINE void matmul_panels_of(const Matrix *w, enum type type, const float *x, int64_t rows,
-                             Scratch *s, float *y, int residual) {
+INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64_t rows,
+                          Scratch *s, float *y, int residual) {
     const int64_t K = w->n_in, stride = blocks(K), size = type == INT8 ? K : 4 * K;
     const int64_t most = type == INT8 ? COLUMNS : COLUMNS_OF_FLOATS;
     const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
@@ -634,33 +634,19 @@ INLINE void matmul_panels_of(const Matrix *w, enum type type, const float *x, in
     }
 }
 
-static void matmul_panels(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
-                          float *y, int residual) {
-    if (type == INT8) {
-        quantize(x, rows, w->n_in, s);
-        matmul_panels_of(w, INT8, x, rows, s, y, residual);
-    } else {
-        matmul_panels_of(w, FLOAT32, x, rows, s, y, residual);
-    }
-}
+#else
+#define matmul_panels matmul_of
 #endif
 
 static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
                    float *y, int residual) {
-#if defined(PANEL)
-    if (rows > FEW && type != BFLOAT16) {
-        matmul_panels(w, type, x, rows, s, y, residual);
-        return;
-    }
-#endif
-    if (type == FLOAT32) {
-        matmul_of(w, FLOAT32, x, rows, s, y, residual);
-    } else if (type == BFLOAT16) {
-        matmul_of(w, BFLOAT16, x, rows, s, y, residual);
-    } else {
-        quantize(x, rows, w->n_in, s);
-        matmul_of(w, INT8, x, rows, s, y, residual);
-    }
+    if (type == INT8) quantize(x, rows, w->n_in, s);
+    // The type is a constant in each call, so that each is compiled for one type.
+    if (type == BFLOAT16) matmul_of(w, BFLOAT16, x, rows, s, y, residual);
+    else if (type == FLOAT32 && rows > FEW) matmul_panels(w, FLOAT32, x, rows, s, y, residual);
+    else if (type == FLOAT32) matmul_of(w, FLOAT32, x, rows, s, y, residual);
+    else if (rows > FEW) matmul_panels(w, INT8, x, rows, s, y, residual);
+    else matmul_of(w, INT8, x, rows, s, y, residual);
 }
 
 // Layer normalization (Ba et al. 2016): (M, C) → (M, C).

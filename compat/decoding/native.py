@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
@@ -31,16 +31,6 @@ class NativeLinear(Linear):
         super().__init__(weight, bias)
 
 
-class NativeProducts(NativeLinear):
-    """The same, but `native.c` multiplies prompts and large batches of float32, too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return native_product(x, self)
-        except Unsupported:
-            return super().forward(x)
-
-
 class NativeInt8(Int8):
     """An int8 weight that the native decode step reads; for prompts it is converted to float32."""
 
@@ -57,14 +47,28 @@ class NativeInt8Bfloat16(NativeInt8):
         return torch.addcmul(self.bias, product, self.scale)
 
 
-class NativeInt8Products(NativeInt8Bfloat16):
-    """The same, but `native.c` multiplies prompts and large batches, too, in 8 bits."""
+class _Products(nn.Module):
+    """A product of `native.c`, and of the class beside this one for what it does not support."""
+
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
+        if not library().has_panels():
+            raise NativeError("native.c multiplies many rows with AVX-512 VNNI only")
+        super().__init__(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         try:
             return native_product(x, self)
         except Unsupported:
-            return super().forward(x)
+            found: Tensor = super().forward(x)
+            return found
+
+
+class NativeProducts(_Products, NativeLinear):
+    """As `NativeLinear`, but `native.c` multiplies prompts and large batches of float32, too."""
+
+
+class NativeInt8Products(_Products, NativeInt8Bfloat16):
+    """As `NativeInt8`, but `native.c` multiplies prompts and large batches, too, in 8 bits."""
 
 
 def _check_available(weight: Tensor | Quantized) -> None:
@@ -95,8 +99,7 @@ class NativeTransformer(Transformer):
         super().__init__(*args, **kwargs)
         for block in self.h:
             block.act = NativeActivation(block.get_submodule("act"))
-        products = isinstance(self.lm_head, NativeProducts | NativeInt8Products)
-        self.max_rows = MANY_ROWS if products else FEW_ROWS
+        self.max_rows = MANY_ROWS if isinstance(self.lm_head, _Products) else FEW_ROWS
 
     def new_cache(self, batch: int) -> Cache:
         self.native = None  # what was replaced in the transformer counts from the next text on

@@ -214,18 +214,17 @@ class NativeModel:
         )  # fmt: skip
 
 
-def native_product(x: Tensor, product: Linear | Int8) -> Tensor:
-    """What a product of float32 or int8 weights maps x (M, in) to: float32 (M, out).
+def native_product(x: Tensor, product: Any) -> Tensor:
+    """What a `Linear` of float32 or an `Int8` maps x (M, in) to: float32 (M, out).
 
     Raises:
-        Unsupported: a tensor has another type or shape, is not contiguous, or is not on the CPU;
-            or native.c is slow on this processor.
+        Unsupported: a tensor has another type or shape, is not contiguous, or is not on the CPU.
         NativeError: The library cannot be built or loaded.
     """
     c, weight, M = library(), _weight(product), len(x)
     n_out, n_in = weight.shape
-    if weight.dtype == torch.bfloat16 or not c.has_panels():
-        raise Unsupported(f"weights of {weight.dtype}, or a processor without AVX-512 VNNI")
+    if weight.dtype not in (torch.float32, torch.int8):
+        raise Unsupported(f"weights of {weight.dtype}")
     matrix = _Matrix(
         _checked(weight, weight.dtype, n_out, n_in),
         _checked(product.scale, torch.float32, n_out) if isinstance(product, Int8) else None,
@@ -248,16 +247,15 @@ class NativeActivation(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.kind = module, _activation(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = _activation(self.module)
         fits = (x.device.type, x.dtype, x.is_contiguous()) == ("cpu", torch.float32, True)
-        if not fits or kind in (GELU_ERF, TANH):  # which native.c computes one by one
+        if not fits or self.kind in (GELU_ERF, TANH):  # which native.c computes one by one
             found: Tensor = self.module(x)
             return found
         y, threads = torch.empty_like(x), usable_threads(torch.get_num_threads())
-        library().activate_all(kind, x.data_ptr(), x.numel(), y.data_ptr(), threads)
+        library().activate_all(self.kind, x.data_ptr(), x.numel(), y.data_ptr(), threads)
         return y
 
 
@@ -291,7 +289,7 @@ def _weight(product: Any) -> Tensor:
 
 def _activation(module: nn.Module) -> int:
     if isinstance(module, NativeActivation):
-        module = module.module
+        return module.kind
     kinds = {QuickGELU: QUICK_GELU, nn.ReLU: RELU, nn.SiLU: SILU, nn.Tanh: TANH, GELU: GELU_TANH}
     if isinstance(module, nn.GELU):
         return GELU_TANH if module.approximate == "tanh" else GELU_ERF

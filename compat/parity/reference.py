@@ -254,14 +254,8 @@ class SharedReference(Reference):
     Only for models whose code patches neither torch nor transformers, such as the dialects.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        calibrate: bool = True,
-        attention: Literal["eager", "sdpa"] = "eager",
-    ) -> None:
-        super().__init__(checkpoint, dtype, calibrate, attention)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._logits: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
         self._local: dict[tuple[object, ...], Trace] = {}
 

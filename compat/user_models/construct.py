@@ -179,7 +179,7 @@ def _inferred(
                 if _missing_entries(target, arguments, error):
                     raise
                 return model, False
-            # Logits are as wide as the vocabulary; what is no tensor may hold them.
+            # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
             return model, not isinstance(found, Tensor) or sizes.vocab_size in found.shape
 
     small, chosen = small_config(config), dict[str, Value]()
