@@ -459,8 +459,11 @@ def test_no_path_reads_or_writes_beyond_its_memory(tmp_path: Path, machine: str)
     )
     assert logits.shape == (26, 93) and logits.isfinite().all()
     known = LOGITS.setdefault("first", logits)
-    # Activations of int8 weights are rounded to 16 bits, in some places the other way.
-    bounds = [2e-4 if line.startswith("2 ") else 5e-6 for line in done.stdout.splitlines()]
+    # In a model of int8 weights, an activation may be rounded the other way. Norms that differ by a
+    # ten-millionth do the same, and change these logits by up to 4e-4; without the low terms of
+    # activations they change by 1e-2. "4" is the activation of single products.
+    int8 = ["2 0 0", "2 0 1", "2 1 0", "2 1 1"]
+    bounds = [1e-3 if line[:5] in int8 else 5e-6 for line in done.stdout.splitlines()]
     assert ((logits - known).norm(dim=1) < torch.tensor(bounds) * known.norm(dim=1)).all()
 
 

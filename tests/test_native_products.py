@@ -44,7 +44,7 @@ def quantized_to_8_bits(x: Tensor, outliers: float = 10) -> Tensor:
     scale = (most / 127).clamp(min=1e-30)
     exact = blocks.double() * (1 / scale).double()
     high = exact.round()
-    low = (254 * (exact - high)).round() / 254 * (most > outliers * mean)
+    low = (256 * (exact - high)).clamp(-127, 127).round() / 256 * (most > outliers * mean)
     return ((high + low) * scale.double()).view(M, -1)[:, :K]
 
 

@@ -8,8 +8,9 @@
 //   C channels, H heads, D = C / H head size, N positions, K inputs and O outputs of a product.
 //
 // Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
-// Products therefore read four rows of a weight at a time and prefetch the next four. Activations are
-// float32, except the input of a product of int8 weights, which is quantized.
+// Products therefore prefetch a weight line by line, in the order of its addresses: in any other order
+// the processor's own prefetching does not help, and reading takes almost twice as long. Activations
+// are float32, except the input of a product of int8 weights, which is quantized.
 //
 // `product` multiplies the many rows of a prompt or a large batch, which arithmetic bounds instead.
 //
@@ -44,6 +45,7 @@
 typedef uint16_t bfloat16;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t half_bits __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -55,7 +57,8 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
-#define LOW 254.0f    // low terms of quantized activations to one of the high term
+#define LOW 256       // low terms of quantized activations to one of the high term
+#define AHEAD 2048    // bytes from an int8 weight that is read to one that is prefetched
 #define EVEN 10.0f    // times their mean, up to which magnitudes of a block need no low term
 #define FEW 16        // rows whose products are bound by reading the weights
 #define CHUNK 256     // activations that are one index of a loop
@@ -68,6 +71,11 @@ INLINE void store(float *p, vec x) { *(unaligned_vec *)p = x; }
 INLINE vec broadcast(float x) { return x - (vec){0}; }
 INLINE vec choose(bits mask, vec yes, vec no) {
     return (vec)((mask & (bits)yes) | (~mask & (bits)no));
+}
+
+INLINE vec limit(vec x, float least, float most) {  // NaN stays NaN
+    x = choose((bits)(x < least), broadcast(least), x);
+    return choose((bits)(x > most), broadcast(most), x);
 }
 
 INLINE vec load_bfloat16(const bfloat16 *p) {
@@ -131,8 +139,7 @@ INLINE float largest(vec x) {
 // exp(x) to about one unit in the last place: 2^n · e^r with |r| ≤ ln 2 / 2, and e^r by the
 // polynomial of Cephes' expf. NaN stays NaN; |x| is limited to what a float32 can hold.
 INLINE vec exponential(vec x) {
-    const vec low = broadcast(-87.0f), high = broadcast(88.0f);
-    x = choose((bits)(x < low), low, choose((bits)(x > high), high, x));
+    x = limit(x, -87, 88);
     vec shifted = x * 1.44269504f + ROUNDING;
     vec n = shifted - ROUNDING;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -309,7 +316,8 @@ INLINE void tile_floats(enum type type, const void *w, const float *x, int64_t K
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
         UNROLL for (int i = 0; i < n; i++) {
-            __builtin_prefetch(element(type, w, (n + i) * K + k));
+            // The rows after these n, line by line in the order of their addresses.
+            __builtin_prefetch(element(type, w, n * K + n * k + i * LANES));
             vec v = load_stored(type, w, i * K + k);
             UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
         }
@@ -321,7 +329,7 @@ INLINE void tile_floats(enum type type, const void *w, const float *x, int64_t K
         }
 }
 
-// Integer products of a block: the lanes of `dot` add up to the sum of all 64.
+// Integer products of a block: `dot` adds them to `from`, whose lanes then add up to the sum of all 64.
 
 #if defined(__AVX512VNNI__)
 #define OFFSET 128  // the instruction takes unsigned weights: q + 128, which is q ^ 0x80
@@ -330,8 +338,8 @@ INLINE block load_block(const int8_t *p) { return _mm512_loadu_si512(p); }
 INLINE block load_weights(const int8_t *p) {
     return _mm512_xor_si512(load_block(p), _mm512_set1_epi8((char)0x80));
 }
-INLINE vec dot(block w, block x) {
-    return (vec)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x));
+INLINE ints dot(block w, block x, ints from) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)from, w, x);
 }
 #else
 #define OFFSET 0
@@ -340,7 +348,7 @@ INLINE block load_block(const int8_t *p) { return (block){p}; }
 #define load_weights load_block
 #if defined(__AVX2__)
 // |w| · (x with the sign of w): two products fit 16 bits, as 127 is the largest value of both.
-INLINE vec dot(block w, block x) {
+INLINE ints dot(block w, block x, ints from) {
     __m256i total = _mm256_setzero_si256();
     for (int half = 0; half < BLOCK; half += 32) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(w.values + half));
@@ -349,25 +357,24 @@ INLINE vec dot(block w, block x) {
         total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
 #if LANES == 16
-    return (vec)_mm512_insertf32x8(_mm512_setzero_ps(), _mm256_cvtepi32_ps(total), 0);
+    return from + (ints)_mm512_zextsi256_si512(total);
 #else
-    return (vec)_mm256_cvtepi32_ps(total);
+    return from + (ints)total;
 #endif
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
-INLINE vec dot(block w, block x) {
-    int32x4_t total = vdupq_n_s32(0);
+INLINE ints dot(block w, block x, ints from) {
+    int32x4_t total = (int32x4_t)from;
     for (int i = 0; i < BLOCK; i += 16)
         total = vdotq_s32(total, vld1q_s8(w.values + i), vld1q_s8(x.values + i));
-    return (vec)vcvtq_f32_s32(total);
+    return (ints)total;
 }
 #else
-INLINE vec dot(block w, block x) {
+INLINE ints dot(block w, block x, ints from) {
     int32_t total = 0;
     for (int i = 0; i < BLOCK; i++) total += (int32_t)w.values[i] * x.values[i];
-    vec only_first = {0};
-    only_first[0] = (float)total;
-    return only_first;
+    from[0] += total;
+    return from;
 }
 #endif
 #endif
@@ -379,23 +386,24 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, cons
     vec sums[TILE][TILE];
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
-    for (int64_t b = 0; b < n_blocks; b++) {
-        UNROLL for (int i = 0; i < n; i++) {
+    UNROLL for (int i = 0; i < n; i++)
+        for (int64_t b = 0; b < n_blocks; b++) {
             const int8_t *from = w + i * K + b * BLOCK;
+            __builtin_prefetch(from + AHEAD);
             int8_t rest[BLOCK] = {0};
             if (K - b * BLOCK < BLOCK) from = memcpy(rest, from, (size_t)(K - b * BLOCK));
-            __builtin_prefetch(w + (n + i) * K + b * BLOCK);
             const block v = load_weights(from);
             UNROLL for (int j = 0; j < m; j++) {
                 const int64_t at = j * n_blocks + b;
                 const block high = load_block(x + at * 2 * BLOCK);
                 const block low = load_block(x + at * 2 * BLOCK + BLOCK);
-                sums[i][j] += (dot(v, high) + dot(v, low) * (1 / LOW)) * terms[at].scale;
+                // LOW · high + low: 32 bits hold the sum of 64 such products.
+                const ints total = dot(v, low, dot(v, high, (ints){0}) * LOW);
+                sums[i][j] += __builtin_convertvector(total, vec) * terms[at].scale;
             }
         }
-    }
     UNROLL for (int i = 0; i < n; i++)
-        UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) - offsets[j];
+        UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) * (1.0f / LOW) - offsets[j];
 }
 
 // Quantizes BLOCK activations to (high + low / LOW) · scale, terms of 8 bits each. The scale is NaN
@@ -417,10 +425,10 @@ INLINE Terms quantize_block(const float *x, float even, int8_t *q) {
         const vec high = exact[i] * per_scale + ROUNDING;
         highs += high - ROUNDING;
         store_bytes(q + i * LANES, high);
-        exact[i] = (exact[i] * per_scale - (high - ROUNDING)) * (has_low ? LOW : 0);
+        exact[i] = (exact[i] * per_scale - (high - ROUNDING)) * (has_low ? (float)LOW : 0.0f);
     }
     UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
-        const vec low = exact[i] + ROUNDING;
+        const vec low = limit(exact[i], -127, 127) + ROUNDING;
         lows += low - ROUNDING;
         store_bytes(q + BLOCK + i * LANES, low);
     }
@@ -440,7 +448,7 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
             if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
             const int64_t at = r * n_blocks + b;
             const Terms t = quantize_block(in, even, s->quantized + at * 2 * BLOCK);
-            total += t.scale * ((float)t.high + (float)t.low * (1 / LOW));
+            total += t.scale * ((float)t.high + (float)t.low * (1.0f / LOW));
             s->terms[at] = t;
         }
         s->offsets[r] = OFFSET * total;
@@ -465,13 +473,13 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
         const int64_t o = group * TILE, n = min(TILE, w->n_out - o);
         for (int64_t r = 0, m; r < rows; r += m) {
             float out[TILE][TILE];
-            m = n == TILE && rows - r >= TILE ? TILE : 1;
+            m = n == TILE ? min(TILE, rows - r) : 1;
             if (n < TILE)
                 for (int64_t i = 0; i < n; i++) multiply(w, type, x, s, o + i, 1, r, 1, out + i);
-            else if (m == TILE)
-                multiply(w, type, x, s, o, TILE, r, TILE, out);
-            else
-                multiply(w, type, x, s, o, TILE, r, 1, out);
+            else if (m == 1) multiply(w, type, x, s, o, TILE, r, 1, out);
+            else if (m == 2) multiply(w, type, x, s, o, TILE, r, 2, out);
+            else if (m == 3) multiply(w, type, x, s, o, TILE, r, 3, out);
+            else multiply(w, type, x, s, o, TILE, r, TILE, out);
             for (int64_t j = 0; j < m; j++)
                 for (int64_t i = 0; i < n; i++) {
                     float value = out[i][j] * (type == INT8 ? w->scale[o + i] : 1.0f);
@@ -579,7 +587,7 @@ INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, con
                 }
             }
             UNROLL for (int j = 0; j < m; j++) {
-                const float scale = terms[j * stride + b].scale * (low ? 1 / LOW : 1);
+                const float scale = terms[j * stride + b].scale * (low ? 1.0f / LOW : 1);
                 sums[j][0] += (vec)_mm512_cvtepi32_ps(totals[j][0]) * scale;
                 sums[j][1] += (vec)_mm512_cvtepi32_ps(totals[j][1]) * scale;
             }
@@ -757,22 +765,33 @@ INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float
     }
 }
 
-// The mean (D,) of values (S, D), weighted by probabilities (S,) whose sum is `total`.
+// The mean of values (S, D), weighted by probabilities (S,) whose sum is `total`: `n` vectors of its D
+// elements. n is a constant wherever this is inlined.
 INLINE void mean_of_values(enum type type, const void *kv, int64_t values, const float *p,
-                           float total, int64_t S, int64_t D, float *out) {
+                           float total, int64_t S, int64_t D, int n, float *out) {
+    vec sums[TILE][TILE] = {0};  // of every fourth position, to hide the latency of the additions
+    for (int64_t j = 0; j < S; j += TILE)
+        UNROLL for (int i = 0; i < TILE; i++)
+            if (j + i < S)
+                UNROLL for (int c = 0; c < n; c++)
+                    sums[i][c] += p[j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
+    UNROLL for (int c = 0; c < n; c++)
+        store(out + c * LANES, ((sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c])) / total);
+}
+
+// Attention of one query (D,) over S keys and values (S, D).
+INLINE void attend(enum type type, const void *kv, int64_t keys, int64_t values, const float *query,
+                   int64_t S, int64_t D, float *scores, float *out) {
+    query_keys(type, kv, keys, query, S, D, scores);
+    const float total = softmax(scores, S);
     int64_t d = 0;
-    for (; d + LANES <= D; d += LANES) {
-        vec sums[TILE] = {0};  // independent sums hide the latency of the additions
-        int64_t j = 0;
-        for (; j + TILE <= S; j += TILE)
-            for (int i = 0; i < TILE; i++)
-                sums[i] += p[j + i] * load_stored(type, kv, values + (j + i) * D + d);
-        for (; j < S; j++) sums[0] += p[j] * load_stored(type, kv, values + j * D + d);
-        store(out + d, ((sums[0] + sums[1]) + (sums[2] + sums[3])) / total);
-    }
+    for (; d + TILE * LANES <= D; d += TILE * LANES)
+        mean_of_values(type, kv, values + d, scores, total, S, D, TILE, out + d);
+    for (; d + LANES <= D; d += LANES)
+        mean_of_values(type, kv, values + d, scores, total, S, D, 1, out + d);
     for (; d < D; d++) {
         float value = 0;
-        for (int64_t j = 0; j < S; j++) value += p[j] * stored(type, kv, values + j * D + d);
+        for (int64_t j = 0; j < S; j++) value += scores[j] * stored(type, kv, values + j * D + d);
         out[d] = value / total;
     }
 }
@@ -788,15 +807,10 @@ static void attention(const Model *model, const Batch *batch, int64_t layer, flo
         float *query = s->qkv + row * 3 * C + head * D, *scores = s->scores + i * N;
         float *out = s->heads + row * C + head * D;
         for (int64_t d = 0; d < D; d++) query[d] *= scale;
-        if (model->stored == FLOAT32) {
-            query_keys(FLOAT32, batch->kv, keys, query, S, D, scores);
-            const float total = softmax(scores, S);
-            mean_of_values(FLOAT32, batch->kv, values, scores, total, S, D, out);
-        } else {
-            query_keys(BFLOAT16, batch->kv, keys, query, S, D, scores);
-            const float total = softmax(scores, S);
-            mean_of_values(BFLOAT16, batch->kv, values, scores, total, S, D, out);
-        }
+        if (model->stored == FLOAT32)
+            attend(FLOAT32, batch->kv, keys, values, query, S, D, scores, out);
+        else
+            attend(BFLOAT16, batch->kv, keys, values, query, S, D, scores, out);
     }
 }
 
