@@ -1,12 +1,28 @@
-"""What the tests of native.c need of the machine."""
+"""What the tests of native.c share: what they need of the machine, and transformers by kernels."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from compat.checkpoint import open_checkpoint
+from compat.decoding import kernels
+from compat.decoding.matrices import Blas, Int8TwoTerm, Pack
+from compat.decoding.native import (
+    NativeInt8,
+    NativeInt8Prompts,
+    NativeLinear,
+    NativePrompts,
+    transformer_class,
+)
 from compat.decoding.native_library import library
+from compat.decoding.transformer import Transformer
 
 WITH_COMPILER = shutil.which("cc") is not None
 needs_compiler = pytest.mark.skipif(not WITH_COMPILER, reason="no C compiler")
@@ -14,3 +30,55 @@ needs_panels = pytest.mark.skipif(
     not WITH_COMPILER or not library().has_panels(),
     reason="native.c multiplies many rows on processors with AVX-512 VNNI only",
 )
+PROMPT_KERNELS = [
+    pytest.param("float32", NativePrompts, marks=needs_panels),
+    pytest.param("bfloat16", NativePrompts, marks=needs_panels),
+    pytest.param("int8", NativeInt8Prompts, marks=needs_panels),
+]
+KERNELS = [
+    ("float32", NativeLinear),
+    ("bfloat16", NativeLinear),
+    ("int8", NativeInt8),
+    *PROMPT_KERNELS,
+]
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", value)
+
+
+each_kernel = pytest.mark.parametrize(("dtype", "pack"), KERNELS, ids=_name)
+each_prompt_kernel = pytest.mark.parametrize(("dtype", "pack"), PROMPT_KERNELS, ids=_name)
+# Times the error of torch's products of the same precision, both against float64. In float32 both
+# round differently; a position that is off by one makes it a hundred thousand times as large.
+MORE = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
+
+
+def by(pack: Pack, folder: Path, dtype: str) -> Any:
+    """The transformer on products of this kind."""
+    checkpoint = open_checkpoint(folder)
+    stored = getattr(torch, dtype) if dtype.startswith("float") else torch.bfloat16
+    embedding = checkpoint.read("wte.weight").to(stored), checkpoint.read("wpe.weight").to(stored)
+
+    def read(name: str) -> list[Tensor]:
+        return [checkpoint.read(name)]
+
+    activations = kernels.ACTIVATIONS.get(dtype, torch.float64)
+    return transformer_class(pack)(checkpoint.config, embedding, read, pack, activations)
+
+
+def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:
+    """The transformer on torch's products of the same precision, or of float64."""
+    transformer: Transformer = by(int8 if dtype == "int8" else Blas, folder, dtype)
+    return transformer
+
+
+def plant_outliers(folder: Path) -> None:
+    """Make two channels of each MLP hundreds of times as large as the others."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "mlp.c_fc" in name:
+            tensor[..., [7, 50]] *= 300
+        if name.endswith("mlp.c_proj.weight"):
+            tensor[[7, 50]] /= 300
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,22 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compat import Engine
-from compat.checkpoint import open_checkpoint
 from compat.decoding import kernels, native_library
-from compat.decoding.matrices import Blas, Int8DynamicActivations, Int8TwoTerm, Pack
+from compat.decoding.matrices import Int8DynamicActivations, Pack
 from compat.decoding.native import (
     FEW_ROWS,
     NATIVE,
-    NativeInt8,
-    NativeInt8Products,
     NativeLinear,
-    NativeProducts,
     NativeTransformer,
-    transformer_class,
 )
 from compat.decoding.native_library import NativeError
 from compat.decoding.native_model import (
@@ -37,25 +31,11 @@ from compat.decoding.native_model import (
 from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
-from tests.native_common import needs_compiler, needs_panels
+from tests.native_common import MORE, by, by_torch, each_kernel, needs_compiler, plant_outliers
 
 pytestmark = needs_compiler
 
 PRECISIONS = ("float32", "bfloat16", "int8")
-each_kernel = pytest.mark.parametrize(
-    ("dtype", "pack"),
-    [
-        ("float32", NativeLinear),
-        pytest.param("float32", NativeProducts, marks=needs_panels),
-        ("bfloat16", NativeLinear),
-        ("int8", NativeInt8),
-        pytest.param("int8", NativeInt8Products, marks=needs_panels),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-# Times the error of torch's products of the same precision, both against float64. In float32 both
-# round differently; a position that is off by one makes it a hundred thousand times as large.
-MORE = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3))
 
 
@@ -67,25 +47,6 @@ def source(make_checkpoint: MakeCheckpoint) -> Path:
 def native(engine: Engine) -> NativeTransformer:
     assert isinstance(engine.transformer, NativeTransformer)
     return engine.transformer
-
-
-def by(pack: Pack, folder: Path, dtype: str) -> Any:
-    """The transformer on products of this kind."""
-    checkpoint = open_checkpoint(folder)
-    stored = getattr(torch, dtype) if dtype.startswith("float") else torch.bfloat16
-    embedding = checkpoint.read("wte.weight").to(stored), checkpoint.read("wpe.weight").to(stored)
-
-    def read(name: str) -> list[Tensor]:
-        return [checkpoint.read(name)]
-
-    activations = kernels.ACTIVATIONS.get(dtype, torch.float64)
-    return transformer_class(pack)(checkpoint.config, embedding, read, pack, activations)
-
-
-def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:
-    """The transformer on torch's products of the same precision, or of float64."""
-    transformer: Transformer = by(int8 if dtype == "int8" else Blas, folder, dtype)
-    return transformer
 
 
 @torch.inference_mode()
@@ -163,15 +124,8 @@ def test_logits_depend_on_neither_threads_nor_other_rows(
 
 
 def test_outlier_channels_do_not_cost_precision(make_checkpoint: MakeCheckpoint) -> None:
-    """Two channels of the MLP are hundreds of times as large as the others, which count as much."""
     folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "mlp.c_fc" in name:
-            tensor[..., [7, 100]] *= 300
-        if name.endswith("mlp.c_proj.weight"):
-            tensor[[7, 100]] /= 300
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plant_outliers(folder)
     ours = native(Engine.from_pretrained(folder, dtype="int8"))
     expected = passes(by_torch(folder, "float64"))
     bound = MORE["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
@@ -314,7 +268,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list
 
 def returned() -> int:
     """What the library's function returns."""
-    return int(native_library.library().scratch_size(None, 0))
+    return int(native_library.library().scratch_size(None, 0, 0))
 
 
 def again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,13 +411,13 @@ def test_no_path_reads_or_writes_beyond_its_memory(tmp_path: Path, machine: str)
     logits = torch.tensor(
         [[float(v) for v in line.split()[3:]] for line in done.stdout.splitlines()]
     )
-    assert logits.shape == (26, 93) and logits.isfinite().all()
+    assert logits.shape == (30, 93) and logits.isfinite().all()
     known = LOGITS.setdefault("first", logits)
-    # In a model of int8 weights, an activation may be rounded the other way. Norms that differ by a
-    # ten-millionth do the same, and change these logits by up to 4e-4; without the low terms of
-    # activations they change by 1e-2. "4" is the activation of single products.
-    int8 = ["2 0 0", "2 0 1", "2 1 0", "2 1 1"]
-    bounds = [1e-3 if line[:5] in int8 else 5e-6 for line in done.stdout.splitlines()]
+    # In a model of int8 weights, an activation may be rounded the other way, and so may a bfloat16
+    # key or value. Norms that differ by a millionth do the same, and change these logits by up to
+    # 3e-4 and 3e-3. Without the low terms of activations they change by at least 2e-3 and 1e-2.
+    special = {"2 0": 1e-3, "2 1": 5e-3}
+    bounds = [special.get(line[:3], 5e-6) for line in done.stdout.splitlines()]
     assert ((logits - known).norm(dim=1) < torch.tensor(bounds) * known.norm(dim=1)).all()
 
 

@@ -31,7 +31,7 @@ from tests.conftest import MakeCheckpoint
 HEAD = "lm_head.weight"
 IDS = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(1))
 # Kernels of every way to keep a quantized weight; the last one works everywhere.
-INT8 = [native.NativeInt8Products, matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
+INT8 = [native.NativeInt8Prompts, matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
 
 
 def packed(folder: Path, source: Any, **options: Any) -> Path:

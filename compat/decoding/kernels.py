@@ -35,9 +35,9 @@ from compat.decoding.native import (
     NATIVE,
     NativeInt8,
     NativeInt8Bfloat16,
-    NativeInt8Products,
+    NativeInt8Prompts,
     NativeLinear,
-    NativeProducts,
+    NativePrompts,
     transformer_class,
 )
 from compat.decoding.native_library import note
@@ -45,10 +45,10 @@ from compat.decoding.transformer import Cache, Transformer
 
 # The last candidate of each precision uses documented operators only, and works everywhere.
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
-    "float32": (NativeProducts, NativeLinear, OneDnn, Blas, Linear),
-    "bfloat16": (NativeLinear, OneDnn, Blas, Linear),
+    "float32": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
+    "bfloat16": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
     "int8": (
-        NativeInt8Products,
+        NativeInt8Prompts,
         NativeInt8Bfloat16,
         NativeInt8,
         Int8TwoTerm,

@@ -1,21 +1,23 @@
-// GPT-2's decode step: embedding, all layers and logits of a few tokens in one call.
+// GPT-2's forward pass: embedding, all layers and logits of some tokens in one call.
 //
 // Names are those of the papers: "Language Models are Unsupervised Multitask Learners" (Radford et
-// al. 2019) and "Attention Is All You Need" (Vaswani et al. 2017). A pass reads M rows. A row is one
-// token of one sequence, at one position: a batch has a row for each sequence, and the verification
-// of draft tokens has several rows of one sequence. The weights are read once for all rows.
+// al. 2019) and "Attention Is All You Need" (Vaswani et al. 2017). A pass reads M rows. A row is
+// one token of one sequence, at one position: the decode step of a batch has a row for each
+// sequence, a prompt and the verification of draft tokens have several rows of one sequence.
 //
 //   C channels, H heads, D = C / H head size, N positions, K inputs and O outputs of a product.
 //
 // Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
-// Products therefore prefetch a weight line by line, in the order of its addresses: in any other order
-// the processor's own prefetching does not help, and reading takes almost twice as long. Activations
-// are float32, except the input of a product of int8 weights, which is quantized.
+// Products of a few rows therefore read each weight once for all rows, and prefetch it line by line
+// in the order of its addresses. In any other order the processor's own prefetching does not help,
+// and reading takes almost twice as long. Arithmetic bounds products of many rows, which are
+// computed in another way.
 //
-// `product` multiplies the many rows of a prompt or a large batch, which arithmetic bounds instead.
+// Activations are float32. The input of a product is rounded to bfloat16 or quantized if its
+// weights are.
 //
-// Every function that these call is called by all threads of the team, which share its loops. A
-// result does not depend on the number of threads, or of rows up to FEW.
+// Every function that `decode` calls is called by all threads of the team, which share its loops.
+// A result does not depend on the number of threads, or of rows up to FEW.
 
 #include <math.h>
 #include <stdint.h>
@@ -207,11 +209,12 @@ typedef struct {
     int32_t has_low;    // whether any low term is not zero
 } Terms;
 
-// Activations of a pass, and the input of a product of int8 weights. Each thread has a copy.
+// Activations of a pass, and the rounded or quantized input of a product. Each thread has a copy.
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
-    float *scores;                         // (M, H, N)
-    int8_t *quantized;                     // (M, blocks of K, 2, BLOCK)
+    float *scores;                         // (TILE, N) of each thread
+    bfloat16 *rounded;                     // (M, blocks of K, BLOCK), if weights are bfloat16
+    int8_t *quantized;                     // (M, blocks of K, 2, BLOCK), in the same memory
     Terms *terms;                          // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
     Loop *loop;                            // the loop that this thread is in
@@ -228,57 +231,45 @@ static char *allot(char **free, int64_t bytes) {
     return taken;
 }
 
-// No more loops than a pass has: up to 13 in a layer, if its products quantize their input.
+// No more loops than a pass has: up to 13 in a layer, if its products round or quantize their
+// input.
 INLINE int64_t loops(const Model *model) { return 13 * model->n_layer + 4; }
-#define PRODUCT_LOOPS 2
 
-// Memory of products with K inputs, and of `n_loops` loops.
-static Scratch divide_products(char **free, int64_t K, int64_t rows, int64_t n_loops) {
-    const int64_t n = rows * blocks(K);
+static Scratch divide(char **free, const Model *model, int64_t rows, int64_t threads) {
+    const int64_t C = model->n_embd, f = sizeof(float), n = rows * blocks(max(C, model->n_inner));
     Scratch s = {0};
-    s.quantized = (int8_t *)allot(free, n * 2 * BLOCK);
-    s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
-    s.offsets = (float *)allot(free, rows * (int64_t)sizeof(float));
-    s.loop = (Loop *)allot(free, n_loops * (int64_t)sizeof(Loop));
-    return s;
-}
-
-static Scratch divide(char **free, const Model *model, int64_t rows) {
-    const int64_t C = model->n_embd, f = sizeof(float);
-    Scratch s = divide_products(free, max(C, model->n_inner), rows, loops(model));
     s.x = (float *)allot(free, rows * C * f);
     s.normed = (float *)allot(free, rows * C * f);
     s.qkv = (float *)allot(free, rows * 3 * C * f);
     s.heads = (float *)allot(free, rows * C * f);
     s.fc = (float *)allot(free, rows * model->n_inner * f);
-    s.scores = (float *)allot(free, rows * model->n_head * model->n_positions * f);
+    s.scores = (float *)allot(free, threads * TILE * model->n_positions * f);
+    s.quantized = (int8_t *)allot(free, n * 2 * BLOCK);
+    s.rounded = (bfloat16 *)s.quantized;
+    s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
+    s.offsets = (float *)allot(free, rows * f);
+    s.loop = (Loop *)allot(free, loops(model) * (int64_t)sizeof(Loop));
+    s.threads = threads;
     return s;
 }
 
-// Bytes of scratch memory for so many rows; it has to be aligned to ALIGNMENT.
-int64_t scratch_size(const Model *model, int64_t rows) {
+// Bytes of scratch memory for so many rows and threads; it has to be aligned to ALIGNMENT.
+int64_t scratch_size(const Model *model, int64_t rows, int64_t threads) {
     char *end = NULL;
-    divide(&end, model, rows);
-    return (int64_t)(end - (char *)NULL);
-}
-
-// The same for `product`.
-int64_t product_scratch_size(int64_t K, int64_t rows) {
-    char *end = NULL;
-    divide_products(&end, K, rows, PRODUCT_LOOPS);
+    divide(&end, model, rows, threads);
     return (int64_t)(end - (char *)NULL);
 }
 
 // SHARED_LOOP(s, i, count) { … } runs its body for every i below `count`, on all threads together.
-// A thread takes one part of the loop after another, and goes on to the next loop when all parts are
-// done. It does not wait for the other threads: one whose processor is busy with another program
-// holds up the team only if that happens in the middle of a part.
+// A thread takes one part of the loop after another, and goes on to the next loop when all parts
+// are done. It does not wait for the other threads: one whose processor is busy with another
+// program holds up the team only if that happens in the middle of a part.
 #define SHARED_LOOP(s, i, count)                                                       \
     for (int64_t i = 0, end_of_##i = 0; take_part(s, count, &i, &end_of_##i); done(s)) \
         for (; i < end_of_##i; i++)
 
 INLINE int take_part(Scratch *s, int64_t count, int64_t *start, int64_t *end) {
-    const int64_t part = count / (PARTS * s->threads) + 1;
+    const int64_t part = (count - 1) / (PARTS * s->threads) + 1;
     *start = __atomic_fetch_add(&s->loop->next, part, __ATOMIC_RELAXED);
     *end = min(*start + part, count);
     s->taken = *end - *start;
@@ -302,34 +293,53 @@ INLINE float stored(enum type type, const void *p, int64_t at) {
     return type == FLOAT32 ? *(const float *)from : to_float(*(const bfloat16 *)from);
 }
 
-// Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K). n and m are constants of
-// at most TILE wherever these are inlined, and so is the type, so that the compiler keeps all sums in
-// registers.
+// Sums of `n` rows of a weight (n, K) times `m` rows of activations (m, K). n and m are constants
+// of at most TILE wherever these are inlined, and so is the type, so that the compiler keeps all
+// sums in registers.
 
-// Weights of float32 or bfloat16; also keys by queries. Intel's product of two bfloat16 vectors
-// takes longer than widening one.
-INLINE void tile_floats(enum type type, const void *w, const float *x, int64_t K, int n, int m,
-                        float out[TILE][TILE]) {
+// Weights of float32 or bfloat16 by activations of the same type; also keys by queries. Rows of
+// activations are `stride` elements apart.
+INLINE void tile_floats(enum type type, const void *w, enum type inputs, const void *x,
+                        int64_t stride, int64_t K, int n, int m, float out[TILE][TILE]) {
     vec sums[TILE][TILE];
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
     int64_t k = 0;
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    if (inputs == BFLOAT16)  // pairs of products
+        for (; k < K; k += 2 * LANES) {
+            const __mmask32 kept = ~0u >> (2 * LANES - min(2 * LANES, K - k));
+            UNROLL for (int i = 0; i < n; i++) {
+                __builtin_prefetch(element(type, w, n * K + n * k + 2 * i * LANES));
+                const void *from = element(type, w, i * K + k);
+                const __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(kept, from);
+                UNROLL for (int j = 0; j < m; j++) {
+                    const void *input = element(inputs, x, j * stride + k);
+                    sums[i][j] = (vec)_mm512_dpbf16_ps((__m512)sums[i][j], v,
+                                                       (__m512bh)_mm512_loadu_si512(input));
+                }
+            }
+        }
+#endif
     for (; k + LANES <= K; k += LANES) {
         UNROLL for (int i = 0; i < n; i++) {
             // The rows after these n, line by line in the order of their addresses.
             __builtin_prefetch(element(type, w, n * K + n * k + i * LANES));
-            vec v = load_stored(type, w, i * K + k);
-            UNROLL for (int j = 0; j < m; j++) sums[i][j] += v * load(x + j * K + k);
+            const vec v = load_stored(type, w, i * K + k);
+            UNROLL for (int j = 0; j < m; j++)
+                sums[i][j] += v * load_stored(inputs, x, j * stride + k);
         }
     }
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) {
             out[i][j] = sum(sums[i][j]);
-            for (int64_t l = k; l < K; l++) out[i][j] += stored(type, w, i * K + l) * x[j * K + l];
+            for (int64_t l = k; l < K; l++)
+                out[i][j] += stored(type, w, i * K + l) * stored(inputs, x, j * stride + l);
         }
 }
 
-// Integer products of a block: `dot` adds them to `from`, whose lanes then add up to the sum of all 64.
+// Integer products of a block: `dot` adds them to `from`, whose lanes then add up to the sum of all
+// 64.
 
 #if defined(__AVX512VNNI__)
 #define OFFSET 128  // the instruction takes unsigned weights: q + 128, which is q ^ 0x80
@@ -455,6 +465,18 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
     }
 }
 
+// Rounds activations (M, K) to bfloat16, in blocks whose rest is zeros.
+static void round_to_bfloat16(const float *x, int64_t rows, int64_t K, Scratch *s) {
+    const int64_t stride = blocks(K) * BLOCK;
+    SHARED_LOOP(s, r, rows)
+        for (int64_t k = 0; k < stride; k += LANES) {
+            const float *in = x + r * K + k;
+            float rest[LANES] = {0};
+            if (K - k < LANES) in = memcpy(rest, in, (size_t)max(0, K - k) * sizeof *in);
+            store_bfloat16(s->rounded + r * stride + k, load(in));
+        }
+}
+
 // Multiplies n rows of a weight, from row o on, by m rows of activations, from row r on.
 INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scratch *s, int64_t o,
                      int n, int64_t r, int m, float out[TILE][TILE]) {
@@ -462,8 +484,11 @@ INLINE void multiply(const Matrix *w, enum type type, const float *x, const Scra
     if (type == INT8)
         tile_int8((const int8_t *)w->weight + o * K, s->quantized + r * b * 2 * BLOCK,
                   s->terms + r * b, s->offsets + r, K, n, m, out);
+    else if (type == BFLOAT16)
+        tile_floats(type, element(type, w->weight, o * K), type, s->rounded + r * b * BLOCK,
+                    b * BLOCK, K, n, m, out);
     else
-        tile_floats(type, element(type, w->weight, o * K), x + r * K, K, n, m, out);
+        tile_floats(type, element(type, w->weight, o * K), type, x + r * K, K, K, n, m, out);
 }
 
 // y (M, O) = x (M, K) · wᵀ + bias, added to y itself for a residual connection.
@@ -492,8 +517,8 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
 }
 
 // Products of many rows: PANEL rows of a weight at a time are transposed, so that a vector has one
-// group of 4 bytes, a float32 or 4 int8 values, of 16 outputs. As many rows of activations are
-// multiplied by them at a time as have their sums in registers.
+// group of 4 bytes, one float32 value, two of bfloat16 or four of int8, of 16 outputs. As many rows
+// of activations are multiplied by them at a time as have their sums in registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define PANEL 32
 #define ROWS 6
@@ -502,6 +527,18 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
 #define GROUPS 16   // in a column
 
 typedef __m512i Panel[COLUMNS * GROUPS][PANEL / 16];
+typedef int32_t Group __attribute__((may_alias));
+
+// Adds products of pairs of bfloat16 values.
+INLINE vec add_pairs(vec from, __m512i w, __m512i x) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)from, (__m512bh)w, (__m512bh)x);
+#else
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    from += (vec)_mm512_slli_epi32(w, 16) * (vec)_mm512_slli_epi32(x, 16);
+    return from + (vec)_mm512_and_si512(w, high) * (vec)_mm512_and_si512(x, high);
+#endif
+}
 
 // Transposes 16 x 16 groups.
 INLINE void transpose(__m512i rows[16]) {
@@ -548,17 +585,17 @@ INLINE void arrange(const char *w, int64_t size, int64_t left, int64_t n, int64_
 
 // Sums of a panel times m rows of activations. m is a constant of at most ROWS wherever these are
 // inlined.
-INLINE void panel_floats(const Panel panel, int64_t groups, const float *x, int64_t K, int m,
-                         vec out[ROWS][2]) {
+INLINE void panel_floats(enum type type, const Panel panel, int64_t groups, const Group *x,
+                         int64_t stride, int m, vec out[ROWS][2]) {
     vec sums[ROWS][2];
     UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
-    for (int64_t k = 0; k < groups; k++) {
-        const vec w0 = (vec)panel[k][0], w1 = (vec)panel[k][1];
+    for (int64_t k = 0; k < groups; k++)
         UNROLL for (int j = 0; j < m; j++) {
-            sums[j][0] += w0 * x[j * K + k];
-            sums[j][1] += w1 * x[j * K + k];
+            const __m512i v = _mm512_set1_epi32(x[j * stride + k]);
+            UNROLL for (int half = 0; half < 2; half++)
+                if (type == FLOAT32) sums[j][half] += (vec)panel[k][half] * (vec)v;
+                else sums[j][half] = add_pairs(sums[j][half], panel[k][half], v);
         }
-    }
     UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
 }
 
@@ -596,11 +633,12 @@ INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, con
     UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
 }
 
-// As `matmul_of`, for float32 and int8.
+// As `matmul_of`.
 INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64_t rows,
                           Scratch *s, float *y, int residual) {
-    const int64_t K = w->n_in, stride = blocks(K), size = type == INT8 ? K : 4 * K;
-    const int64_t most = type == INT8 ? COLUMNS : COLUMNS_OF_FLOATS;
+    const int64_t K = w->n_in, stride = blocks(K);
+    const int64_t size = type == INT8 ? K : type == BFLOAT16 ? 2 * K : 4 * K;
+    const int64_t most = type == FLOAT32 ? COLUMNS_OF_FLOATS : COLUMNS;
     const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
     SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
         Panel panel;
@@ -616,7 +654,10 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
         panel_int8(panel, columns, s->quantized + (r * stride + at / 64) * 2 * BLOCK,        \
                    s->terms + r * stride + at / 64, stride, m, out);                         \
     else                                                                                     \
-        panel_floats(panel, min(columns * GROUPS, left / 4), x + r * K + at / 4, K, m, out); \
+        panel_floats(type, panel, min(columns * GROUPS, (left + 3) / 4),                     \
+                     (const Group *)(type == FLOAT32 ? (const void *)(x + r * K)             \
+                                                     : s->rounded + r * stride * BLOCK) +    \
+                         at / 4, type == FLOAT32 ? K : stride * BLOCK / 2, m, out);          \
     break;
                 switch (m) {
                     case 1: SUMS(1)
@@ -648,13 +689,16 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
 
 static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
                    float *y, int residual) {
+    const int few = rows <= FEW;
     if (type == INT8) quantize(x, rows, w->n_in, s);
+    if (type == BFLOAT16) round_to_bfloat16(x, rows, w->n_in, s);
     // The type is a constant in each call, so that each is compiled for one type.
-    if (type == BFLOAT16) matmul_of(w, BFLOAT16, x, rows, s, y, residual);
-    else if (type == FLOAT32 && rows > FEW) matmul_panels(w, FLOAT32, x, rows, s, y, residual);
-    else if (type == FLOAT32) matmul_of(w, FLOAT32, x, rows, s, y, residual);
-    else if (rows > FEW) matmul_panels(w, INT8, x, rows, s, y, residual);
-    else matmul_of(w, INT8, x, rows, s, y, residual);
+    if (type == FLOAT32 && few) matmul_of(w, FLOAT32, x, rows, s, y, residual);
+    else if (type == FLOAT32) matmul_panels(w, FLOAT32, x, rows, s, y, residual);
+    else if (type == BFLOAT16 && few) matmul_of(w, BFLOAT16, x, rows, s, y, residual);
+    else if (type == BFLOAT16) matmul_panels(w, BFLOAT16, x, rows, s, y, residual);
+    else if (few) matmul_of(w, INT8, x, rows, s, y, residual);
+    else matmul_panels(w, INT8, x, rows, s, y, residual);
 }
 
 // Layer normalization (Ba et al. 2016): (M, C) → (M, C).
@@ -751,66 +795,103 @@ static float softmax(float *scores, int64_t S) {
     return total;
 }
 
-// Scores (S,) of a query (D,) and keys (S, D).
-INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query, int64_t S,
-                       int64_t D, float *scores) {
+// Scores (m, S) of m queries, `stride` apart, and keys (S, D). Rows of scores are N apart.
+INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query,
+                       int64_t stride, int64_t S, int64_t D, int64_t N, int m, float *scores) {
     float out[TILE][TILE];
     for (int64_t j = 0; j < S; j += TILE) {
         const int64_t n = min(TILE, S - j), at = keys + j * D;
-        if (n == TILE) tile_floats(type, element(type, kv, at), query, D, TILE, 1, out);
+        if (n == TILE)
+            tile_floats(type, element(type, kv, at), FLOAT32, query, stride, D, TILE, m, out);
         else
             for (int64_t i = 0; i < n; i++)
-                tile_floats(type, element(type, kv, at + i * D), query, D, 1, 1, out + i);
-        for (int64_t i = 0; i < n; i++) scores[j + i] = out[i][0];
+                tile_floats(type, element(type, kv, at + i * D), FLOAT32, query, stride, D, 1, m,
+                            out + i);
+        for (int64_t i = 0; i < n; i++)
+            for (int q = 0; q < m; q++) scores[q * N + j + i] = out[i][q];
     }
 }
 
-// The mean of values (S, D), weighted by probabilities (S,) whose sum is `total`: `n` vectors of its D
-// elements. n is a constant wherever this is inlined.
+// Means of values (S, D), weighted by probabilities whose sums are `totals`: `n` vectors of their D
+// elements for `m` queries, of which each attends to one position more than the one before it. n
+// and m are constants, n · m at most TILE, wherever this is inlined.
 INLINE void mean_of_values(enum type type, const void *kv, int64_t values, const float *p,
-                           float total, int64_t S, int64_t D, int n, float *out) {
+                           const float *totals, int64_t S, int64_t D, int64_t N, int n, int m,
+                           float *out, int64_t stride) {
     vec sums[TILE][TILE] = {0};  // of every fourth position, to hide the latency of the additions
-    for (int64_t j = 0; j < S; j += TILE)
+    int64_t j = 0;
+    for (; j + TILE <= S; j += TILE)
         UNROLL for (int i = 0; i < TILE; i++)
-            if (j + i < S)
+            UNROLL for (int c = 0; c < n; c++) {
+                const vec v = load_stored(type, kv, values + (j + i) * D + c * LANES);
+                UNROLL for (int q = 0; q < m; q++) sums[i][c * m + q] += p[q * N + j + i] * v;
+            }
+    UNROLL for (int i = 0; i < 2 * TILE; i++)
+        UNROLL for (int q = 0; q < m; q++)
+            if (j + i < S + q)
                 UNROLL for (int c = 0; c < n; c++)
-                    sums[i][c] += p[j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
+                    sums[i % TILE][c * m + q] +=
+                        p[q * N + j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
     UNROLL for (int c = 0; c < n; c++)
-        store(out + c * LANES, ((sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c])) / total);
+        UNROLL for (int q = 0; q < m; q++) {
+            const int k = c * m + q;
+            store(out + q * stride + c * LANES,
+                  ((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) / totals[q]);
+        }
 }
 
-// Attention of one query (D,) over S keys and values (S, D).
-INLINE void attend(enum type type, const void *kv, int64_t keys, int64_t values, const float *query,
-                   int64_t S, int64_t D, float *scores, float *out) {
-    query_keys(type, kv, keys, query, S, D, scores);
-    const float total = softmax(scores, S);
+// Attention of one head of m rows of a sequence, at positions one after the other.
+INLINE void attend(enum type type, int m, const Model *model, const Batch *batch, int64_t layer,
+                   int64_t row, int64_t head, float scale, Scratch *s) {
+    const int64_t C = model->n_embd, D = C / model->n_head, N = model->n_positions;
+    const int64_t S = batch->positions[row] + 1, keys = head_of(model, batch, layer, row, head);
+    const int64_t values = keys + batch->kv_stride;
+    float *query = s->qkv + row * 3 * C + head * D, *out = s->heads + row * C + head * D;
+    float *p = s->scores, totals[TILE];
+    for (int q = 0; q < m; q++)
+        for (int64_t d = 0; d < D; d++) query[q * 3 * C + d] *= scale;
+    query_keys(type, batch->kv, keys, query, 3 * C, S + m - 1, D, N, m, p);
+    for (int q = 0; q < m; q++) totals[q] = softmax(p + q * N, S + q);
     int64_t d = 0;
-    for (; d + TILE * LANES <= D; d += TILE * LANES)
-        mean_of_values(type, kv, values + d, scores, total, S, D, TILE, out + d);
+    for (const int n = TILE / m; d + n * LANES <= D; d += n * LANES)
+        mean_of_values(type, batch->kv, values + d, p, totals, S, D, N, n, m, out + d, C);
     for (; d + LANES <= D; d += LANES)
-        mean_of_values(type, kv, values + d, scores, total, S, D, 1, out + d);
-    for (; d < D; d++) {
-        float value = 0;
-        for (int64_t j = 0; j < S; j++) value += scores[j] * stored(type, kv, values + j * D + d);
-        out[d] = value / total;
-    }
+        mean_of_values(type, batch->kv, values + d, p, totals, S, D, N, 1, m, out + d, C);
+    for (; d < D; d++)
+        for (int q = 0; q < m; q++) {
+            float value = 0;
+            for (int64_t j = 0; j < S + q; j++)
+                value += p[q * N + j] * stored(type, batch->kv, values + j * D + d);
+            out[q * C + d] = value / totals[q];
+        }
+}
+
+// Whether these rows are of one sequence, at positions one after the other.
+static int consecutive(const Batch *batch, int64_t row, int64_t n) {
+    for (int64_t r = row + 1; r < row + n; r++)
+        if (batch->sequences[r] != batch->sequences[row] ||
+            batch->positions[r] != batch->positions[r - 1] + 1)
+            return 0;
+    return 1;
 }
 
 // Attention of every row over the positions of its sequence up to its own.
 static void attention(const Model *model, const Batch *batch, int64_t layer, float scale,
                       Scratch *s) {
-    const int64_t H = model->n_head, C = model->n_embd, D = C / H, N = model->n_positions;
-    SHARED_LOOP(s, i, batch->n_rows * H) {
-        const int64_t row = i / H, head = i % H, S = batch->positions[row] + 1;
-        const int64_t keys = head_of(model, batch, layer, row, head);
-        const int64_t values = keys + batch->kv_stride;
-        float *query = s->qkv + row * 3 * C + head * D, *scores = s->scores + i * N;
-        float *out = s->heads + row * C + head * D;
-        for (int64_t d = 0; d < D; d++) query[d] *= scale;
-        if (model->stored == FLOAT32)
-            attend(FLOAT32, batch->kv, keys, values, query, S, D, scores, out);
-        else
-            attend(BFLOAT16, batch->kv, keys, values, query, S, D, scores, out);
+    const int64_t H = model->n_head, M = batch->n_rows, n_tiles = (M + TILE - 1) / TILE;
+    SHARED_LOOP(s, i, H * n_tiles) {
+        const int64_t head = i / n_tiles, first = i % n_tiles * TILE, end = min(first + TILE, M);
+        const int64_t m = end - first == TILE && consecutive(batch, first, TILE) ? TILE : 1;
+        for (int64_t row = first; row < end; row += m) {
+            if (model->stored == FLOAT32 && m == 1)
+                attend(FLOAT32, 1, model, batch, layer, row, head, scale, s);
+            else if (model->stored == FLOAT32)
+                attend(FLOAT32, TILE, model, batch, layer, row, head, scale, s);
+            else if (m == 1)
+                attend(BFLOAT16, 1, model, batch, layer, row, head, scale, s);
+            else
+                attend(BFLOAT16, TILE, model, batch, layer, row, head, scale, s);
+        }
     }
 }
 
@@ -842,17 +923,19 @@ static void block_forward(const Model *model, const Batch *batch, int64_t layer,
 // (M, V) of the token after each row.
 //
 // Without a batch, the hidden states are read. Without logits, these are not computed. `memory` has
-// `scratch_size(model, rows)` bytes.
+// `scratch_size(model, rows, threads)` bytes.
 void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden, float *logits,
-            void *memory, int32_t threads) {
+            void *memory, int64_t threads) {
     char *free = (char *)memory;
-    Scratch shared = divide(&free, model, rows);
+    Scratch shared = divide(&free, model, rows, threads);
     shared.x = hidden;
-    shared.threads = threads;
     memset(shared.loop, 0, (size_t)loops(model) * sizeof *shared.loop);
-#pragma omp parallel num_threads(threads)
+    int64_t started = 0;
+#pragma omp parallel num_threads((int)threads)
     {
         Scratch s = shared;
+        const int64_t thread = __atomic_fetch_add(&started, 1, __ATOMIC_RELAXED);
+        s.scores += thread * TILE * model->n_positions;
         if (batch) {
             embed(model, batch, &s);
             for (int64_t layer = 0; layer < model->n_layer; layer++)
@@ -865,36 +948,11 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
     }
 }
 
-// y (M, O) = x (M, K) · wᵀ + bias, by weights of float32 or int8. `memory` has
-// `product_scratch_size(K, rows)` bytes. This is slow unless `has_panels()`.
-void product(const Matrix *w, int64_t type, const float *x, int64_t rows, float *y, void *memory,
-             int32_t threads) {
-    char *free = (char *)memory;
-    Scratch shared = divide_products(&free, w->n_in, rows, PRODUCT_LOOPS);
-    shared.threads = threads;
-    memset(shared.loop, 0, PRODUCT_LOOPS * sizeof *shared.loop);
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch s = shared;
-        matmul(w, (enum type)type, x, rows, &s, y, 0);
-    }
-}
-
+// Whether prompts are fast.
 int32_t has_panels(void) {
 #if defined(PANEL)
     return 1;
 #else
     return 0;
 #endif
-}
-
-// y (count,) = the activation of x (count,).
-void activate_all(int64_t kind, const float *x, int64_t count, float *y, int32_t threads) {
-    Loop loop = {0, 0};
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch s = {0};
-        s.loop = &loop, s.threads = threads;
-        activation((enum activation)kind, x, count, &s, y);
-    }
 }

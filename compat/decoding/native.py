@@ -7,7 +7,6 @@ large batches run on torch's attention, and on torch's products or those of `nat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,11 @@ from torch.nn import functional as F
 from compat.checkpoint.packed import Quantized
 from compat.decoding.matrices import Int8, Linear, Pack
 from compat.decoding.native_library import NativeError, library
-from compat.decoding.native_model import NativeActivation, NativeModel, Unsupported, native_product
+from compat.decoding.native_model import GELU_ERF, TANH, NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
 
 FEW_ROWS = 16  # as FEW in native.c
-MANY_ROWS = 64  # of a pass whose products are native.c's, too; more are faster on torch's attention
+SLOW_ACTIVATIONS = {GELU_ERF, TANH}  # which native.c computes one by one
 
 
 class NativeLinear(Linear):
@@ -47,28 +46,21 @@ class NativeInt8Bfloat16(NativeInt8):
         return torch.addcmul(self.bias, product, self.scale)
 
 
-class _Products(nn.Module):
-    """A product of `native.c`, and of the class beside this one for what it does not support."""
+class _Prompts(nn.Module):
+    """Marks products of a transformer whose prompts and large batches run in `native.c`, too."""
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         if not library().has_panels():
             raise NativeError("native.c multiplies many rows with AVX-512 VNNI only")
         super().__init__(weight, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return native_product(x, self)
-        except Unsupported:
-            found: Tensor = super().forward(x)
-            return found
+
+class NativePrompts(_Prompts, NativeLinear):
+    """As `NativeLinear`, but prompts and large batches run in `native.c`, too."""
 
 
-class NativeProducts(_Products, NativeLinear):
-    """As `NativeLinear`, but `native.c` multiplies prompts and large batches of float32, too."""
-
-
-class NativeInt8Products(_Products, NativeInt8Bfloat16):
-    """As `NativeInt8`, but `native.c` multiplies prompts and large batches, too, in 8 bits."""
+class NativeInt8Prompts(_Prompts, NativeInt8Bfloat16):
+    """As `NativeInt8`, but prompts and large batches run in `native.c`, too, in 8 bits."""
 
 
 def _check_available(weight: Tensor | Quantized) -> None:
@@ -78,7 +70,7 @@ def _check_available(weight: Tensor | Quantized) -> None:
 
 
 NATIVE: tuple[Pack, ...] = (
-    NativeLinear, NativeProducts, NativeInt8, NativeInt8Bfloat16, NativeInt8Products
+    NativeLinear, NativePrompts, NativeInt8, NativeInt8Bfloat16, NativeInt8Prompts
 )  # fmt: skip
 
 
@@ -88,18 +80,12 @@ def transformer_class(pack: Pack) -> type[Transformer]:
 
 
 class NativeTransformer(Transformer):
-    """A transformer whose passes of up to `max_rows` tokens run in `native.c`.
+    """A transformer whose passes of a few tokens, or all passes, run in `native.c`.
 
     The hidden states of these passes are float32 in every precision.
     """
 
     native: NativeModel | None = None  # of the last text
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for block in self.h:
-            block.act = NativeActivation(block.get_submodule("act"))
-        self.max_rows = MANY_ROWS if isinstance(self.lm_head, _Products) else FEW_ROWS
 
     def new_cache(self, batch: int) -> Cache:
         self.native = None  # what was replaced in the transformer counts from the next text on
@@ -123,10 +109,13 @@ class NativeTransformer(Transformer):
 
     def _native(self, rows: int, run: Callable[[NativeModel], Tensor]) -> Tensor | None:
         """What `run` computes; None if it is for torch, which raises the errors of wrong input."""
-        if not 0 < rows <= self.max_rows:
+        many = isinstance(self.lm_head, _Prompts)
+        if not rows or (rows > FEW_ROWS and not many):
             return None
         try:
             native = self.native = self.native or NativeModel(self)
+            if rows > FEW_ROWS and native.activations & SLOW_ACTIVATIONS:
+                return None
             return run(native)
         except Unsupported:
             return None

@@ -155,12 +155,9 @@ def _run(command: list[str]) -> str:
 
 # Arguments and result of each function of native.c.
 FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
-    "decode": ([c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int32], None),
-    "scratch_size": ([c_void_p, c_int64], c_int64),
-    "product": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int32], None),
-    "product_scratch_size": ([c_int64, c_int64], c_int64),
+    "decode": ([c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64], None),
+    "scratch_size": ([c_void_p, c_int64, c_int64], c_int64),
     "has_panels": ([], c_int32),
-    "activate_all": ([c_int64, c_void_p, c_int64, c_void_p, c_int32], None),
 }
 
 

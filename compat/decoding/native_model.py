@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p, sizeof
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from compat.decoding.transformer import Block, Norm, Transformer
 from compat.layers import GELU, QuickGELU
 
 ALIGNMENT = 64  # bytes, of the scratch memory
-ROWS_AT_ONCE = 1024  # of a product, which bounds its scratch memory
+ROWS_AT_ONCE = 512  # in one call, which bounds its scratch memory
 
 # As the enumerations of native.c.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -71,6 +71,14 @@ class _Batch(Structure):
         *((name, c_int64) for name in ("layer_stride", "kv_stride", "sequence_stride")),
     )
 
+    def part(self, first: int, n_rows: int) -> _Batch:
+        """These rows of the batch, which has to stay alive."""
+        arrays = (
+            at + first * sizeof(c_int64) for at in (self.tokens, self.sequences, self.positions)
+        )
+        strides = self.layer_stride, self.kv_stride, self.sequence_stride
+        return _Batch(n_rows, *arrays, self.kv, *strides)
+
 
 class Unsupported(Exception):
     """A transformer, or tokens for it, that native.c cannot compute."""
@@ -100,6 +108,7 @@ class NativeModel:
         blocks = [self._block(block) for block in transformer.h if isinstance(block, Block)]
         if len(blocks) != c.n_layer or len(transformer.h) != c.n_layer:
             raise Unsupported(f"{len(blocks)} blocks")
+        self.activations = {block.activation for block in blocks}
         layers: Array[_Block] = (_Block * c.n_layer)(*blocks)
         self._alive.append(layers)
         self.model = _Model(
@@ -205,58 +214,16 @@ class NativeModel:
 
     def _decode(self, batch: _Batch | None, x: Tensor, logits: Tensor | None) -> None:
         """Call native.c, which releases Python's lock. x: hidden states (M, C), read or written."""
-        M = len(x)
-        _scratch, start = _memory(self.library.scratch_size(byref(self.model), M))
-        self.library.decode(
-            byref(self.model), None if batch is None else byref(batch), M, x.data_ptr(),
-            None if logits is None else logits.data_ptr(), start,
-            usable_threads(torch.get_num_threads()),
-        )  # fmt: skip
-
-
-def native_product(x: Tensor, product: Any) -> Tensor:
-    """What a `Linear` of float32 or an `Int8` maps x (M, in) to: float32 (M, out).
-
-    Raises:
-        Unsupported: a tensor has another type or shape, is not contiguous, or is not on the CPU.
-        NativeError: The library cannot be built or loaded.
-    """
-    c, weight, M = library(), _weight(product), len(x)
-    n_out, n_in = weight.shape
-    if weight.dtype not in (torch.float32, torch.int8):
-        raise Unsupported(f"weights of {weight.dtype}")
-    matrix = _Matrix(
-        _checked(weight, weight.dtype, n_out, n_in),
-        _checked(product.scale, torch.float32, n_out) if isinstance(product, Int8) else None,
-        None if product.bias is None else _checked(product.bias, torch.float32, n_out),
-        n_out, n_in,
-    )  # fmt: skip
-    found = torch.empty(M, n_out, device="cpu")
-    at_once = -(-M // (M // ROWS_AT_ONCE + 1))  # in equal parts
-    _scratch, start = _memory(c.product_scratch_size(n_in, at_once))
-    threads = usable_threads(torch.get_num_threads())
-    for rows, into in zip(torch.split(x, at_once), torch.split(found, at_once), strict=True):
-        m = len(rows)
-        inputs = _checked(rows, torch.float32, m, n_in)
-        c.product(byref(matrix), TYPES[weight.dtype], inputs, m, into.data_ptr(), start, threads)
-    return found
-
-
-class NativeActivation(nn.Module):
-    """An activation that native.c computes for float32 on the CPU: any shape to the same shape."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.kind = module, _activation(module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fits = (x.device.type, x.dtype, x.is_contiguous()) == ("cpu", torch.float32, True)
-        if not fits or self.kind in (GELU_ERF, TANH):  # which native.c computes one by one
-            found: Tensor = self.module(x)
-            return found
-        y, threads = torch.empty_like(x), usable_threads(torch.get_num_threads())
-        library().activate_all(self.kind, x.data_ptr(), x.numel(), y.data_ptr(), threads)
-        return y
+        M, threads = len(x), usable_threads(torch.get_num_threads())
+        at_once = -(-M // -(-M // ROWS_AT_ONCE))  # in equal parts
+        _scratch, start = _memory(self.library.scratch_size(byref(self.model), at_once, threads))
+        for first in range(0, M, at_once):
+            n = min(at_once, M - first)
+            self.library.decode(
+                byref(self.model), None if batch is None else byref(batch.part(first, n)), n,
+                x[first].data_ptr(), None if logits is None else logits[first].data_ptr(), start,
+                threads,
+            )  # fmt: skip
 
 
 def _memory(size: int) -> tuple[Tensor, int]:
@@ -288,8 +255,6 @@ def _weight(product: Any) -> Tensor:
 
 
 def _activation(module: nn.Module) -> int:
-    if isinstance(module, NativeActivation):
-        return module.kind
     kinds = {QuickGELU: QUICK_GELU, nn.ReLU: RELU, nn.SiLU: SILU, nn.Tanh: TANH, GELU: GELU_TANH}
     if isinstance(module, nn.GELU):
         return GELU_TANH if module.approximate == "tanh" else GELU_ERF
