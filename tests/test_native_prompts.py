@@ -190,7 +190,8 @@ def test_weights_share_blocks_that_ask_for_huge_pages(
 ) -> None:
     monkeypatch.setattr(matrices, "_of_thread", threading.local())  # no block is in use
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-    first, second = (pack(weight, None) for _ in range(2))
+    by_output = weight.t().contiguous().t()  # the layout of an embedding, which is the head
+    first, second = pack(weight, None), pack(by_output, None)
     one, other = (getattr(p, "weight", None) for p in (first, second))
     if pack is NativeInt8:
         one, other = first.qweight, second.qweight

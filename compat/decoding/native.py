@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
-from compat.decoding.matrices import Int8, Linear, Pack
+from compat.decoding.matrices import Int8, Linear, Pack, empty_weight
 from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import GELU_ERF, TANH, NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
@@ -23,11 +23,16 @@ SLOW_ACTIVATIONS = {GELU_ERF, TANH}  # which native.c computes one by one
 
 
 class NativeLinear(Linear):
-    """A weight `[out, in]` that both the native decode step and `F.linear` read."""
+    """A weight `[out, in]` that both the native decode step and `F.linear` read.
+
+    It is always a copy in huge pages. Memory-mapped files have small ones.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         _check_available(weight)
-        super().__init__(weight, bias)
+        by_output = weight.t()
+        copy = empty_weight(by_output.shape, weight.dtype).copy_(by_output)
+        super().__init__(copy.t(), bias)
 
 
 class NativeInt8(Int8):
