@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
 from compat.checkpoint import open_checkpoint
-from compat.decoding import scoring, transformer
+from compat.decoding import scoring
 from compat.decoding.matrices import Blas
 from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS
@@ -115,9 +115,10 @@ def test_engine_and_dialects_agree_for_any_lengths(source: Path, dtype: Any, dat
 def test_prompts_may_be_read_in_chunks(
     source: Path, speculate: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformer, "PREFILL_CHUNK", chunk)
+    engine = Engine.from_pretrained(source, speculate=speculate)
+    monkeypatch.setattr(type(engine.transformer), "prefill_chunk", chunk)
     texts = [torch.arange(40).tolist(), [5, 3, 9]] if speculate is None else [list(range(40))]
-    found = Engine.from_pretrained(source, speculate=speculate).decoder().start(texts)
+    found = engine.decoder().start(texts)
     blocks = load_pretrained(source)
     for row, text in zip(found, texts, strict=True):
         with torch.no_grad():

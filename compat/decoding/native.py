@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from compat.checkpoint.packed import Quantized
 from compat.decoding.matrices import Int8, Linear, Pack, empty_weight
 from compat.decoding.native_library import NativeError, library
-from compat.decoding.native_model import GELU_ERF, TANH, NativeModel, Unsupported
+from compat.decoding.native_model import GELU_ERF, ROWS_AT_ONCE, TANH, NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
 
 FEW_ROWS = 16  # as FEW in native.c
@@ -91,6 +91,7 @@ class NativeTransformer(Transformer):
     """
 
     native: NativeModel | None = None  # of the last text
+    prefill_chunk = ROWS_AT_ONCE
 
     def new_cache(self, batch: int) -> Cache:
         self.native = None  # what was replaced in the transformer counts from the next text on

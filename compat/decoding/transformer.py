@@ -27,8 +27,6 @@ from compat.layers import activation
 from compat.tap import Tap, expand_taps
 from compat.threads import two_threads
 
-PREFILL_CHUNK = 256  # positions read at once
-
 # From Hugging Face's name to the tensor, `[in, out]`. The list has several where a model keeps q, k
 # and v as separate tensors, and is empty for a bias that the model lacks. A matrix may be
 # quantized.
@@ -152,6 +150,8 @@ class Transformer(nn.Module):
             model have to. Otherwise two threads read and pack.
     """
 
+    prefill_chunk = 256  # positions of a prompt that are read at once
+
     def __init__(
         self,
         config: GPT2Config,
@@ -263,10 +263,9 @@ class Transformer(nn.Module):
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Hidden states (B, T, C) of prompts of one length, read in chunks to bound the memory."""
-        chunks = torch.split(torch.tensor(rows, device=self.device), PREFILL_CHUNK, dim=1)
-        return torch.cat(
-            [self(ids, cache.kv, n * PREFILL_CHUNK) for n, ids in enumerate(chunks)], dim=1
-        )
+        size = self.prefill_chunk
+        chunks = torch.split(torch.tensor(rows, device=self.device), size, dim=1)
+        return torch.cat([self(ids, cache.kv, n * size) for n, ids in enumerate(chunks)], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, C) → float32 logits (…, V)."""
