@@ -152,7 +152,7 @@ def test_names_of_modules(reference: Golden, taps: Arrays) -> None:
     arrays = modules(taps)
     report = reference.check(arrays)
     assert report.passed and len(report.taps) == 10 * L + 3
-    assert any("others hold the same" in note for note in report.notes)
+    assert any("other arrays contain the same tap" in note for note in report.notes)
     for form in ("model.{}", "_orig_mod.{}"):
         assert reference.check({form.format(name): x for name, x in arrays.items()}).passed
     # The result of a module with dropout counts, not that of the projection in it.
