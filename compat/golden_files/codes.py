@@ -20,8 +20,8 @@ ARRAYS_ONLY = {
         "the array holds the values of {found}, not those of {expected}",
         "Store {found} under its own name, or rename the array.",
         "If a hidden state is recorded at another place in the model, the comparison fails "
-        "although the model is right. For example, hidden_states[-1] of transformers is the output of ln_f, "
-        "not of the last block.",
+        "although the model is right. For example, hidden_states[-1] of transformers is the output "
+        "of ln_f, not of the last block.",
     ),
     "scaled_tap": (
         "the array holds {found:.6g} times the values of {expected}",

@@ -202,9 +202,9 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
     assert reference.check({"decode.logits": decoded(ids, right[None])}, model=tiny).passed
     for positions, words in (
         (torch.cat([right[:T], 0 * n]), "every step has position 0"),
-        (torch.cat([right[:T], n]), "begin at 0 again"),
+        (torch.cat([right[:T], n]), "start at 0 again"),
         (torch.cat([right[:T], T + 1 + n]), f"the first step has position {T + 1}"),
-        (1 + right, "of the text and of the steps begin at 1"),
+        (1 + right, "with a cache, the positions start at 1"),
     ):
         wrong = decoded(ids, positions[None])
         [finding] = reference.check({"decode.logits": wrong}, model=tiny).findings
