@@ -440,7 +440,7 @@ def test_building_the_model_to_compare_with_draws_no_random_numbers(source: Path
 def test_unequal_prompts_need_a_forward_that_takes_a_mask(source: Path) -> None:
     with edited(source, "conv1d", ["whole_model_by_ids_alone"]) as model:
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-        with pytest.raises(GenerationError, match="replaced by one that takes no attention_mask"):
+        with pytest.raises(GenerationError, match="replaced by one without attention_mask"):
             generate(model, PROMPTS, max_new_tokens=1, attention_mask=mask)
 
 
