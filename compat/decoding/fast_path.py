@@ -51,7 +51,7 @@ def decoder_of(model: Model | HasDecoder) -> Decoder:
             "of your own."
         )
     kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
-    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is faster only there
+    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is only faster there
     if on_cpu and is_unmodified(model):
         return StaticDecoder(transformer_of(model))
     return PlainDecoder(model)

@@ -186,7 +186,7 @@ def prompt_lookup(ids: list[int], count: int, *_: object) -> list[int]:
     for at in range(len(ids) - 1, LOOKUP_LENGTH - 1, -1):
         if ids[at - LOOKUP_LENGTH : at] == tail:
             text = list(ids)
-            for step in range(count):  # beyond the end of `ids`, the text repeats itself
+            for step in range(count):  # beyond the end of `ids`, repeat the draft
                 text.append(text[at + step])
             return text[len(ids) :]
     return []
