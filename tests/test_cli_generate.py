@@ -80,7 +80,7 @@ def test_a_sliding_context_is_reported(cli: Cli, folder: Path) -> None:
     assert "dropped" not in cli(*argv[:-1], 20, "--overflow", "slide").err
 
 
-def test_logits_that_are_not_finite_are_2_and_name_the_layer(
+def test_non_finite_logits_are_2_and_name_the_layer(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_pretrained(folder)
@@ -127,7 +127,7 @@ def test_an_invalid_prompt_does_not_end_a_conversation(
     assert "error: the prompt cannot be encoded" in done.err
 
 
-def test_ctrl_c_at_the_prompt_leaves(
+def test_ctrl_c_at_the_prompt_ends_the_conversation(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     done = converse(cli, monkeypatch, b"O\n^C\nO\n", folder)

@@ -132,7 +132,9 @@ def test_inspect(narrow: Cli, distant: Path) -> None:
 
 
 @each_width
-def test_inspect_of_what_would_not_load(narrow: Cli, write: Write, state: State) -> None:
+def test_inspect_of_a_checkpoint_that_would_not_load(
+    narrow: Cli, write: Write, state: State
+) -> None:
     folder = write({**state, f"{LONG}.weight": torch.ones(2), **masks()})
     found, shown = narrow("inspect", folder, "--json").json(), narrow("inspect", folder).out
     assert LONG in found["error"]

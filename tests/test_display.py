@@ -58,7 +58,7 @@ def test_the_page_of_gradients(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_a_page_is_written_as_a_whole(results: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_a_page_is_written_atomically(results: dict[str, Any], kind: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     results[kind].to_html(path)

@@ -71,16 +71,16 @@ def maps() -> dict[str, NameMap]:
 
 
 @pytest.mark.parametrize("name_map", maps().values(), ids=maps().keys())
-def test_the_source_makes_an_equal_map(name_map: NameMap) -> None:
+def test_the_emitted_source_gives_an_equal_map(name_map: NameMap) -> None:
     assert defined(to_python(name_map)) == name_map
 
 
 @pytest.mark.parametrize("name", ["all ops", "long zeros", "fused per head, long", "linear"])
-def test_the_source_is_laid_out_as_ruff_would(name: str) -> None:
+def test_the_emitted_source_is_formatted_like_ruff(name: str) -> None:
     assert tidy(to_python(maps()[name]))
 
 
-def test_rows_that_fit_stand_on_a_line_each() -> None:
+def test_rows_that_fit_have_one_line_each() -> None:
     rows = [Row(f"h.{{i}}.{name}", (f"blocks.{{i}}.{name}",), Same()) for name in ("a", "b", "c")]
     assert to_python(NameMap(tuple(rows), zeros=("head.bias",))) == (
         "from compat import NameMap, Row, Same\n"

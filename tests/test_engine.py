@@ -73,7 +73,7 @@ def test_logits_are_within_the_calibrated_bound_of_parity(
     ],
     ids=str,
 )
-def test_every_field_of_the_config_counts(
+def test_every_field_of_the_config_has_an_effect(
     make_checkpoint: MakeCheckpoint, config: dict[str, Any]
 ) -> None:
     folder = make_checkpoint(**config)
@@ -112,7 +112,7 @@ def test_engine_and_dialects_agree_for_any_lengths(source: Path, dtype: Any, dat
 
 @pytest.mark.parametrize("speculate", [None, "lookup"])
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
-def test_prompts_may_be_read_in_chunks(
+def test_prompts_can_be_prefilled_in_chunks(
     source: Path, speculate: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformer, "PREFILL_CHUNK", chunk)
@@ -177,7 +177,7 @@ def test_scores_are_those_of_transformers(
     )
 
 
-def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
+def test_the_last_scored_id_needs_no_position(source: Path) -> None:
     ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         logits = noisy_reference(n_positions=64)(ids[:, :64]).logits
@@ -303,7 +303,7 @@ def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) ->
     assert torch.equal(found, expected)
 
 
-def test_a_transposed_weight_would_be_seen(source: Path) -> None:
+def test_a_transposed_weight_is_detected(source: Path) -> None:
     """The tests above can fail: c_proj is square and passes every shape check when transposed."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
@@ -329,7 +329,7 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
         ("ln_f.bias", 0, "ln_f"),
     ],
 )
-def test_logits_that_are_not_finite_name_the_first_layer(
+def test_non_finite_logits_name_the_first_layer(
     state: State, write: Write, tensor: str, at: int, tap: str, speculate: Any
 ) -> None:
     state[tensor].view(-1)[at] = torch.nan

@@ -65,7 +65,7 @@ def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
+def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -> None:
     """A finished row goes on drawing, unseen: otherwise the others' draws would shift."""
     found = generate(
         ours(noisy),
@@ -91,7 +91,7 @@ def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_the_config_says_what_ends_a_text(
+def test_the_config_defines_the_stop_ids(
     make_checkpoint: MakeCheckpoint, noisy: Path, as_list: bool
 ) -> None:
     """The same weights under different configs: one stop id, several, none."""
@@ -112,7 +112,7 @@ def test_the_config_says_what_ends_a_text(
     [{"temperature": 0}, {}, {"top_k": 5}, {"temperature": 1.7, "top_p": 0.8}],
     ids=str,
 )
-def test_suppressed_ids_never_come_as_if_their_logits_were_minus_infinity(
+def test_suppressed_ids_are_sampled_as_if_their_logits_were_minus_infinity(
     noisy: Path, settings: dict[str, Any]
 ) -> None:
     """As transformers makes them; top_k and top_p then keep some of the other ids alone."""
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_request_that_cannot_be_met_is_refused(tiny: Path, case: str) -> None:
+def test_a_request_that_cannot_be_fulfilled_is_refused(tiny: Path, case: str) -> None:
     change, named = REFUSED[case]
     request = {"input_ids": PROMPT, "max_new_tokens": 1, **change}
     with pytest.raises(GenerationError, match=named):

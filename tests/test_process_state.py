@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_process_is_as_before(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_the_state_of_the_process_is_restored(name: str, tiny: Path, tmp_path: Path) -> None:
     logging.disable(logging.DEBUG)  # a setting of the user's
     transformers.utils.logging.enable_progress_bar()
     try:
@@ -130,7 +130,7 @@ def test_the_process_is_as_before(name: str, tiny: Path, tmp_path: Path) -> None
         transformers.utils.logging.disable_progress_bar()
 
 
-def test_other_threads_are_heard_while_adapt_runs(
+def test_other_threads_can_print_while_adapt_runs(
     tiny: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stop, counts = threading.Event(), []

@@ -86,7 +86,7 @@ def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
 
 @each_setting
 @pytest.mark.parametrize("mean", [-30, 0])
-def test_scores_and_draws_are_transformers(setting: dict[str, Any], mean: float) -> None:
+def test_scores_and_samples_are_those_of_transformers(setting: dict[str, Any], mean: float) -> None:
     """Around 0, where a penalty multiplies some logits and divides others; and below it."""
     for seed in range(3):
         logits, seen = random_logits(seed, mean=mean), some_ids(seed)
@@ -145,7 +145,7 @@ CASES = st.tuples(st.integers(1, 12), st.integers(1, 3)).flatmap(
 @settings(deadline=None, max_examples=500, derandomize=True)
 @given(case=CASES, seed=st.integers(0, 2**31))
 @example(case=([[-100.0] * 8, [*[-100.0] * 7, -1.0]], [[0], [0]], {"top_p": 1.0}), seed=0)
-def test_any_logits_with_ties_draw_what_transformers_draws(
+def test_tied_logits_are_sampled_as_in_transformers(
     case: tuple[list[list[float]], list[list[int]], dict[str, Any]], seed: int
 ) -> None:
     rows, seen, setting = case
@@ -160,13 +160,13 @@ def test_any_logits_with_ties_draw_what_transformers_draws(
     assert torch.equal(sampling.draw(scores, torch.Generator().manual_seed(seed)), ids)
 
 
-def test_the_penalty_looks_at_each_rows_ids_alone_and_once() -> None:
+def test_the_penalty_applies_once_to_each_id_of_a_row() -> None:
     logits = torch.tensor([[2.0, -2.0, 4.0], [2.0, -2.0, 4.0]])
     scores = Sampling(temperature=0, repetition_penalty=2.0).scores(logits, [[1, 0, 1, 1], [2]])
     assert scores.tolist() == [[1.0, -4.0, 4.0], [2.0, -2.0, 2.0]]
 
 
-def test_greedy_choice_heeds_the_penalty_and_nothing_of_the_draws() -> None:
+def test_greedy_choice_uses_the_penalty_and_no_sampling_settings() -> None:
     logits = torch.tensor([[3.0, 2.9, 1.0]])
     sampling = Sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0, repetition_penalty=1.5)
     scores = sampling.scores(logits, [[0]])
@@ -175,7 +175,7 @@ def test_greedy_choice_heeds_the_penalty_and_nothing_of_the_draws() -> None:
 
 
 @each_setting
-def test_probabilities_are_what_is_drawn_from(setting: dict[str, Any]) -> None:
+def test_probabilities_are_those_that_are_sampled_from(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
     scores = sampling.scores(random_logits(0), some_ids(0))
     probabilities = sampling.probabilities(scores)

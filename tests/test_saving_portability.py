@@ -89,7 +89,7 @@ def no_library(name: str | None, **kwargs: Any) -> object:
 
 
 @pytest.mark.parametrize("load", [no_symbol, no_library])
-def test_without_a_swap_folders_are_renamed(
+def test_without_an_atomic_swap_folders_are_renamed(
     target: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", load)

@@ -79,7 +79,7 @@ def test_the_plan_follows_the_operation(
     assert placements(name_map, parameters, 2) == {"layers.0.qkv": expected}
 
 
-def test_the_plan_of_parameters_with_two_of_three() -> None:
+def test_the_plan_of_a_parameter_with_two_of_q_k_and_v() -> None:
     plan = placements(my_map(), dict(MyGPT2().named_parameters(remove_duplicate=False)), 2)
     assert plan["stack.2.query_key.weight"] == strided_shard(0, 2)
     assert plan["stack.2.value.weight"] == Shard(0)

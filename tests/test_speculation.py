@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_without_speculation(source: Path, speculate: An
 
 @both_ways
 @pytest.mark.parametrize("how", [{}, {"top_k": 20}, {"temperature": 0.5, "top_p": 0.9}], ids=str)
-def test_the_same_seed_draws_the_same_ids(
+def test_the_same_seed_samples_the_same_ids(
     source: Path, speculate: Any, how: dict[str, Any]
 ) -> None:
     """So that the distribution is the same, whatever it is."""
@@ -166,7 +166,7 @@ def test_accepted_draft_tokens_save_forward_passes(
     assert draft_source.proposed - draft_source.accepted <= 1
 
 
-def test_rejected_draft_tokens_are_soon_given_up(source: Path, engine: Engine) -> None:
+def test_a_source_of_rejected_draft_tokens_is_soon_not_used(source: Path, engine: Engine) -> None:
     ids = prompt(1)
     truth = true_ids(source, ids)
     wrong = [(token_id + 1) % 97 for token_id in truth]
@@ -192,7 +192,7 @@ def test_drafts_of_sampled_tokens_use_the_same_random_numbers(
     assert draft_source.accepted >= 36  # but those after the last id drawn
 
 
-def test_drawn_ids_have_the_distribution_of_the_model(
+def test_sampled_ids_have_the_distribution_of_the_model(
     make_checkpoint: MakeCheckpoint, draft_count: Callable[[int], None]
 ) -> None:
     """Chi-square of the third id, over a vocabulary of 11, where the second was drafted."""
@@ -265,7 +265,7 @@ def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any
     )
 
 
-def test_a_draft_that_fails_leaves_the_message_to_the_model(
+def test_if_a_draft_fails_the_model_raises_the_error(
     source: Path, draft_count: Callable[[int], None]
 ) -> None:
     draft_count(3)

@@ -32,7 +32,7 @@ def texts(
 
 @each_dialect
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_greedy_ids_of_unequal_prompts_are_transformers_of_each_alone(
+def test_greedy_ids_of_unequal_prompts_are_those_of_transformers_for_each_alone(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
     found = texts(folder, PROMPTS, dialect, sampling=GREEDY, batch_size=batch_size)
@@ -54,7 +54,7 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=str)
-def test_every_prompt_draws_as_transformers_does_for_it_alone(
+def test_every_prompt_is_sampled_as_transformers_samples_it_alone(
     folder: Path, settings: dict[str, Any]
 ) -> None:
     """With the seed; sample j with seed + j, whatever the batch is."""
@@ -78,7 +78,7 @@ def test_a_prompts_texts_do_not_depend_on_the_others(folder: Path) -> None:
     assert unseeded[0] != unseeded[1]
 
 
-def test_one_prompt_draws_as_generate_does(folder: Path) -> None:
+def test_one_prompt_is_sampled_as_by_generate(folder: Path) -> None:
     ids = torch.tensor([ids_of("ROMEO:")])
     seeded = torch.Generator().manual_seed(3)
     whole = generate(ours(folder), ids, max_new_tokens=20, temperature=0.8, generator=seeded)
@@ -153,7 +153,7 @@ def test_a_stop_string_in_the_prompt_does_not_stop(folder: Path) -> None:
     assert found.finish_reason == "length" or "king" in TOKENIZER.decode(found.new_ids)
 
 
-def test_a_stream_gives_the_same_text_in_pieces_and_holds_back_what_may_stop(folder: Path) -> None:
+def test_a_stream_yields_the_same_text_and_holds_back_possible_stop_strings(folder: Path) -> None:
     (whole,) = texts(folder, ["O"], sampling=GREEDY)
     stop = whole.new_text[7:10]
     (expected,) = texts(folder, ["O"], sampling=GREEDY, stop=[stop], logprobs=True)
@@ -175,7 +175,7 @@ def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
         assert completion.finish_reason == "length"
 
 
-def test_by_default_100_new_tokens_or_what_there_is_room_for(
+def test_by_default_100_new_tokens_or_as_many_as_fit(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
     """Each prompt has room of its own; the short go on where the long have filled the context."""
@@ -189,7 +189,7 @@ def test_by_default_100_new_tokens_or_what_there_is_room_for(
         assert completion.new_ids == expected.tolist()
 
 
-def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
+def test_ctrl_c_yields_the_current_batch_and_then_interrupts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = texts(folder, PROMPTS, sampling=GREEDY)
@@ -239,7 +239,7 @@ def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_met_is_refused_at_once(
+def test_a_request_that_cannot_be_fulfilled_is_refused_at_once(
     folder: Path, change: dict[str, Any], named: str
 ) -> None:
     prompts = change.pop("prompts", ["O", "ROMEO:"])

@@ -43,7 +43,7 @@ def slid(folder: Path, prompt: list[int], new: int, n: int = N, seed: int | None
 
 @each_dialect
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_ids_are_those_of_the_newest_half_computed_anew(
+def test_ids_are_those_of_the_last_half_recomputed(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
     """Through several slides; of a prompt that is too long by itself, and one that just fits."""
@@ -71,14 +71,14 @@ def test_ids_are_those_of_the_newest_half_computed_anew(
     assert [completion.dropped for completion in completions] == dropped
 
 
-def test_the_draws_go_on_where_they_were(folder: Path) -> None:
+def test_the_random_generator_continues_after_a_slide(folder: Path) -> None:
     (found,) = generate_text(
         ours(folder), TOKENIZER, [[5, 6]], max_new_tokens=60, seed=4, overflow="slide"
     )
     assert found.new_ids == slid(folder, [5, 6], 60, seed=4)[0]
 
 
-def test_a_penalty_counts_what_was_dropped(folder: Path) -> None:
+def test_the_penalty_includes_dropped_ids(folder: Path) -> None:
     """With a penalty without measure no id comes twice, as long as there are others."""
     sampling = Sampling(temperature=0, repetition_penalty=1e30)
     (found,) = generate_text(
@@ -98,7 +98,7 @@ def test_a_text_that_fits_does_not_slide(folder: Path) -> None:
     assert found[0][0].dropped == 0
 
 
-def test_by_default_a_full_context_is_an_error_with_the_numbers(folder: Path) -> None:
+def test_by_default_a_full_context_is_an_error_with_both_lengths(folder: Path) -> None:
     with pytest.raises(GenerationError, match=rf"4 prompt .* 21 new ones make 25; .* {N} pos"):
         generate_text(ours(folder), TOKENIZER, [[5] * 4], max_new_tokens=N - 3)
     (found,) = generate_text(ours(folder), TOKENIZER, [[5] * 4])

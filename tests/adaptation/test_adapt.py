@@ -187,7 +187,7 @@ def test_a_missing_checkpoint(tmp_path: Path, tiny: Path) -> None:
         adapt(build_style("nano", tiny), tmp_path)
 
 
-def test_a_part_that_cannot_be_examined_is_reported_beside_the_comparison(
+def test_a_part_that_cannot_be_examined_is_reported_along_with_the_comparison(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(context: object) -> list[object]:

@@ -156,7 +156,7 @@ def by_transformers(reference: Golden, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"logits": logits.detach(), "loss": loss.detach(), **found}
 
 
-def test_what_rounding_destroys_is_not_judged(
+def test_arrays_that_rounding_destroys_are_not_judged(
     tiny: Path, reference: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compat.golden_files.bounds.LARGEST_BOUND", 1e-9)
@@ -169,7 +169,7 @@ def test_what_rounding_destroys_is_not_judged(
     assert any("rounding to float16 alone" in note for note in report.notes)
 
 
-def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> None:
+def test_npz_files_contain_the_same_arrays(tiny: Path, tmp_path: Path, reference: Golden) -> None:
     made = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
     assert made.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
     assert all(torch.equal(made.read(name), reference.read(name)) for name in made.taps)
@@ -314,9 +314,7 @@ def test_one_wrong_value_fails(reference: Golden, taps: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_fail(
-    reference: Golden, taps: dict[str, Any], value: float
-) -> None:
+def test_non_finite_values_fail(reference: Golden, taps: dict[str, Any], value: float) -> None:
     wrong = taps["h.0.act"].copy()
     wrong[1, 2, 3] = value
     report = reference.check({**taps, "h.0.act": wrong})
@@ -353,7 +351,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_compared_is_one_error(
+def test_arrays_that_cannot_be_compared_are_one_error(
     reference: Golden, taps: dict[str, Any], case: str
 ) -> None:
     make, words = REFUSED[case]
@@ -411,7 +409,7 @@ def test_hostile_npy_files(reference: Golden, tmp_path: Path) -> None:
         reference.check(tmp_path / "a.npz")
 
 
-def test_golden_files_that_are_none(tmp_path: Path, file: Path, tiny: Path) -> None:
+def test_files_that_are_not_golden_files(tmp_path: Path, file: Path, tiny: Path) -> None:
     for path in (tiny / "model.safetensors", write_npz(tmp_path / "a.npz", x=np.zeros(2))):
         with pytest.raises(ParityError, match="is not a golden file"):
             Golden.open(path)

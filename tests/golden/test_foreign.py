@@ -120,7 +120,7 @@ def test_names_of_transformer_lens(reference: Golden, taps: Arrays) -> None:
     assert not reference.check({"h.1.ln_2": plain}).passed  # as the tap itself it is wrong
 
 
-def test_a_token_before_the_text_is_said(reference: Golden, taps: Arrays) -> None:
+def test_an_additional_bos_token_is_reported(reference: Golden, taps: Arrays) -> None:
     longer = {
         name: np.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
         for name, x in lens(taps).items()

@@ -143,7 +143,7 @@ def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
         ({}, {"num_beams": 4}, "generation_kwargs has num_beams; compat knows until"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_unsupported_requests_are_errors(
     arguments: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, GenerationError), match=message):

@@ -154,7 +154,7 @@ def test_an_adapter_of_ours_does_the_same_in_gpt2(kind: str, tiny: Path, tmp_pat
     to_hf_state_dict(merged, name_map)
 
 
-def test_a_wrong_place_is_seen(tiny: Path, tmp_path: Path, hf_adapter: Any) -> None:
+def test_a_wrong_row_is_detected(tiny: Path, tmp_path: Path, hf_adapter: Any) -> None:
     folder, expected, _ = hf_adapter
     model, _ = ours("linear", tiny)
     lora_from_hf(model, folder, tmp_path / "ours")
