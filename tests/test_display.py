@@ -53,7 +53,7 @@ def test_a_notebook_shows_the_page_in_a_frame(results: dict[str, Any], kind: str
 
 
 def test_the_page_of_gradients(results: dict[str, Any]) -> None:
-    assert "The gradients, from the logits downwards" in page_of(results["passed"])
+    assert "Gradients, from the logits to the embedding" in page_of(results["passed"])
     assert "The gradients" not in page_of(results["failed"])
 
 
