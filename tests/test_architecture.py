@@ -1,4 +1,4 @@
-"""The house rules that a reader may rely on, read off the source."""
+"""Rules of the architecture, checked in the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type get one CompatError, whatever they are."""
+"""Arguments of a wrong type raise one CompatError."""
 
 from __future__ import annotations
 

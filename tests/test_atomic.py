@@ -1,4 +1,4 @@
-"""Replacing a folder: which files stay, which are removed, and the effect of failures."""
+"""Replacing a folder: kept files, removed files, and the effect of failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Path]:
-    """A path in a folder in which nothing else may remain."""
+    """A path in a folder in which no other files may remain."""
     place = tmp_path / "parent" / "model"
     place.parent.mkdir()
     yield place
@@ -90,7 +90,7 @@ def test_superseded_files_are_removed_and_others_are_kept(target: Path) -> None:
 
 
 def test_kept_files_are_hard_links(target: Path) -> None:
-    """A program that has it open continues to write into it."""
+    """A program that has a file open continues to write to it."""
     fill(target, log="1")
     with (target / "log").open("a") as log:
         replace(target, w1="new")

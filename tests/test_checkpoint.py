@@ -1,4 +1,4 @@
-"""open_checkpoint: every layout found in the wild is read."""
+"""open_checkpoint reads every layout of published checkpoints."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_every_option_reaches_the_library(
 
 
 def test_these_options_change_the_text(cli: Cli, folder: Path) -> None:
-    """Without this, the test above could pass although an option has no effect."""
+    """Otherwise the test above could pass although an option has no effect."""
     argv = ("generate", "O king", "--model", folder, "--max-new-tokens", 50, "--seed", 5)
     plain = cli(*argv).out
     for options in (("--min-p", 0.9), ("--repetition-penalty", 9), ("--stop", plain[9])):

@@ -1,4 +1,4 @@
-"""A real SIGINT sent to a running process: its output so far stays, and the exit code is 130."""
+"""A real SIGINT to a running process: its output so far is kept, and the exit code is 130."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 def ctrl_c_works() -> None:
-    """Undo that SIGINT is ignored, which a process started in the background inherits."""
+    """Handle SIGINT, which a process started in the background ignores."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

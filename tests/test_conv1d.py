@@ -1,4 +1,4 @@
-"""The `conv1d` blocks against torch's and transformers' own, to the bit."""
+"""The `conv1d` blocks are bit-identical to those of torch and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain decoder: a sequence has the same logits in a shrinking batch as alone."""
+"""The plain decoder: a sequence in a shrinking batch has the same logits as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in a notebook: short texts, pages in frames, and files that are written as a whole."""
+"""Results in a notebook: short texts, pages in frames, and files that are written atomically."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ OPS: dict[str, Op] = {
 
 
 def defined(source: str) -> Any:
-    """What the source calls `name_map`; the imports in it are all that it gets."""
+    """The name map that the source defines with no names but its own imports."""
     namespace: dict[str, Any] = {}
     exec(compile(source, "pasted.py", "exec"), namespace)
     return namespace["name_map"]
 
 
 def tidy(source: str) -> bool:
-    """Whether ruff finds nothing to lay out otherwise, and no import unused or out of order."""
+    """Whether ruff accepts the format and the imports of the source."""
     ruff = [sys.executable, "-m", "ruff"]
     for command in (
         ["format", "--check", "--line-length", "100", "--isolated"],

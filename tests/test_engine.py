@@ -30,7 +30,7 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.08}
 
 @pytest.fixture(scope="module")
 def source(make_checkpoint: MakeCheckpoint) -> Path:
-    """Small, but with logits that differ enough for greedy ids not to hang by a rounding."""
+    """A small checkpoint whose logits differ enough for greedy ids not to depend on rounding."""
     return make_checkpoint(n_positions=64, activation_function="gelu_new")
 
 
@@ -46,7 +46,7 @@ def logits_of(engine: Engine, ids: Tensor) -> Tensor:
 def test_logits_are_within_the_calibrated_bound_of_parity(
     source: Path, dtype: Any, torch_dtype: torch.dtype
 ) -> None:
-    """Twice the reference's own distance from its float64 run, as for the blocks."""
+    """The bound is twice the reference's own error against float64, as for the blocks."""
     reference = Reference(open_checkpoint(source), torch_dtype)
     ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected, exact = reference.logits(ids)
@@ -304,7 +304,7 @@ def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) ->
 
 
 def test_a_transposed_weight_is_detected(source: Path) -> None:
-    """The tests above can fail: c_proj is square and passes every shape check when transposed."""
+    """The tests above can fail: c_proj is square, so transposing it does not change its shape."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
     def read(name: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which decoder a model gets: the fast path if it is unmodified, else its own `forward`."""
+"""The choice of a decoder: the fast path for unmodified models, else the model's own `forward`."""
 
 from __future__ import annotations
 

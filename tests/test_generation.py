@@ -110,7 +110,7 @@ def test_the_same_seed_samples_the_tokens_of_transformers(
 def test_the_repetition_penalty_is_that_of_transformers_with_padding_too(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
-    """The padding id is one that the texts have; as padding it is not counted."""
+    """The padding id also occurs in the texts. As padding it is not penalized."""
     model = ours(noisy, dialect)
     plain, (ids, mask) = greedy(model, BATCH, 60), left_pad(UNEQUAL, pad_id=9)
     settings: dict[str, Any] = {"use_cache": use_cache, "repetition_penalty": 1.4}
@@ -154,7 +154,7 @@ def test_a_left_padded_batch_gives_the_ids_of_each_prompt_alone(
 def test_unmasked_padding_or_its_positions_change_the_ids(
     noisy: Path, dialect: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The partner of the test above: both halves of what the mask does are needed."""
+    """The tests above depend on this: both effects of the mask are necessary."""
     model = PlainBlocks(ours(noisy, dialect))
     ids, mask = left_pad(UNEQUAL, pad_id=13)
     right = greedy(model, ids, 50, attention_mask=mask, use_cache=use_cache)

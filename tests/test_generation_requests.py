@@ -1,4 +1,4 @@
-"""What ends a text, which ids are kept out of it, and which requests are refused."""
+"""Stop ids, suppressed ids, and requests that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.generation_common import (
 
 
 def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int]]:
-    """What is left of rows that were generated without stop ids."""
+    """The expected rows, from rows that were generated without stop ids."""
     rows = []
     for row in whole.tolist():
         end = next((i for i in range(T, len(row)) if row[i] in stop), len(row))
@@ -36,7 +36,7 @@ def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int
 def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
     make_checkpoint: MakeCheckpoint, use_cache: bool, pad: int | None
 ) -> None:
-    """Filled up with the padding id, or where there is none with the stop id."""
+    """The row is filled with the padding id, or with the stop id if there is none."""
     folder = make_checkpoint(n_positions=64, pad_token_id=pad)
     whole = greedy(ours(folder), BATCH, 40, use_cache=use_cache)
     stop = int(whole[0, 8])
@@ -66,7 +66,9 @@ def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -> None:
-    """A finished row goes on drawing, unseen: otherwise the others' draws would shift."""
+    """A finished row continues to use random numbers; otherwise the other rows would get different
+    ones.
+    """
     found = generate(
         ours(noisy),
         BATCH,

@@ -1,4 +1,4 @@
-"""The HTML report: its content, and that it is safe."""
+"""The HTML report: its content and its safety."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def failing(tiny: Path) -> ParityReport:
 
 
 def test_the_browser_reads_the_page_as_written(browser: Browser, failing: ParityReport) -> None:
-    """It adds and drops no elements, and all drawings have a size."""
+    """It neither adds nor drops elements, and all drawings have a size."""
     page = parity_page(failing)
     found = browser.ask(
         browser.write("parity.html", page),
@@ -64,7 +64,7 @@ def test_the_browser_reads_the_page_as_written(browser: Browser, failing: Parity
 
 
 def test_the_browser_does_not_run_text_as_code(browser: Browser) -> None:
-    """This holds even without the policy that forbids it."""
+    """This holds even without the content security policy that forbids it."""
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", evil_page())
     assert "Security-Policy" not in page
     found = browser.ask(

@@ -1,4 +1,6 @@
-"""The hub's cache: concurrent use, kills, read-only, links, incomplete, full disk, damage."""
+"""The hub's cache: concurrent use, killed processes, read-only and linked folders, missing and
+damaged files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids and settings as users give them: what works, and what is one clear error."""
+"""Ids and settings in the forms in which users pass them: accepted, or one clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fresh model starts where GPT-2 and transformers start: small weights, a loss of ln V."""
+"""A new model is initialised like GPT-2 and transformers: small weights, a loss of ln V."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""inspect_checkpoint: what a source is, and the same error that loading it raises."""
+"""inspect_checkpoint describes a source, and reports the error that loading it would raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products: wrong ones are never selected, and the fastest is remembered."""
+"""Selection of kernels: wrong ones are never selected, and the fastest is cached on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compat.decoding.matrices import Blas, Int8, Linear, Pack
 
 @pytest.fixture(autouse=True)
 def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What these tests measure is not remembered for the user; the native library is."""
+    """The choices of these tests are not written to the user's cache; the native library is."""
     native_library.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
@@ -44,7 +44,7 @@ def test_the_last_candidate_is_documented_and_works(precision: str) -> None:
 def test_an_engine_works_with_the_last_kernel_only(
     precision: str, count: int, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each optional operator in turn was removed from torch, or computes a wrong product."""
+    """Each optional operator in turn is missing in torch, or computes a wrong product."""
     packs = kernels.CANDIDATES[precision]
 
     def removed(weight: Tensor, bias: Tensor | None) -> Any:
@@ -63,7 +63,9 @@ def test_an_engine_works_with_the_last_kernel_only(
 
 @pytest.mark.parametrize("size", [(24, 72), (40, 64), (33, 7), (96, 97), (64, 64)])
 def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
-    """torch's own kernel reads beyond the end of rows that its blocks do not divide."""
+    """torch's own kernel reads past the end of rows whose length is not a multiple of its block
+    size.
+    """
     weight, bias, x = torch.randn(size), torch.randn(size[1]), torch.randn(3, size[0])
     for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
         found = pack(weight, bias)(x)

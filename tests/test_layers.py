@@ -1,4 +1,4 @@
-"""Activations against transformers' and torch's own formulas, and the key/value cache."""
+"""Activations against the formulas of transformers and torch, and the KV cache."""
 
 from __future__ import annotations
 

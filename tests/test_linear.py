@@ -1,4 +1,4 @@
-"""The `linear` blocks, formula by formula, against torch's and transformers' own."""
+"""The `linear` blocks against the formulas of torch and transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTEBOOK = {
 
 @pytest.fixture
 def x() -> Tensor:
-    """Hidden states (2, 5, 768) with a mean and a spread of their own in every position."""
+    """Hidden states (2, 5, 768), with a different mean and spread at every position."""
     torch.manual_seed(0)
     return 3 * torch.randn(2, 5, 768) + torch.randn(2, 5, 1)
 
@@ -49,7 +49,7 @@ def test_layer_norm_makes_mean_0_and_variance_1(x: Tensor) -> None:
 
 
 def test_scale_and_shift_can_undo_layer_norm(x: Tensor) -> None:
-    """With scale = √variance and shift = mean, a position comes out as it went in."""
+    """With scale = √variance and shift = mean, the output equals the input."""
     position = x[1, 3]
     norm = linear.LayerNorm(768, eps=0.0)
     norm.scale.data.fill_(position.var(correction=0).sqrt().item())

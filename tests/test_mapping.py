@@ -1,4 +1,4 @@
-"""What loading does with memory: copies by default, shared pages where asked for."""
+"""Memory while loading: memory-mapped pages, or copies on request."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_an_open_checkpoint_cannot_be_opened_with_other_options(tiny: Path) -> N
 
 
 def test_loading_does_not_import_the_compiler() -> None:
-    """Random initial values on the meta device would; it takes a second."""
+    """Random initial values on the meta device would import it, which takes a second."""
     code = """
 import sys
 from compat import load_pretrained
@@ -226,7 +226,9 @@ def large(make_checkpoint: MakeCheckpoint) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_peak_memory(large: Path, arguments: tuple[str, ...], most: float) -> None:
-    """In weights; `linear` holds two matrices twice for a moment while it turns them."""
+    """In multiples of the weights; `linear` briefly has two matrices twice while it transposes
+    them.
+    """
     command = [sys.executable, "-c", PEAK, str(large), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights = (large / "model.safetensors").stat().st_size

@@ -67,14 +67,14 @@ class Half(nn.Module):
 
 
 class Skipped(nn.Module):
-    """A removed block that leaves its place."""
+    """A removed block, replaced by an identity."""
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
 
 class Loud(nn.Parameter):
-    """A tensor subclass whose products are not those of its values."""
+    """A tensor subclass that changes the results of products."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,7 +265,7 @@ def extra_parameter(model: Model, _: pytest.MonkeyPatch) -> None:
 
 @edit
 def dropout_in_training(model: Model, _: pytest.MonkeyPatch) -> None:
-    """With nothing to drop, so that two runs are equal."""
+    """Dropout is active with probability 0, so that two runs are equal."""
     dropout = part(model, 0, "attn.attn_dropout")
     dropout.p = 0.0
     dropout.train()
@@ -374,7 +374,7 @@ def test_any_edits_together(source: Path, dialect: str, names: list[str]) -> Non
 
 
 class Shifted(TorchFunctionMode):
-    """Changes what torch's functions give while it is on."""
+    """A mode that changes the results of torch's functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

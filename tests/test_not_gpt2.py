@@ -1,4 +1,6 @@
-"""Other models are reported before missing facts; aliases of facts are understood."""
+"""Models that are not GPT-2 are reported before missing facts; aliases of config fields are
+accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops for parameters of any shape: loading and saving invert each other bit by bit."""
+"""Operations on parameters of any shape: loading and saving are inverse, bit by bit."""
 
 from __future__ import annotations
 

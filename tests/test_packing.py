@@ -1,4 +1,4 @@
-"""Packed files: what an engine reads from them, what else does, and damage."""
+"""Packed files: read by engines and by everything else, and damaged ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
 
 
 def test_a_wrong_scale_changes_what_the_engine_computes(tmp_path: Path, tiny: Path) -> None:
-    """The partner of the test above: it would notice."""
+    """The test above depends on this."""
     file = packed(tmp_path, tiny)
     right = Engine.from_pretrained(file).score(IDS)
     name, metadata = f"h.1.mlp.c_fc.weight{SCALE}", metadata_of(file)

@@ -22,7 +22,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """torch's own threads do not exist in a forked child, which would wait for them."""
+    """torch's threads do not exist in a forked child, which would wait for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ class Texts(Dataset[list[int]]):
 @needs_fork
 @pytest.mark.parametrize("kind", ["engine", "model"])
 def test_a_forked_child_has_its_own_cache(tiny: Path, kind: str) -> None:
-    """Parent and child go on with different ids from one prompt; neither sees the other's."""
+    """Parent and child continue one prompt with different ids, which do not affect each other."""
     model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     alone = decoder_of(model)
     alone.start(IDS.tolist())

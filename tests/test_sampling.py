@@ -1,4 +1,4 @@
-"""One draw from the logits against transformers' processors with the same seed."""
+"""Sampling from logits, against transformers' processors with the same seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
 
 
 def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tensor:
-    """What `transformers.generate` makes of the logits (B, V), in `_get_logits_processor`'s order.
+    """The scores that `transformers.generate` computes from logits (B, V), in
+    `_get_logits_processor`'s order. `seen` is (B, T), without padding.
 
     `seen` is (B, T), without padding.
     """
@@ -69,7 +70,7 @@ def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tenso
 
 
 def random_logits(seed: int, B: int = 64, V: int = 97, mean: float = -30) -> Tensor:
-    """Logits (B, V) with the spread that GPT-2's have."""
+    """Logits (B, V) with the standard deviation of GPT-2's."""
     return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(seed)) + mean
 
 
@@ -78,7 +79,7 @@ def some_ids(seed: int, B: int = 64, V: int = 97) -> Tensor:
 
 
 def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
-    """With a generator of its own and nothing seen."""
+    """Sample with a new generator and without previous ids."""
     sampling = Sampling(**setting)
     scores = sampling.scores(logits, [[]] * len(logits))
     return sampling.draw(scores, torch.Generator().manual_seed(seed))
@@ -87,7 +88,7 @@ def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
 @each_setting
 @pytest.mark.parametrize("mean", [-30, 0])
 def test_scores_and_samples_are_those_of_transformers(setting: dict[str, Any], mean: float) -> None:
-    """Around 0, where a penalty multiplies some logits and divides others; and below it."""
+    """Logits around 0, where a penalty multiplies some and divides others, and negative logits."""
     for seed in range(3):
         logits, seen = random_logits(seed, mean=mean), some_ids(seed)
         expected = their_scores(logits, seen, setting)

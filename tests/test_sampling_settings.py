@@ -1,4 +1,4 @@
-"""What each setting of sampling means, and which are refused."""
+"""The effect of each sampling setting, and the values that are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_greedy_chooses_the_first_of_tied_logits() -> None:
 
 
 def all_drawn(logits: Tensor, setting: dict[str, Any]) -> set[int]:
-    """The ids that 4000 draws bring up."""
+    """The ids among 4000 samples."""
     return set(drawn(logits.expand(4000, -1), setting).tolist())
 
 
@@ -82,7 +82,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int
 
 
 def test_top_p_stops_at_a_set_that_reaches_p_exactly() -> None:
-    """Two of four equals for a half: exact in binary, so "<" for "<=" shows."""
+    """Two of four equal probabilities are exactly one half in binary, so "<" and "<=" differ."""
     assert len(all_drawn(torch.zeros(1, 4), {"top_p": 0.5})) == 2
 
 
@@ -109,7 +109,7 @@ def test_min_p_keeps_ids_exactly_at_the_threshold() -> None:
 
 
 def test_each_filter_works_on_the_result_of_the_previous_one() -> None:
-    """Of 0.5 and 0.3 alone the first has 0.625 and suffices; of all four it would not."""
+    """Of 0.5 and 0.3 alone, the first has 0.625 and is sufficient; among all four it is not."""
     assert all_drawn(PROBS.log(), {"top_p": 0.6}) == {1, 3}
     assert all_drawn(PROBS.log(), {"top_k": 2, "top_p": 0.6}) == {1}
     assert all_drawn(PROBS.log(), {"temperature": 0.5, "top_p": 0.6}) == {1}
@@ -134,7 +134,7 @@ def test_logits_that_are_not_finite_are_refused(value: float, temperature: float
     ids=str,
 )
 def test_settings_beyond_float32_are_refused(setting: dict[str, Any], named: str) -> None:
-    """1e-45 is a float32, but a logit over it is none."""
+    """1e-45 is a float32, but a logit divided by it is not."""
     sampling, logits = Sampling(**setting), random_logits(0, B=2)
     with pytest.raises(GenerationError, match=named):
         sampling.scores(logits, [[0], [1]])

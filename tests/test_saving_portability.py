@@ -1,4 +1,4 @@
-"""Saving on systems without locks, without a swap of folders, or without syncs of folders."""
+"""Saving on systems without locks, atomic swaps of folders, or syncs of folders."""
 
 from __future__ import annotations
 

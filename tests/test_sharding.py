@@ -1,4 +1,4 @@
-"""Models that are divided among processes: plans here, and what two processes found together."""
+"""Models that are divided among processes: plans, and the checks of two processes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_torch_still_has_its_private_placement(monkeypatch: pytest.MonkeyPatch) 
 def folder(
     tiny: Path, make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Everything that the processes need, and their traces."""
+    """The files that the processes need, and their traces."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "tiny").symlink_to(tiny)
     (folder / "other").symlink_to(make_checkpoint(seed=1))

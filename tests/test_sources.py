@@ -1,4 +1,4 @@
-"""Every public function that takes a source takes the same options for it."""
+"""Every public function that takes a source has the same options for it."""
 
 from __future__ import annotations
 

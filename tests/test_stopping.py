@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the borders of tokens are, and never shown."""
+"""Stop strings are found across any token boundaries, and are never shown."""
 
 from __future__ import annotations
 

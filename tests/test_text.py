@@ -1,4 +1,4 @@
-"""Prompts to completions: each as if it were alone, and as transformers has it."""
+"""Completions of prompts: each is the same as alone, and as in transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SAMPLING = [
 def test_every_prompt_is_sampled_as_transformers_samples_it_alone(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    """With the seed; sample j with seed + j, whatever the batch is."""
+    """Sample j uses seed + j, in any batch."""
     drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
     for batch_size in (1, 4):
         found = texts(folder, PROMPTS, sampling=Sampling(**settings), n=2, batch_size=batch_size)
@@ -87,7 +87,7 @@ def test_one_prompt_is_sampled_as_by_generate(folder: Path) -> None:
 
 
 def test_prompts_may_be_ids(folder: Path) -> None:
-    """Ids that end within a character have the rest of it in the new text."""
+    """If the ids end within a character, the new text starts with the rest of it."""
     as_text = texts(folder, PROMPTS[:3], sampling=GREEDY)
     assert texts(folder, [ids_of(prompt) for prompt in PROMPTS[:3]], sampling=GREEDY) == as_text
     half = [*TOKENIZER.encode("a"), TOKENIZER.encode("é")[0]]
@@ -101,7 +101,7 @@ def test_prompts_may_be_ids(folder: Path) -> None:
 def test_logprobs_are_the_models_own_as_transformers_computes_them(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    """Of the raw logits: what temperature, penalty and filters make of them is left out."""
+    """They are those of the raw logits, before temperature, penalty and filters."""
     found = texts(folder, PROMPTS[:3], sampling=Sampling(**settings), logprobs=True)
     for prompt, completion in zip(PROMPTS, found, strict=False):
         sequence = torch.tensor([completion.prompt_ids + completion.new_ids])
@@ -178,7 +178,9 @@ def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
 def test_by_default_100_new_tokens_or_as_many_as_fit(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
-    """Each prompt has room of its own; the short go on where the long have filled the context."""
+    """The limit applies to each prompt; short ones continue after long ones have filled the
+    context.
+    """
     roomy = with_tokenizer(make_checkpoint, n_positions=128)
     prompts = [[5], [5] * 28, [5] * 29, [5] * 127]
     found = texts(roomy, prompts, max_new_tokens=None, sampling=GREEDY)

@@ -1,4 +1,4 @@
-"""A context that fills up and slides, against transformers on the context cut by hand."""
+"""A context that slides when it is full, against transformers on the same part of the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
 
 @torch.no_grad()
 def slid(folder: Path, prompt: list[int], new: int, n: int = N, seed: int | None = None) -> Any:
-    """Each id from a forward pass of its own on the ids that are left, and how many are not."""
+    """Compute each id by a new forward pass on the remaining ids, and count the dropped ones."""
     generator = torch.Generator().manual_seed(seed or 0)
     context, found, dropped = list(prompt), [], 0
     for _ in range(new):
@@ -46,7 +46,7 @@ def slid(folder: Path, prompt: list[int], new: int, n: int = N, seed: int | None
 def test_ids_are_those_of_the_last_half_recomputed(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
-    """Through several slides; of a prompt that is too long by itself, and one that just fits."""
+    """Several slides, a prompt that exceeds the context, and one that just fits."""
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(256, (n,), generator=draw).tolist() for n in (1, 9, N, N + 1, 60)]
     completions = list(
@@ -79,7 +79,7 @@ def test_the_random_generator_continues_after_a_slide(folder: Path) -> None:
 
 
 def test_the_penalty_includes_dropped_ids(folder: Path) -> None:
-    """With a penalty without measure no id comes twice, as long as there are others."""
+    """With an extreme penalty no id occurs twice as long as others are left."""
     sampling = Sampling(temperature=0, repetition_penalty=1e30)
     (found,) = generate_text(
         ours(folder), TOKENIZER, [[5, 6]], max_new_tokens=60, sampling=sampling, overflow="slide"

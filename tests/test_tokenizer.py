@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def tables(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Vocabulary and merges as the files have them."""
+    """The vocabulary and the merges of the files."""
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), lines[1:-1]
 

@@ -1,4 +1,4 @@
-"""Mistakes in a learner's file: each is named at its line, and the file without them is proved."""
+"""Mistakes in a learner's file are named at their lines, and the correct file is proved."""
 
 from __future__ import annotations
 

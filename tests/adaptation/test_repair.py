@@ -1,4 +1,6 @@
-"""Edits that repair a model: found for every deviation, proved elsewhere, written as a whole."""
+"""Edits that repair a model: found for every deviation, proved in another process, written
+atomically.
+"""
 
 from __future__ import annotations
 

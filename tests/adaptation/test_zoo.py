@@ -1,4 +1,4 @@
-"""Every model of the zoo is mapped as a person would map it, loaded, and equal to transformers."""
+"""Every model of the zoo is mapped as by hand, loaded, and computes the logits of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden files: what is in them, and what becomes of odd, damaged and hostile candidates."""
+"""Golden files: their contents, and candidates that are unusual, damaged or hostile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reference(file: Path) -> Golden:
 
 @pytest.fixture(scope="module")
 def taps(reference: Golden) -> dict[str, Any]:
-    """What a right candidate has: all taps as NumPy arrays."""
+    """The taps of a right candidate as NumPy arrays."""
     return {name: reference.read(name).numpy() for name in reference.taps}
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None
 
 
 def backward(reference: Golden, fault: str = "") -> dict[str, Tensor]:
-    """All gradients of a port."""
+    """All gradients of a right port."""
     model: Any = noisy_reference()
     parameters = {name: p.detach() for name, p in model.transformer.named_parameters()}
     return gradients(parameters, reference.ids, 3, 4, fault)

@@ -1,4 +1,4 @@
-"""Arrays as other implementations name and store them, and what their porters get wrong."""
+"""Arrays in the names and layouts of other implementations, and common mistakes of ports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def codes(report: GoldenReport) -> list[tuple[str, str]]:
 
 
 def stacked(arrays: Arrays, pattern: str) -> Any:
-    """The arrays of all layers in one; q, k and v side by side."""
+    """One array of all layers, with q, k and v concatenated."""
     if pattern.endswith("qkv"):
         parts = [stacked(arrays, f"{pattern[:-3]}{part}") for part in "qkv"]
         return np.concatenate(parts, -1)
@@ -49,7 +49,7 @@ def stacked(arrays: Arrays, pattern: str) -> Any:
 
 
 def llm_c(taps: Arrays) -> Arrays:
-    """What llm.c holds in training: T − 1 positions, layers stacked, a padded vocabulary."""
+    """The arrays of llm.c in training: T − 1 positions, stacked layers, a padded vocabulary."""
     found: Arrays = {"loss": taps["loss"]}
     for name, tap in LLM_C.taps.items():
         for prefix, d in (("", ""), ("grad.", "d")):
@@ -135,7 +135,7 @@ def test_an_additional_bos_token_is_reported(reference: Golden, taps: Arrays) ->
 
 
 def modules(taps: Arrays) -> Arrays:
-    """What forward hooks on all modules of a GPT-2 keep; some results have several names."""
+    """The arrays that forward hooks on all modules of a GPT-2 record; some have several names."""
     found: Arrays = {"transformer.wte": np.zeros((B, T, C)), "transformer.ln_f": taps["ln_f"]}
     for name, tap in MODULES.taps.items():
         for i in range(L):
@@ -214,7 +214,9 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
 
 
 def test_a_row_without_keys(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A mask that hides the token itself leaves no key for the first: NaN there, and after it."""
+    """A mask that hides the token itself leaves the first token without keys: it is NaN, and so are
+    all later arrays.
+    """
     q, k, v = (torch.from_numpy(taps[f"h.0.{n}"]).view(B, T, H, -1).transpose(1, 2) for n in "qkv")
     scores = q @ k.mT / (C // H) ** 0.5
     probs = scores.masked_fill(torch.ones(T, T).triu() > 0, -torch.inf).softmax(-1)
@@ -239,7 +241,7 @@ def test_gradients_of_masked_probabilities_are_not_compared(
 
 
 def test_rounding_is_not_named_as_a_deviation(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A difference just above the bound, of which no formula explains a part."""
+    """The difference is just above the bound, and no formula explains a part of it."""
     noise = np.random.default_rng(0).standard_normal(taps["h.1.ln_2"].shape).astype(np.float32)
     half = {n: torch.from_numpy(taps[n]).bfloat16() for n in ("embed", "h.1.resid_mid")}
     bound = reference.bound("h.1.ln_2", torch.bfloat16).rms

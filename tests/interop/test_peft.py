@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: trained on one model, the same on another."""
+"""LoRA adapters of PEFT have the same effect on GPT-2 and on other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of README.md run as they stand there, and leave what they promise."""
+"""The recipes of README.md run unchanged, and their results are right."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes write; one uses the adapter of another."""
+    """The folder in which the recipes write; one uses the adapter of another."""
     return tmp_path_factory.mktemp("recipes")
 
 

@@ -129,7 +129,7 @@ def head_without_gradient(model: linear.GPTModel) -> None:
 
 
 def overwritten(model: linear.GPTModel) -> None:
-    """The hidden states that the first projection needs are damaged behind autograd's back."""
+    """Overwrite the input of the first projection without autograd's knowledge."""
     block = model.trf_blocks[1]
 
     def damage(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:

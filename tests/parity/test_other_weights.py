@@ -1,4 +1,4 @@
-"""A fine-tuned model compared with its base: the weights are named before the blocks."""
+"""A fine-tuned model compared with its base: different weights are reported before the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trace` records, patches and differentiates every kind of model as hooks written by hand do."""
+"""`trace` records, patches and differentiates every kind of model like hand-written hooks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def models(tiny: Path, hf: nn.Module) -> dict[str, tuple[nn.Module, list[Tap] | 
 
 
 def by_hand(model: Any, ids: Tensor, edit: Edit) -> Tensor:
-    """The logits of transformers' GPT-2, computed with its modules, every hidden state edited."""
+    """The logits of transformers' GPT-2 from its modules, with edits of every hidden state."""
     gpt, (B, T), H = model.transformer, ids.shape, model.config.n_head
     x = edit("embed", gpt.wte(ids) + gpt.wpe(torch.arange(T)))
     for i, block in enumerate(gpt.h):

@@ -417,7 +417,7 @@ class GPT(nn.Module):
 
 
 def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:
-    """The model is built in it where it runs in no other, and the call says so."""
+    """The model is built with that width if it runs with no other, and the call says so."""
     path = tmp_path / "own.py"
     path.write_text("""
 from torch import nn

@@ -1,4 +1,4 @@
-"""Files as people publish them: what only a script assigns, missing libraries, parts and sizes."""
+"""Published files: values that only scripts assign, missing libraries, parts and sizes."""
 
 from __future__ import annotations
 

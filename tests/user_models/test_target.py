@@ -391,7 +391,7 @@ def test_only_what_the_class_needs_is_executed(tmp_path: Path) -> None:
 
 
 def values(tmp_path: Path, cells: list[str]) -> object:
-    """What GPT().get() returns."""
+    """The result of GPT().get()."""
     write(tmp_path / "pack_c" / "one.py", "N = 1")
     write(tmp_path / "pack_c" / "two.py", "N = 2")
     body = "class GPT(nn.Module):\n    def get(self):\n        return "

@@ -1,4 +1,4 @@
-"""Arguments whose names say too little: found by building small models, or refused."""
+"""Arguments with ambiguous names: found by building small models, or refused."""
 
 from __future__ import annotations
 
