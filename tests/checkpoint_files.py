@@ -12,9 +12,7 @@ from tests.conftest import State
 
 
 def holds(checkpoint: Checkpoint, state: State) -> None:
-    """Check that the checkpoint has exactly these tensors, bit by bit, and that a tied head is the
-    embedding.
-    """
+    """Check that the checkpoint has exactly these tensors, bit by bit, and a tied head."""
     wanted = {"lm_head.weight": state["wte.weight"], **state}
     assert checkpoint.infos.keys() == wanted.keys()
     for name, tensor in wanted.items():

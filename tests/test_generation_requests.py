@@ -66,9 +66,7 @@ def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -> None:
-    """A finished row continues to use random numbers; otherwise the other rows would get different
-    ones.
-    """
+    """Finished rows continue to use random numbers, so those of other rows do not change."""
     found = generate(
         ours(noisy),
         BATCH,

@@ -1,6 +1,4 @@
-"""The hub's cache: concurrent use, killed processes, read-only and linked folders, missing and
-damaged files.
-"""
+"""The hub's cache: concurrent use, kills, read-only and linked folders, damaged files."""
 
 from __future__ import annotations
 

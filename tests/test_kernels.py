@@ -63,9 +63,7 @@ def test_an_engine_works_with_the_last_kernel_only(
 
 @pytest.mark.parametrize("size", [(24, 72), (40, 64), (33, 7), (96, 97), (64, 64)])
 def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
-    """torch's own kernel reads past the end of rows whose length is not a multiple of its block
-    size.
-    """
+    """torch's kernel reads past the end of rows that its block size does not divide."""
     weight, bias, x = torch.randn(size), torch.randn(size[1]), torch.randn(3, size[0])
     for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
         found = pack(weight, bias)(x)

@@ -226,9 +226,7 @@ def large(make_checkpoint: MakeCheckpoint) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_peak_memory(large: Path, arguments: tuple[str, ...], most: float) -> None:
-    """In multiples of the weights; `linear` briefly has two matrices twice while it transposes
-    them.
-    """
+    """In multiples of the weights; `linear` briefly has two copies of two matrices."""
     command = [sys.executable, "-c", PEAK, str(large), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights = (large / "model.safetensors").stat().st_size

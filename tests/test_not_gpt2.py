@@ -1,6 +1,4 @@
-"""Models that are not GPT-2 are reported before missing facts; aliases of config fields are
-accepted.
-"""
+"""Other models are reported before missing facts; aliases of config fields are accepted."""
 
 from __future__ import annotations
 

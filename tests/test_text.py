@@ -178,9 +178,7 @@ def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
 def test_by_default_100_new_tokens_or_as_many_as_fit(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
-    """The limit applies to each prompt; short ones continue after long ones have filled the
-    context.
-    """
+    """The limit applies to each prompt; short ones continue after long ones are full."""
     roomy = with_tokenizer(make_checkpoint, n_positions=128)
     prompts = [[5], [5] * 28, [5] * 29, [5] * 127]
     found = texts(roomy, prompts, max_new_tokens=None, sampling=GREEDY)

@@ -28,9 +28,7 @@ def tiny_config(folder: Path) -> GPT2Config:
 
 
 def build(model: Model, path: Path, folder: Path) -> nn.Module:
-    """Build the model of a file in the checkpoint's sizes, with the same initial weights every
-    time.
-    """
+    """Build the model of a file in the checkpoint's sizes, always with the same weights."""
     torch.manual_seed(7)
     return model.build(load_class(path, model.cls), tiny_config(folder))
 

@@ -1,6 +1,4 @@
-"""Edits that repair a model: found for every deviation, proved in another process, written
-atomically.
-"""
+"""Edits that repair a model: found for every deviation, proved, and written atomically."""
 
 from __future__ import annotations
 

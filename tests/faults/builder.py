@@ -164,9 +164,7 @@ def _nanogpt(folder: Path) -> None:
 
 
 def _mingpt(folder: Path) -> None:
-    """Save the checkpoint as minGPT and makemore do: with masks, and with the sizes in another
-    file.
-    """
+    """Save as minGPT and makemore do: masks beside the weights, sizes in a separate file."""
     masks = {f"h.{i}.attn.bias": torch.ones(N, N).tril()[None, None] for i in range(LAYERS)}
     tensors = {f"transformer.{name}": v for name, v in (linear(state()) | masks).items()}
     tensors["lm_head.weight"] = tensors.pop("transformer.lm_head.weight")

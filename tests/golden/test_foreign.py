@@ -214,9 +214,7 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
 
 
 def test_a_row_without_keys(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A mask that hides the token itself leaves the first token without keys: it is NaN, and so are
-    all later arrays.
-    """
+    """A mask that hides the token itself leaves the first token without keys; it becomes NaN."""
     q, k, v = (torch.from_numpy(taps[f"h.0.{n}"]).view(B, T, H, -1).transpose(1, 2) for n in "qkv")
     scores = q @ k.mT / (C // H) ** 0.5
     probs = scores.masked_fill(torch.ones(T, T).triu() > 0, -torch.inf).softmax(-1)

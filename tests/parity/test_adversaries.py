@@ -32,9 +32,7 @@ def in_float32(
 
 
 def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Limit]]:
-    """Whether the model passes, and the limits of the proof. An error of compat counts as a
-    refusal.
-    """
+    """Whether the model passes, and the proof's limits. An error of compat is a refusal."""
     with restored():
         try:
             model = entry.build(folder, scratch)
