@@ -86,7 +86,7 @@ ARRAYS_ONLY = {
         "scores instead.",
     ),
     "other_softmax": (
-        "the softmax differs from GPT-2's: {found}, so the probabilities do not sum to 1",
+        "the softmax differs from GPT-2's: {found}, so the probabilities do not sum to one",
         "scores.softmax(dim=-1)",
         "Some models add a key with the score 0, which allows a head to attend to no token.",
     ),

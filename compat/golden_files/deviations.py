@@ -505,7 +505,7 @@ def _codes_of(
         codes.append((code, {"found": scale, "expected": usual.scale, **sizes}))
     if formula.after:
         codes.append(
-            ("mask_after_softmax", {"effect": "so that the probabilities do not sum to 1"})
+            ("mask_after_softmax", {"effect": "so that the probabilities do not sum to one"})
         )
     if formula.axis != -1:
         names = {-2: "the queries", -3: "the heads", -4: "the batch"}
