@@ -207,8 +207,10 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _random_transformers(
     config: GPT2Config, packs: Sequence[Pack], dtype: torch.dtype
 ) -> list[Transformer]:
-    """A transformer of the same random weights for each kernel. All layers have those of the first,
-    of which each keeps a copy of its own."""
+    """Build a transformer with the same random weights for each kernel.
+
+    All layers have equal weights, and each layer has its own copy.
+    """
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     shapes = expected_shapes(replace(config, n_layer=1))
     drawn = {name: draw(shape) / 20 for name, shape in shapes.items()}

@@ -32,7 +32,7 @@ WIDE = 8192  # columns from which on a product is computed in parts
 COLUMNS_AT_ONCE = 1024  # of such a product
 
 
-_of_thread = threading.local()  # the block of which its weights are cut, and how much is used
+_of_thread = threading.local()  # the thread's current block of memory, and how much of it is used
 
 
 def private_memory(size: int) -> mmap.mmap:

@@ -223,7 +223,7 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path, hf_adapter: Any) -> 
 
 
 class Scrambled:
-    """An operation that moves numbers to places of which no row or column is one of GPT-2's."""
+    """An operation that rearranges elements so that no row or column of GPT-2's is preserved."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor.reshape(96, 24),)
