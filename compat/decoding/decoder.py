@@ -68,8 +68,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None
         )
     if max_batch is not None and len(prompts) > max_batch:
         raise GenerationError(
-            f"{len(prompts)} prompts were passed at once; expected at most {max_batch}. Pass fewer, "
-            "or build the engine with a larger max_batch."
+            f"{len(prompts)} prompts were passed at once; expected at most {max_batch}. Pass "
+            "fewer, or build the engine with a larger max_batch."
         )
 
 
