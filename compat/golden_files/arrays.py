@@ -92,7 +92,7 @@ def as_array(name: str, value: object) -> Array:
         return value
     if isinstance(value, Tensor):
         tensor = value.detach()
-        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_of_torch, name, tensor))
+        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_read_torch, name, tensor))
     if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
         with _reading(name):
             array = np.asarray(value)
@@ -106,7 +106,7 @@ def as_array(name: str, value: object) -> Array:
     )
 
 
-def _of_torch(name: str, tensor: Tensor) -> Tensor:
+def _read_torch(name: str, tensor: Tensor) -> Tensor:
     with _reading(name):
         if tensor.is_complex() or tensor.device.type == "meta":
             raise ValueError(f"it is a {tensor.dtype} tensor on {tensor.device}")

@@ -45,7 +45,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def reaching(name: str, gradient: Tensor) -> Tensor:
+def causal_part(name: str, gradient: Tensor) -> Tensor:
     """Zero the entries of a gradient that have no effect on earlier gradients.
 
     The attention probabilities of later keys are always 0. Autograd computes gradients for them,
@@ -145,7 +145,7 @@ class Backward:
         Raises:
             MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
         """
-        return reaching(name, torch.stack(list(self.shares(name).values())).sum(0))
+        return causal_part(name, torch.stack(list(self.shares(name).values())).sum(0))
 
     def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
         """Return the share of each reader in the gradient at a tap or of a parameter.

@@ -154,7 +154,7 @@ def as_candidate(
                 faults.append(str(error))
     if faults:
         text = lines("these arrays do not match their names:", collapse_layers(faults))
-        raise ParityError(f"{text}{_of_more_tokens(golden, named)}")
+        raise ParityError(f"{text}{_hint_about_extra_tokens(golden, named)}")
     if not any(entry in golden.judged for entry in entries):
         raise ParityError(
             f"{name} contains none of the golden arrays. Name its arrays after taps, such as "
@@ -427,7 +427,7 @@ def _sizes(golden: Golden) -> dict[str, int]:
     return {**sizes_of(golden.config, B, T), "N": N, "3": 3}
 
 
-def _of_more_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
+def _hint_about_extra_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
     """Return a hint if every sequence of the arrays is one token too long, else an empty string."""
     T, own = golden.ids.shape[1] + 1, set(golden.taps)
     for name, (_, array) in named.items():

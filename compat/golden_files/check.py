@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source
 from compat.errors import ParityError, listed
-from compat.golden_files.backward import Backward, reaching, readers_of
+from compat.golden_files.backward import Backward, causal_part, readers_of
 from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
 from compat.golden_files.contents import GRADIENT, LOSS
@@ -163,7 +163,7 @@ class Comparison:
             entry.chosen = number
             value = self._value(name)
             if name.startswith(GRADIENT):  # entries without an effect are not compared
-                value = reaching(name, value) + (expected - reaching(name, expected))
+                value = causal_part(name, value) + (expected - causal_part(name, expected))
             measured.append((error(value, expected), number))
         # Several layouts have the same shape if sizes are equal, such as B and T.
         best, entry.chosen = measured[0]
@@ -205,7 +205,7 @@ class Comparison:
     def value(self, name: str) -> Tensor:
         """Return the candidate's array in float64."""
         value = self._value(name).double()
-        return reaching(name, value) if name.startswith(GRADIENT) else value
+        return causal_part(name, value) if name.startswith(GRADIENT) else value
 
     def expected(self, name: str) -> Tensor:
         """Return the golden array at the positions that are compared."""

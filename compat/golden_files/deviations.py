@@ -218,7 +218,7 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
         missing = {kind: _identity(*GPT2[kind].inputs) for kind in in_blocks}
         yield one("missing_ln", missing, tensors=name)
         fix = "Load ln_1 into the norm before attention, and ln_2 into the norm before the MLP."
-        yield one("swapped_ln", each(in_blocks, _of_other_norm), fix)
+        yield one("swapped_ln", each(in_blocks, _with_parameters_of_other_norm), fix)
 
 
 def _identity(tap: str) -> Piece:
@@ -229,7 +229,7 @@ def _twice(piece: Piece) -> Piece:
     return Piece(piece.inputs, lambda w, i, x: piece.run(w, i, piece.run(w, i, x)))
 
 
-def _of_other_norm(piece: Piece) -> Piece:
+def _with_parameters_of_other_norm(piece: Piece) -> Piece:
     """Replace the weight and bias of a block's norm by those of its other norm."""
     other = {"ln_1": "ln_2", "ln_2": "ln_1"}
     return piece.renamed(lambda name: re.sub("ln_[12]", lambda match: other[match[0]], name))
@@ -753,7 +753,7 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
     for found, bits in (("TF32", 10), ("bfloat16", 7)):
         for to_integer in (torch.round, _ties_away, torch.trunc):
             narrow = partial(_with_mantissa, bits, to_integer)
-            pieces = each(PRODUCTS, partial(_of_rounded_factors, narrow))
+            pieces = each(PRODUCTS, partial(_with_rounded_operands, narrow))
             yield one("low_precision", pieces, fix, found=found, expected="float32")
     matrices = [name for name in PRODUCTS if name not in ("probs", "heads")]
     for bits, axis, size, scope in (
@@ -762,12 +762,12 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
         (8, 1, 0, "one scale for each input"),
         *((b, 1, n, f"one scale for each {n} inputs") for b in (8, 4) for n in (32, 64, 128)),
     ):
-        change = partial(_of_few_bits, bits, axis, size)
+        change = partial(_quantized, bits, axis, size)
         pieces = each(matrices, lambda piece, change=change: piece.with_weights(change))
         yield one("quantized_weights", pieces, found=scope, bits=bits)
 
 
-def _of_few_bits(bits: int, axis: int | None, size: int, name: str, tensor: Tensor) -> Tensor:
+def _quantized(bits: int, axis: int | None, size: int, name: str, tensor: Tensor) -> Tensor:
     """Quantize a matrix to integers times a scale, and return the dequantized matrix.
 
     Args:
@@ -789,7 +789,7 @@ def _of_few_bits(bits: int, axis: int | None, size: int, name: str, tensor: Tens
     return rounded.mT if is_head else rounded
 
 
-def _of_rounded_factors(narrow: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
+def _with_rounded_operands(narrow: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
     narrowed = piece.before(lambda w, x: narrow(x))
     return narrowed.with_weights(lambda name, x: narrow(x) if x.ndim == 2 else x)
 

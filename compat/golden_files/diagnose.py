@@ -19,7 +19,7 @@ from compat.golden_files.bounds import error
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import DECODE_IDS, DECODE_LOGITS, GRADIENT, LOSS
 from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
-from compat.golden_files.gradient_deviations import Case, Proposal, loss_values, proposals
+from compat.golden_files.gradient_deviations import Proposal, WrongGradient, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -155,7 +155,7 @@ def _wrong_gradient(c: Comparison, result: TapResult, only: str | None) -> list[
         expected = c.backward.gradient(name)
     except LookupError:  # a weight or a tap was not recorded
         expected = c.golden.read(result.tap).double()
-    tried = proposals(Case(c.backward, name, value, expected), only)
+    tried = proposals(WrongGradient(c.backward, name, value, expected), only)
     evidence = "the difference from that is {:.1g} of its RMS"
     if named := _first_within(result.tap, value, tried, limit, evidence):
         return [named]

@@ -87,7 +87,7 @@ def loss_values(logits: Tensor, ids: Tensor) -> Iterator[Proposal]:
 
 
 @dataclass(frozen=True)
-class Case:
+class WrongGradient:
     """A gradient that does not follow from the gradients at later taps.
 
     Args:
@@ -107,7 +107,7 @@ class Case:
         return self.name not in tap_names(self.backward.weights.config.n_layer)
 
 
-def proposals(case: Case, only: str | None = None) -> Iterator[Proposal]:
+def proposals(case: WrongGradient, only: str | None = None) -> Iterator[Proposal]:
     """Yield the known deviations of a gradient whose weights and taps are recorded.
 
     Args:
@@ -123,14 +123,14 @@ def proposals(case: Case, only: str | None = None) -> Iterator[Proposal]:
                 yield from kind(case)
 
 
-def _other_losses(case: Case) -> Iterator[Proposal]:
+def _other_losses(case: WrongGradient) -> Iterator[Proposal]:
     if case.name == "logits":
         for text, loss in losses(case.backward.weights.ids.shape[1]).items():
             value = replace(case.backward, loss=loss).gradient(case.name)
             yield Proposal("other_loss", value, {"found": text})
 
 
-def _missing_shares(case: Case) -> Iterator[Proposal]:
+def _missing_shares(case: WrongGradient) -> Iterator[Proposal]:
     if len(readers_of(case.name, case.backward.weights.config)) < 2:
         return
     shares = case.backward.shares(case.name)
@@ -142,7 +142,7 @@ def _missing_shares(case: Case) -> Iterator[Proposal]:
             yield Proposal("missing_gradient", value, {"found": words, "tensors": case.name})
 
 
-def _factor(case: Case) -> Iterator[Proposal]:
+def _factor(case: WrongGradient) -> Iterator[Proposal]:
     size = case.expected.square().sum().item()
     if factor := (case.found * case.expected).sum().item() / size if size else 0.0:
         weights = case.backward.weights
@@ -152,7 +152,7 @@ def _factor(case: Case) -> Iterator[Proposal]:
         yield Proposal("scaled_gradient", factor * case.expected, values)
 
 
-def _decay(case: Case) -> Iterator[Proposal]:
+def _decay(case: WrongGradient) -> Iterator[Proposal]:
     if case.is_parameter:
         weight = case.backward.weights.read(case.name).double()
         rest = case.found - case.expected
@@ -161,7 +161,7 @@ def _decay(case: Case) -> Iterator[Proposal]:
         yield Proposal("weight_decay", case.expected + decay * weight, values)
 
 
-def _of_some_tokens(case: Case) -> Iterator[Proposal]:
+def _gradients_of_some_tokens(case: WrongGradient) -> Iterator[Proposal]:
     """Yield gradients of some tokens only, as if the other tokens' were overwritten."""
     if not case.is_parameter:
         return
@@ -179,7 +179,7 @@ def _of_some_tokens(case: Case) -> Iterator[Proposal]:
         yield Proposal("partial_gradient", value, {"found": words, "tensors": case.name})
 
 
-def _typed_derivatives(case: Case) -> Iterator[Proposal]:
+def _typed_derivatives(case: WrongGradient) -> Iterator[Proposal]:
     """Yield the effects of mistakes in a hand-written derivative of tanh GELU."""
     readers = readers_of(case.name, case.backward.weights.config)
     if [split_name(reader)[1] for reader in readers] != ["act"]:
@@ -203,19 +203,19 @@ def _typed_derivatives(case: Case) -> Iterator[Proposal]:
         yield Proposal("wrong_backward", 0.5 * value * arriving, values)
 
 
-def _other_functions(case: Case) -> Iterator[Proposal]:
+def _other_functions(case: WrongGradient) -> Iterator[Proposal]:
     for text, pieces in _other_pieces(case.backward, case.name):
         with suppress(LookupError, RuntimeError):  # for example mismatched shapes
             value = case.backward.of(pieces).gradient(case.name)
             yield Proposal("wrong_backward", value, {"found": text, "tensors": case.name})
 
 
-KINDS: tuple[tuple[str, Callable[[Case], Iterator[Proposal]]], ...] = (
+KINDS: tuple[tuple[str, Callable[[WrongGradient], Iterator[Proposal]]], ...] = (
     ("other_loss", _other_losses),
     ("missing_gradient", _missing_shares),
     ("scaled_gradient", _factor),
     ("weight_decay", _decay),
-    ("partial_gradient", _of_some_tokens),
+    ("partial_gradient", _gradients_of_some_tokens),
     ("wrong_backward", _typed_derivatives),
     ("wrong_backward", _other_functions),
 )

@@ -37,7 +37,7 @@ class MissingWeightError(LookupError):
     """A piece needs a weight that is neither in the golden file nor in an open checkpoint."""
 
 
-def keeping(read: Read, ids: Tensor) -> Read:
+def cached_reads(read: Read, ids: Tensor) -> Read:
     """Cache the most recent tensors, and provide the token embeddings of the ids as TOKENS."""
 
     @lru_cache(KEPT)

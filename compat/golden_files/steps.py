@@ -18,9 +18,9 @@ from compat.golden_files.pieces import (
     Pieces,
     Weights,
     attention_formula,
+    cached_reads,
     chain,
     embedding,
-    keeping,
     mixture,
     pattern,
     split_heads,
@@ -40,7 +40,7 @@ def step_logits(weights: Weights, steps: Tensor, values: Values) -> Iterator[Pro
     """
     (_, T), N = weights.ids.shape, steps.shape[1]
     ids = torch.cat([weights.ids, steps], dim=1)
-    extended = replace(weights, ids=ids, read=keeping(weights.read, ids), dtype=torch.float32)
+    extended = replace(weights, ids=ids, read=cached_reads(weights.read, ids), dtype=torch.float32)
     for found, pieces in _deviations(extended, T, N):
         for tap, value in chain(extended, {**GPT2, **pieces}):
             if tap == "logits":

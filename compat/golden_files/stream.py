@@ -134,7 +134,7 @@ def _stream(run: Callable[[Record], None]) -> Iterator[tuple[str, Tensor]]:
             thread.join(0.01)
 
 
-def in_pairs(
+def match_by_name(
     ours: Iterator[tuple[str, Tensor]], *others: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, tuple[Tensor, ...]]]:
     """Match tensors by name between runs that compute them in slightly different orders.

@@ -40,8 +40,16 @@ from compat.golden_files.contents import (
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
-from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, keeping, run_piece
-from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
+from compat.golden_files.pieces import (
+    GPT2,
+    TOKENS,
+    Weights,
+    cached_reads,
+    chain,
+    inputs_of,
+    run_piece,
+)
+from compat.golden_files.stream import match_by_name, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
@@ -133,7 +141,7 @@ class _Recording:
         self.config = self.checkpoint.config
         self.model: Any = transformers_gpt2.load_reference(self.checkpoint, self.dtype)
         self.taps = transformers_gpt2.taps(self.config.n_layer, "eager")
-        self.weights = Weights(self.config, self.ids, keeping(self.mapped.read, self.ids))
+        self.weights = Weights(self.config, self.ids, cached_reads(self.mapped.read, self.ids))
         # GPT-2 in float64 and two simulations of half precision run along with the reference.
         self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
         infos = self.checkpoint.infos
@@ -240,7 +248,7 @@ class _Recording:
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
         stream = stream_gradients(self.model, self.taps, self.ids)
         recorded = {LOSS, *self.selected, *self.parameters}
-        for name, ours, (exact, *halves) in in_pairs(stream, *map(gradients, self.runs)):
+        for name, ours, (exact, *halves) in match_by_name(stream, *map(gradients, self.runs)):
             bounds = [calibration.bound(ours, exact), *_bounds(simulations, halves, exact)]
             if name in recorded:
                 label = name if name == LOSS else GRADIENT + name
@@ -251,7 +259,7 @@ class _Recording:
         """Decode greedily through the KV cache, with bounds from a run without a cache."""
         fed, logits = _decode(self.model, self.ids, self.logits[:, -1:], self.decode)
         every = torch.cat([self.ids, fed], dim=1)
-        weights = Weights(self.config, every, keeping(self.mapped.read, every))
+        weights = Weights(self.config, every, cached_reads(self.mapped.read, every))
         exact = self.logits
         for _, value in chain(weights):
             exact = value  # the last value is the logits
