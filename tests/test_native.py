@@ -1,4 +1,4 @@
-"""The native decode step computes what torch computes, and gives way to it where it cannot run."""
+"""The native decode step computes what torch computes, and torch decodes if it cannot run."""
 
 from __future__ import annotations
 
