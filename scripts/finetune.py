@@ -1,9 +1,9 @@
 """Fine-tune a GPT-2 on a text: finetune.py CORPUS --model SRC --out FOLDER [options]; see --help.
 
-The folder holds the model with the lowest held-out loss and its tokenizer, as `transformers` and
-every command of compat read them; `finetune.pt`, from which --resume continues; and `loss.svg`.
-Under torchrun, the batch is divided among the processes by --parallel fsdp, or the model by
---parallel tensor.
+The folder contains the model with the lowest held-out loss and its tokenizer, in the format of
+`transformers` and of all commands of compat; `finetune.pt`, from which --resume continues; and
+`loss.svg`. Under torchrun, --parallel fsdp divides the batch among the processes, and --parallel
+tensor divides the model.
 """
 
 from __future__ import annotations
@@ -77,30 +77,34 @@ def main() -> None:
                 if writer:
                     (args.out / "loss.svg").write_text(plot(losses), encoding="utf-8")
     if writer:
-        print(f"{args.out}: held-out loss {best:.4f} nats a token, perplexity {math.exp(best):.2f}")
+        print(
+            f"{args.out}: held-out loss {best:.4f} nats per token, perplexity {math.exp(best):.2f}"
+        )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("corpus", type=Path, help="a text in UTF-8")
-    parser.add_argument("--model", required=True, help="a hub id, a folder, a file or demo")
+    parser.add_argument("corpus", type=Path, help="a text file in UTF-8")
+    parser.add_argument(
+        "--model", required=True, help="a hub id, a folder, a weights file, or demo"
+    )
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
     parser.add_argument("--dialect", choices=["linear", "conv1d"], default="conv1d")
-    parser.add_argument("--parallel", choices=["tensor", "fsdp"], help="under torchrun")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps; 200")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step; 8")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence; 256")
-    parser.add_argument("--lr", type=float, default=5e-5, help="the highest learning rate; 5e-5")
-    parser.add_argument("--every", type=int, default=50, help="steps between evaluations; 50")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches; 0")
-    parser.add_argument("--resume", action="store_true", help="continue from FOLDER")
+    parser.add_argument("--parallel", choices=["tensor", "fsdp"], help="for torchrun")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (200)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step (8)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (256)")
+    parser.add_argument("--lr", type=float, default=5e-5, help="peak learning rate (5e-5)")
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations (50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the batches (0)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     return parser.parse_args()
 
 
 def new_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and embeddings, but neither biases nor norms."""
+    """Return an AdamW with weight decay for matrices and embeddings only."""
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -108,7 +112,7 @@ def new_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """Linear over the first twentieth of the steps, then a cosine down to a tenth."""
+    """Warm up linearly for 5% of the steps, then decay to 10% by a cosine."""
     warmup = max(1, steps // 20)
     if step <= warmup:
         return highest * step / warmup
@@ -117,7 +121,7 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 
 
 def batch(ids: Tensor, rows: int, length: int, seed: int) -> Tensor:
-    """Windows (rows, length + 1) at random places; the same on every rank and after a resume."""
+    """Return random windows (rows, length + 1), equal on every rank and after a resume."""
     starts = torch.randint(
         len(ids) - length, (rows,), generator=torch.Generator().manual_seed(seed)
     )
@@ -125,14 +129,14 @@ def batch(ids: Tensor, rows: int, length: int, seed: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token over windows (B, T + 1)."""
+    """Return the mean cross-entropy in nats per token over windows (B, T + 1)."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, ids: Tensor, length: int, rows: int) -> float:
-    """The loss over consecutive windows, which every rank computes alike."""
+    """Return the loss over consecutive windows, which is the same on every rank."""
     model.eval()
     windows = ids[: len(ids) // (length + 1) * (length + 1)].view(-1, length + 1)
     losses = [loss_of(model, part).item() * len(part) for part in windows.split(rows)]
@@ -147,7 +151,7 @@ def save_state(
     best: float,
     losses: list[tuple[int, float, float]],
 ) -> None:
-    """Write what `resume` needs: whole tensors, gathered by all ranks and written by one."""
+    """Write the state for `resume`: full tensors, gathered by all ranks and written by one."""
     weights = [whole(p.detach()) for p in model.parameters()]
     moments = [
         {name: whole(value) for name, value in optimizer.state[p].items()}
@@ -163,7 +167,7 @@ def save_state(
 def resume(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, list[tuple[int, float, float]]]:
-    """Load the weights and the optimizer's state; any number of ranks may have written them."""
+    """Load the weights and the optimizer's state, which any number of ranks may have written."""
     state: dict[str, Any] = torch.load(path, weights_only=True)
     with torch.no_grad():
         for p, value in zip(model.parameters(), state["weights"], strict=True):
@@ -178,7 +182,7 @@ def resume(
 
 
 def plot(losses: list[tuple[int, float, float]]) -> str:
-    """A drawing of both losses by step, as SVG."""
+    """Plot both losses by step as an SVG."""
     width, height, margin = 640, 320, 40
     steps = [step for step, *_ in losses]
     values = [value for _, *both in losses for value in both]

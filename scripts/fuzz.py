@@ -1,4 +1,4 @@
-"""Load many mutated checkpoints: each loads as its files say, or is refused with an error."""
+"""Load many mutated checkpoints: each is loaded as its files state, or refused with an error."""
 
 import argparse
 import sys
@@ -13,11 +13,11 @@ from tests.fuzz.mutations import KINDS, mutation
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=int, default=2000, help="how many mutations")
+    parser.add_argument("--n", type=int, default=2000, help="number of mutations (2000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=int, default=0, help="the number of the first")
-    parser.add_argument("--kind", choices=KINDS, help="only this kind of file")
-    parser.add_argument("--keep", type=Path, help="a folder for what fails")
+    parser.add_argument("--start", type=int, default=0, help="index of the first mutation (0)")
+    parser.add_argument("--kind", choices=KINDS, help="mutate only this kind of file")
+    parser.add_argument("--keep", type=Path, help="folder to which failing checkpoints are written")
     asked = parser.parse_args()
     began = time.monotonic()
     report = run(asked.n, asked.seed, asked.start, asked.kind)

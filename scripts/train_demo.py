@@ -16,7 +16,7 @@ from compat import GPT2Config, to_hf_state_dict
 from compat.dialects.conv1d import GPTModel
 
 END = "<|endoftext|>"
-SPEECHES_PER_TEXT = 32  # an end-of-text token between texts teaches the model what a beginning is
+SPEECHES_PER_TEXT = 32  # end-of-text tokens show the model where texts begin
 STEPS, BATCH, WARMUP, PEAK_LR = 4000, 16, 100, 2e-3
 CONFIG = GPT2Config(
     vocab_size=1024,
@@ -30,7 +30,7 @@ CONFIG = GPT2Config(
 
 
 def train_tokenizer(text: str, folder: Path) -> ByteLevelBPETokenizer:
-    """Learn a byte-level BPE and write vocab.json and merges.txt; end-of-text takes the last id."""
+    """Train a byte-level BPE, and write vocab.json and merges.txt. The last id is end-of-text."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([text], vocab_size=CONFIG.vocab_size - 1, show_progress=False)
     tokenizer.save_model(str(folder))
@@ -40,7 +40,7 @@ def train_tokenizer(text: str, folder: Path) -> ByteLevelBPETokenizer:
 
 
 def encode(tokenizer: ByteLevelBPETokenizer, text: str) -> Tensor:
-    """All ids of the corpus in a row, every text closed by end-of-text."""
+    """Return all ids of the corpus, with an end-of-text token after each text."""
     speeches = text.split("\n\n")
     texts = [
         "\n\n".join(speeches[i : i + SPEECHES_PER_TEXT])
@@ -52,7 +52,7 @@ def encode(tokenizer: ByteLevelBPETokenizer, text: str) -> Tensor:
 
 
 def new_model() -> GPTModel:
-    """GPT-2's initialisation: N(0, 0.02), residual projections smaller by √(2 · layers)."""
+    """Initialise as GPT-2: N(0, 0.02), with residual projections divided by √(2 · layers)."""
     model = GPTModel(CONFIG)
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -62,13 +62,13 @@ def new_model() -> GPTModel:
 
 
 def loss_of(model: GPTModel, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token over windows of ids (B, T + 1)."""
+    """Return the mean cross-entropy in nats per token over windows of ids (B, T + 1)."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: GPTModel, ids: Tensor) -> float:
-    """Loss over consecutive windows of the held-out tenth."""
+    """Return the loss over consecutive windows of the held-out 10%."""
     model.eval()
     windows = ids[: len(ids) // 257 * 257].view(-1, 257)
     losses = [loss_of(model, w).item() * len(w) for w in windows.split(16)]
@@ -77,7 +77,7 @@ def held_out_loss(model: GPTModel, ids: Tensor) -> float:
 
 
 def train(model: GPTModel, train_ids: Tensor, test_ids: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """AdamW with a cosine schedule; returns the best held-out loss and the weights that had it."""
+    """Train by AdamW with a cosine schedule; return the best held-out loss and its weights."""
     decay = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -119,7 +119,7 @@ def main(corpus: str, folder: str = "compat/demo") -> None:
     (out / "model.safetensors").chmod(0o644)  # safetensors leaves it readable for its owner alone
     (out / "config.json").write_text(json.dumps(CONFIG.to_hf_dict(), indent=2) + "\n")
     bits = best * len(test_ids) / math.log(2) / len(text[cut:].encode())
-    print(f"held-out loss {best:.4f} nats a token, {bits:.3f} bits a byte")
+    print(f"held-out loss {best:.4f} nats per token, {bits:.3f} bits per byte")
 
 
 if __name__ == "__main__":

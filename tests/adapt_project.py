@@ -104,7 +104,7 @@ def notebook(*cells: str) -> str:
 
 
 def line_of(text: str, part: str) -> int:
-    """The number of the one line that has this part."""
+    """The number of the only line that contains this text."""
     (number,) = (n for n, line in enumerate(text.splitlines(), 1) if part in line)
     return number
 

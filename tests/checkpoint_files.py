@@ -12,7 +12,7 @@ from tests.conftest import State
 
 
 def holds(checkpoint: Checkpoint, state: State) -> None:
-    """The checkpoint has exactly these tensors, bit by bit; the tied head is the embedding."""
+    """Check that the checkpoint has exactly these tensors, bit by bit, and a tied head."""
     wanted = {"lm_head.weight": state["wte.weight"], **state}
     assert checkpoint.infos.keys() == wanted.keys()
     for name, tensor in wanted.items():

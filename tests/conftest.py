@@ -1,4 +1,4 @@
-"""Checkpoints with noise on every parameter, and the shared material where there is some."""
+"""Checkpoints with noise on every parameter, and shared material where it is available."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TINY = {
 def noisy_reference(
     seed: int = 0, noise: float = 0.1, **config: Any
 ) -> transformers.GPT2LMHeadModel:
-    """A transformers GPT-2 with every parameter, biases and norms too, off its initial value."""
+    """A GPT-2 of transformers with noise on every parameter, including biases and norms."""
     torch.manual_seed(seed)
     fields = {"initializer_range": 0.2, **TINY, **config}
     model = transformers.GPT2LMHeadModel(
@@ -61,7 +61,7 @@ def noisy_reference(
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Make a folder as `transformers` saves it; arguments as of `noisy_reference`."""
+    """Make a folder as `transformers` saves it, with the arguments of `noisy_reference`."""
 
     def make(seed: int = 0, noise: float = 0.1, **config: Any) -> Path:
         folder = tmp_path_factory.mktemp("checkpoint")
@@ -73,19 +73,19 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 @pytest.fixture(scope="session")
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
-    """One small noisy checkpoint, not to be changed."""
+    """A small noisy checkpoint, which tests must not change."""
     return make_checkpoint()
 
 
 @pytest.fixture(scope="session")
 def noisy(make_checkpoint: MakeCheckpoint) -> Path:
-    """A tiny noisy checkpoint with room for long texts; its id 0 ends a text."""
+    """A tiny noisy checkpoint for long texts; its stop id is 0."""
     return make_checkpoint(n_positions=256)
 
 
 @pytest.fixture
 def state(tiny: Path) -> State:
-    """The tensors of `tiny` without `transformer.` and without a head, free to be changed."""
+    """The tensors of `tiny` without `transformer.` and without a head; tests may change them."""
     stored = load_file(tiny / "model.safetensors")
     return {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
 
@@ -109,7 +109,7 @@ def write(tmp_path: Path, tiny: Path) -> Write:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with GPT-2's real tokenizer files and checkpoints made by others."""
+    """The folder with GPT-2's tokenizer files and checkpoints by others."""
     if "COMPAT_SHARED" not in os.environ:
         pytest.skip("COMPAT_SHARED names no folder with data/gpt2-tokenizer and data/checkpoints")
     return Path(os.environ["COMPAT_SHARED"])
@@ -151,7 +151,7 @@ def shared_reference(
 
 @pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars in the test output."""
+    """Disable progress bars in the output of the tests."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     yield
@@ -173,7 +173,7 @@ def _kernels_are_not_measured(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the real weights or a GPU run only where those can be had."""
+    """Skip tests that need the real weights or a GPU if these are not available."""
     for item in items:
         if item.get_closest_marker("network") and "COMPAT_NETWORK" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="COMPAT_NETWORK is not set"))
@@ -183,7 +183,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """With COMPAT_SHARED set, as in CI, a test may skip only for want of a network or a GPU."""
+    """With COMPAT_SHARED set, as in CI, tests may skip only if a network or GPU is missing."""
     report = yield
     excused = item.get_closest_marker("network") or item.get_closest_marker("cuda")
     if report.skipped and "COMPAT_SHARED" in os.environ and not excused:

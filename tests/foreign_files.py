@@ -1,4 +1,4 @@
-"""Hugging Face models, saved as nanoGPT and minGPT save theirs."""
+"""Hugging Face models in the file formats of nanoGPT and minGPT."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Forked:
         self.process.start()
 
     def wait(self, seconds: float = 120, encoding: str = "utf-8") -> Ended:
-        """Wait until it has ended; its code is that of the signal, negative, if one ended it."""
+        """Wait until the process has ended. The exit code is negative if a signal ended it."""
         self.process.join(seconds)
         out, err = ((self._folder / name).read_bytes().decode(encoding) for name in ("out", "err"))
         code = self.process.exitcode
@@ -67,7 +67,7 @@ class Forked:
 
 
 def run(function: Callable[..., object], *args: object) -> str:
-    """What `function(*args)` prints, which has to succeed without a word on stderr."""
+    """Return the output of `function(*args)`, which must succeed and print nothing to stderr."""
     ended = Forked(function, *args).wait()
     assert (ended.code, ended.err) == (0, ""), ended.err
     return ended.out

@@ -1,4 +1,4 @@
-"""What the tests of generation share: both libraries' models, prompts, greedy ids."""
+"""Helpers of the tests of generation: the models of both libraries, prompts and greedy ids."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def ours(folder: Path, dialect: str = "linear") -> Model:
 
 @functools.cache
 def reference(folder: Path) -> transformers.GPT2LMHeadModel:
-    """transformers' model without generation settings of its own, such as stop ids."""
+    """The model of transformers without generation settings of its own, such as stop ids."""
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
     model.generation_config = GenerationConfig()
     return model.eval()
 
 
 def theirs(folder: Path, input_ids: Tensor, new: int, seed: int = 0, **settings: Any) -> Tensor:
-    """What transformers generates: greedy, or drawn from the global generator."""
+    """The ids that transformers generates: greedy, or sampled with the global generator."""
     torch.manual_seed(seed)
     mask = settings.pop("attention_mask", torch.ones_like(input_ids))
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, **settings}

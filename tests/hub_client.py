@@ -37,7 +37,7 @@ class Fetching:
     out: Path
 
     def outcomes(self) -> list[Outcome]:
-        """The outcomes; the process may print to stderr only."""
+        """Return the outcomes. The process may only print to stderr."""
         ended = self.forked.wait()
         assert ended.code == 0, ended.err
         assert not ended.out, ended.out

@@ -50,7 +50,7 @@ class File:
 
     @property
     def sha1(self) -> str:
-        """git's blob hash; for a large file the real hub states that of the pointer file."""
+        """git's blob hash; for a large file, the real hub states that of its pointer file."""
         data = b"pointer to " + self.sha256.encode() if self.large else self.data
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -61,7 +61,7 @@ class File:
 
 @dataclass
 class Repo:
-    """All commits of a repository, and which of them its branches and tags mean."""
+    """All commits of a repository, and the commits of its branches and tags."""
 
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignored, since tests end and kill clients."""
+        """Ignore errors, because tests end and kill clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing, since the hub has its own log."""
+        """Print nothing, because the hub has its own log."""
 
     def do_HEAD(self) -> None:
         self._serve()

@@ -60,7 +60,7 @@ def same(one: Whole, other: Whole) -> bool:
 
 
 def saving(model: Model, folder: Path) -> int:
-    """Save in a separate process, in many shards, and wait there for the signal."""
+    """Save many shards in a separate process, which then waits for the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python's own part of a fork
     process = os.fork()
     if process:

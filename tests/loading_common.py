@@ -1,4 +1,4 @@
-"""Helpers of the loading tests: reference checkpoints, inputs, bitwise equality."""
+"""Helpers of the loading tests: reference checkpoints, inputs and bitwise equality."""
 
 from __future__ import annotations
 

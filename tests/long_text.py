@@ -22,7 +22,7 @@ def memory() -> int:
 
 
 def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
-    """A hoard keeps all logits."""
+    """Generate and measure; with `hoard`, all logits are kept."""
     decoder = engine.decoder()
     logits = decoder.start([[464]])
     before = 0

@@ -32,7 +32,7 @@ class MyBlock(nn.Module):
 
 
 class MyGPT2(nn.Module):
-    """Own names and layout: fused `query_key` beside `value`, no `config`; no head if None."""
+    """A GPT-2 with its own names and layout: fused `query_key` beside `value`, no `config`."""
 
     def __init__(self, head: str | None = "tied") -> None:
         super().__init__()
@@ -83,6 +83,6 @@ ROWS = [
 
 
 def my_map(*changed: Row, without: str = "") -> NameMap:
-    """The map of MyGPT2, one row left out, or some put in another's place or added."""
+    """The map of MyGPT2, without a row, or with some rows replaced or added."""
     rows = {row.hf: row for row in [*ROWS, *changed]}
     return NameMap(tuple(row for row in rows.values() if row.hf != without))

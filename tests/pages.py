@@ -122,7 +122,7 @@ class Browser:
         return json.loads(html.unescape(found[1]))
 
     def photograph(self, page: str, dark: bool, width: int) -> bytes:
-        """A PNG of the top of a page, in a frame because windows have a minimum width."""
+        """Take a PNG of the top of a page, in a frame because windows have a minimum width."""
         look = "<style>body { margin: 0 } iframe { border: 0 }</style>"
         look += '<meta name="color-scheme" content="light dark">'
         frame = f'{look}<iframe width="{width}" height="900" src="{page}"></iframe>'

@@ -1,4 +1,4 @@
-"""Helpers of the saving tests: opening an export in transformers without any warning."""
+"""Helpers of the saving tests: open an export in transformers without warnings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(folder: Path) -> State:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """transformers must log no warnings; other warnings are errors in all tests."""
+    """Check that transformers logs no warnings; other warnings are errors in all tests."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

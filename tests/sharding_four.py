@@ -1,4 +1,4 @@
-"""What four processes check together: tensor parallelism and FSDP2 at once."""
+"""Checks of four processes: tensor parallelism and FSDP2 combined."""
 
 from __future__ import annotations
 

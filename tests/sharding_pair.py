@@ -1,4 +1,4 @@
-"""What two processes check together: tensor parallelism and FSDP2. See tests/test_sharding.py."""
+"""Checks of two processes: tensor parallelism and FSDP2. See tests/test_sharding.py."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def peak_anonymous_memory() -> Iterator[list[int]]:
 
 @check
 def loading_needs_little_more_than_the_share(ranks: Ranks) -> None:
-    """At most 0.65 of the weights on each of two ranks, files that are mapped not counted."""
+    """At most 0.65 of the weights on each of two ranks, without memory-mapped files."""
     parallel: tuple[Literal["tensor", "fsdp"], ...] = ("tensor", "fsdp")
     with peak_anonymous_memory() as peak:
         model = load_pretrained(ranks.folder / "large", mmap=False)
@@ -250,7 +250,7 @@ def generation_is_that_of_one_process(ranks: Ranks) -> None:
 
 @check
 def different_tokens_are_an_error(ranks: Ranks) -> None:
-    """Each rank draws from a generator of its own."""
+    """Each rank samples with its own generator."""
     generator = torch.Generator().manual_seed(ranks.rank)
     with pytest.raises(GenerationError, match=r"ranks .* different tokens"):
         generate(divided(ranks), IDS, max_new_tokens=5, generator=generator, stop_ids=())

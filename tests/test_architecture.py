@@ -1,4 +1,4 @@
-"""The house rules that a reader may rely on, read off the source."""
+"""Rules of the architecture, checked in the source."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_down_only(path: Path) -> None:
+def test_modules_import_lower_layers_only(path: Path) -> None:
     own = part_of(path)
     if own in ("__init__", "demo"):
         return
@@ -79,7 +79,7 @@ ADAPT_LAYERS = ["tracing", "anatomy", "mapping", "diagnosis"]
 
 
 @pytest.mark.parametrize("layer", ADAPT_LAYERS)
-def test_imports_go_down_only_within_adapt(layer: str) -> None:
+def test_packages_of_adapt_import_lower_layers_only(layer: str) -> None:
     files = sorted((ROOT / "adaptation" / layer).glob("*.py"))
     assert files
     above = {"adapt", "emit", *ADAPT_LAYERS[ADAPT_LAYERS.index(layer) + 1 :]}
@@ -96,14 +96,14 @@ def test_each_heavy_library_is_imported_in_one_file(library: str) -> None:
     assert [str(path.relative_to(ROOT)) for path in users] == [OWNERS[library]]
 
 
-def test_import_of_compat_pulls_in_none_of_them() -> None:
+def test_importing_compat_imports_no_heavy_library() -> None:
     heavy = {"torch", *OWNERS}
     code = f"import compat, sys; print({heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_resolve() -> None:
     assert compat.__all__ == sorted(compat.__all__)
     assert all(getattr(compat, name).__doc__ for name in compat.__all__)
 

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type get one CompatError, whatever they are."""
+"""Arguments of a wrong type raise one CompatError."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ def test_vocabulary_of_a_tokenizer(value: Any) -> None:
         Tokenizer(value)
 
 
-def test_a_folder_whose_name_holds_a_null_character(tiny: Path) -> None:
+def test_a_folder_name_with_a_null_character(tiny: Path) -> None:
     with pytest.raises(CompatError, match="folder is"):
         save_pretrained(load_pretrained(tiny), "a\0b")

@@ -1,4 +1,4 @@
-"""Replacing a folder: which files stay, which are removed, and the effect of failures."""
+"""Replacing a folder: kept files, removed files, and the effect of failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Path]:
-    """A path in a folder in which nothing else may remain."""
+    """A path in a folder in which no other files may remain."""
     place = tmp_path / "parent" / "model"
     place.parent.mkdir()
     yield place
@@ -67,7 +67,7 @@ def test_a_new_folder_appears_with_its_parents(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_superseded_files_are_removed_and_all_others_stay(target: Path) -> None:
+def test_superseded_files_are_removed_and_others_are_kept(target: Path) -> None:
     fill(target, w1="old", w2="old", config="old", README="mine")
     (target / "w_folder").mkdir()
     fill(target / "runs", w3="log")
@@ -89,8 +89,8 @@ def test_superseded_files_are_removed_and_all_others_stay(target: Path) -> None:
     assert (target / "w_folder").is_dir()
 
 
-def test_files_that_stay_are_hard_links(target: Path) -> None:
-    """A program that has it open continues to write into it."""
+def test_kept_files_are_hard_links(target: Path) -> None:
+    """A program that has a file open continues to write to it."""
     fill(target, log="1")
     with (target / "log").open("a") as log:
         replace(target, w1="new")
@@ -98,7 +98,7 @@ def test_files_that_stay_are_hard_links(target: Path) -> None:
     assert (target / "log").read_text() == "12"
 
 
-def test_files_that_stay_are_copied_without_hard_links(
+def test_kept_files_are_copied_without_hard_links(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -112,7 +112,7 @@ def test_files_that_stay_are_copied_without_hard_links(
     assert mode(target / "log") == 0o640
 
 
-def test_two_folders_are_swapped_in_one_step(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_folders_are_swapped_atomically(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds on Linux and macOS on their usual file systems."""
 
     def refuse(self: Path, other: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     assert {path.name for path in real.parent.iterdir()} == {"real"}
 
 
-def test_a_dangling_link_gets_its_folder(tmp_path: Path) -> None:
+def test_the_target_of_a_dangling_link_is_created(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to("real")
     replace(tmp_path / "model", w1="new")
     assert contents(tmp_path / "real") == {"w1": b"new"}
@@ -218,7 +218,7 @@ def test_a_dangling_link_gets_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_links_in_the_folder_are_never_written_through(target: Path, tmp_path: Path) -> None:
+def test_links_in_the_folder_are_replaced_and_not_followed(target: Path, tmp_path: Path) -> None:
     """As in the hub's cache, where every file is a link to a blob."""
     blobs = fill(tmp_path / "blobs", a="old weights", b="readme")
     fill(target)
@@ -231,7 +231,7 @@ def test_links_in_the_folder_are_never_written_through(target: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_modes_follow_the_umask_whatever_wrote_the_files(target: Path, umask: int) -> None:
+def test_file_modes_follow_the_umask(target: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         with replacing_folder(target) as folder:
@@ -260,7 +260,7 @@ def test_a_folder_keeps_its_mode_and_its_owner(target: Path) -> None:
     assert mode(target / "log") == 0o604
 
 
-def test_a_file_in_the_way_is_refused(target: Path) -> None:
+def test_an_existing_file_at_the_path_is_refused(target: Path) -> None:
     target.write_text("mine")
     with pytest.raises(CheckpointError, match="model is a file; expected a folder"):
         replace(target, w1="new")
@@ -273,14 +273,14 @@ def test_a_file_as_the_parent_is_refused(tmp_path: Path) -> None:
         replace(tmp_path / "parent" / "model", w1="new")
 
 
-def test_a_folder_under_a_name_to_be_written_is_refused(target: Path) -> None:
+def test_a_folder_with_the_name_of_a_written_file_is_refused(target: Path) -> None:
     fill(fill(target) / "w1", inner="mine")
     with pytest.raises(CheckpointError, match=r"Is a directory: .*model/w1"):
         replace(target, w1="new")
     assert contents(target) == {"w1/inner": b"mine"}
 
 
-def test_every_file_and_folder_is_flushed_before_the_old_one_goes(
+def test_every_file_and_folder_is_synced_before_the_old_one_is_removed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []

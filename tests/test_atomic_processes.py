@@ -68,7 +68,7 @@ def test_concurrent_saves_lose_no_files(tmp_path: Path) -> None:
 
 
 def replace_as_nobody(target: Path) -> None:
-    """Replace the folder, without root's rights, and print the error."""
+    """Replace the folder without root's rights, and print the error."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)

@@ -1,4 +1,4 @@
-"""open_checkpoint: every layout found in the wild is read."""
+"""open_checkpoint reads every layout of published checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prefixed(state: State) -> State:
 # Files.
 
 
-def test_as_transformers_saves_it(tiny: Path, state: State) -> None:
+def test_a_folder_saved_by_transformers(tiny: Path, state: State) -> None:
     checkpoint = open_checkpoint(tiny)
     holds(checkpoint, state)
     assert checkpoint.folder == tiny
@@ -36,7 +36,7 @@ def test_as_transformers_saves_it(tiny: Path, state: State) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("with_prefix", [False, True])
-def test_one_file(write: Write, state: State, name: str, with_prefix: bool) -> None:
+def test_a_single_file(write: Write, state: State, name: str, with_prefix: bool) -> None:
     folder = write(prefixed(state) if with_prefix else state, name)
     holds(open_checkpoint(folder), state)
     holds(open_checkpoint(str(folder)), state)
@@ -79,7 +79,7 @@ def test_a_pickle_of_parameters_is_read_as_tensors(write: Write, state: State) -
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_each_read_has_memory_of_its_own(write: Write, state: State, name: str) -> None:
+def test_each_read_allocates_its_own_memory(write: Write, state: State, name: str) -> None:
     checkpoint = open_checkpoint(write(state, name))
     checkpoint.read("wte.weight").zero_()
     holds(checkpoint, state)
@@ -162,7 +162,7 @@ def test_other_data_types(write: Write, state: State, dtype: torch.dtype, name: 
     ids=str,
 )
 @pytest.mark.parametrize("odd", ["wte.weight", "ln_f.bias"])
-def test_mixed_data_types_are_noted_and_the_widest_holds_all(
+def test_mixed_data_types_are_noted_and_the_widest_is_used(
     write: Write,
     state: State,
     odd: str,

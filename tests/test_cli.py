@@ -193,7 +193,7 @@ def test_generate_as_json(cli: Cli, demo: Tokenizer, endless: Path) -> None:
     assert found["tokens_per_second"] > 0
 
 
-def test_100_tokens_or_what_the_context_has_room_for(
+def test_100_tokens_or_as_many_as_fit_into_the_context(
     cli: Cli, make_checkpoint: MakeCheckpoint
 ) -> None:
     """The default length. No merge contains the control character that the prompt consists of."""

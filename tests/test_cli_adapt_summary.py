@@ -74,7 +74,7 @@ def test_a_process_without_a_result(
     assert row[:2] == ["file.py", expected] and row[2:6] == [""] * 4
 
 
-def test_a_cell_is_never_a_formula(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_cell_is_never_a_formula(capsys: pytest.CaptureFixture[str]) -> None:
     adapt_summary.print_csv([["=cmd()", "compatible"]])
     assert capsys.readouterr().out.splitlines()[1] == "'=cmd(),compatible"
 

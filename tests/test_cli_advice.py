@@ -72,7 +72,7 @@ def mentioned(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_option_in_a_message_is_one_of_the_commands_that_show_it(path: Path) -> None:
+def test_options_in_messages_exist_in_the_commands_that_print_them(path: Path) -> None:
     place = path.relative_to(ROOT).as_posix()
     commands = REACHED_BY.get(place, REACHED_BY.get(place.partition("/")[0], set(OPTIONS)))
     for command in commands:
@@ -93,7 +93,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_the_advice_on_heads_can_be_followed(
+def test_the_suggested_option_for_heads_works(
     cli: Cli, tmp_path: Path, state: State, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every command has --n-head, which is what a file without a config lacks."""

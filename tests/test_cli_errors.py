@@ -36,7 +36,7 @@ def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unbiased")
-def test_no_parity_is_exit_code_1_and_names_the_culprit(cli: Cli, tiny: Path) -> None:
+def test_no_parity_is_exit_code_1_and_names_the_first_divergence(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--json")
     found = done.json()
     assert (done.code, found["passed"], found["first_divergence"]) == (1, False, "h.0.ln_1")
@@ -49,7 +49,7 @@ def test_no_parity_is_exit_code_1_and_names_the_culprit(cli: Cli, tiny: Path) ->
 
 
 @pytest.mark.usefixtures("unbiased")
-def test_one_dialect_without_parity_suffices_for_exit_code_1(cli: Cli, tiny: Path) -> None:
+def test_exit_code_1_if_one_of_two_dialects_has_no_parity(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 1
     assert [report["passed"] for report in done.json()] == [False, True]
@@ -104,7 +104,7 @@ def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
         (["--seed", 2**80], ["seed"]),
     ],
 )
-def test_a_request_that_cannot_be_met_is_2(
+def test_a_request_that_cannot_be_fulfilled_is_2(
     cli: Cli, options: list[object], named: list[str]
 ) -> None:
     done = cli("generate", "The", *options)
@@ -113,7 +113,7 @@ def test_a_request_that_cannot_be_met_is_2(
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_more_tokens_than_the_context_has_room_for_are_2(cli: Cli, as_json: list[str]) -> None:
+def test_more_tokens_than_fit_into_the_context_are_2(cli: Cli, as_json: list[str]) -> None:
     n, T = load_pretrained("demo").config.n_positions, len(load_tokenizer("demo").encode("The"))
     done = cli("generate", "The", "--max-new-tokens", n, *as_json)
     assert (done.code, done.out) == (2, "")

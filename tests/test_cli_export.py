@@ -95,7 +95,7 @@ def test_an_invalid_size_is_wrong_usage(cli: Cli, tmp_path: Path, size: str) -> 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
+def test_a_destination_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     done = cli("export", "demo", tmp_path / "file")
     assert (done.code, done.out) == (3, "")

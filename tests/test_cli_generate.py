@@ -53,7 +53,7 @@ def test_every_option_reaches_the_library(
 
 
 def test_these_options_change_the_text(cli: Cli, folder: Path) -> None:
-    """Without this, the test above could pass although an option has no effect."""
+    """Otherwise the test above could pass although an option has no effect."""
     argv = ("generate", "O king", "--model", folder, "--max-new-tokens", 50, "--seed", 5)
     plain = cli(*argv).out
     for options in (("--min-p", 0.9), ("--repetition-penalty", 9), ("--stop", plain[9])):
@@ -80,7 +80,7 @@ def test_a_sliding_context_is_reported(cli: Cli, folder: Path) -> None:
     assert "dropped" not in cli(*argv[:-1], 20, "--overflow", "slide").err
 
 
-def test_logits_that_are_not_finite_are_2_and_name_the_layer(
+def test_non_finite_logits_are_2_and_name_the_layer(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_pretrained(folder)
@@ -127,7 +127,7 @@ def test_an_invalid_prompt_does_not_end_a_conversation(
     assert "error: the prompt cannot be encoded" in done.err
 
 
-def test_ctrl_c_at_the_prompt_leaves(
+def test_ctrl_c_at_the_prompt_ends_the_conversation(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     done = converse(cli, monkeypatch, b"O\n^C\nO\n", folder)

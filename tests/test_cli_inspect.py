@@ -50,7 +50,7 @@ def test_json(cli: Cli, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_what_would_not_load_is_3_with_the_error_on_stdout(
+def test_a_checkpoint_that_would_not_load_is_3_with_the_error_on_stdout(
     cli: Cli, write: Write, state: State, as_json: list[str]
 ) -> None:
     folder = write(state, n_layer=2, n_inner=None)

@@ -82,10 +82,10 @@ RAISING = {
 
 @pytest.mark.parametrize("statement", RAISING.values(), ids=RAISING)
 @pytest.mark.parametrize("calls", range(5))
-def test_what_the_users_model_raises_is_3_with_its_line(
+def test_an_exception_of_the_users_model_is_3_with_its_line(
     cli: Cli, tiny: Path, tmp_path: Path, statement: str, calls: int
 ) -> None:
-    """In any of its runs; if adapt can continue without that run, the model is not compatible."""
+    """In any run; if adapt can continue without that run, the model is not compatible."""
     counting = f"""
         global CALLS
         CALLS += 1

@@ -1,4 +1,4 @@
-"""A real SIGINT sent to a running process: its output so far stays, and the exit code is 130."""
+"""A real SIGINT to a running process: its output so far is kept, and the exit code is 130."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 def ctrl_c_works() -> None:
-    """Undo that SIGINT is ignored, which a process started in the background inherits."""
+    """Handle SIGINT, which a process started in the background ignores."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -61,7 +61,7 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_text_so_far_is_kept(slow: Path) -> None:
+def test_ctrl_c_keeps_the_text_so_far(slow: Path) -> None:
     options = ("--model", slow, "--temperature", 0, "--max-new-tokens", 4000)
     with running("ROMEO:", *options) as process:
         assert process.stdout is not None
@@ -77,7 +77,9 @@ def test_the_text_so_far_is_kept(slow: Path) -> None:
     assert again.stdout.rstrip("\n\ufffd") == text.rstrip("\n\ufffd")
 
 
-def test_a_prompt_file_leaves_whole_lines_and_is_resumed(slow: Path, tmp_path: Path) -> None:
+def test_an_interrupted_prompt_file_leaves_complete_lines_and_is_resumed(
+    slow: Path, tmp_path: Path
+) -> None:
     prompts, out, whole = (tmp_path / name for name in ("prompts.txt", "out", "whole"))
     prompts.write_text("".join(f"Prompt {i}\n" for i in range(40)))
     options = ("--model", slow, "--max-new-tokens", 40, "--seed", 1, "--batch-size", 2)
@@ -101,7 +103,7 @@ MOMENTS = ["typer", "torch._C", "torch.fx", "compat.checkpoint.source", "compat.
 
 
 @pytest.mark.parametrize("module", MOMENTS)
-def test_while_modules_are_imported(module: str) -> None:
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     """As soon as that module has been imported, which Python reports on stderr."""
     argv = [sys.executable, "-X", "importtime", "-m", "compat", "parity"]
     with subprocess.Popen(
@@ -115,7 +117,7 @@ def test_while_modules_are_imported(module: str) -> None:
     assert "interrupted" in err and "Traceback" not in err
 
 
-def test_a_conversation_goes_on_and_a_second_ctrl_c_leaves(slow: Path) -> None:
+def test_a_conversation_continues_after_ctrl_c_and_a_second_one_ends_it(slow: Path) -> None:
     options = ("--model", slow, "--max-new-tokens", 4000)
     with running("--interactive", *options) as process:
         assert process.stdin and process.stdout and process.stderr

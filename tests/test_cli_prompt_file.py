@@ -1,4 +1,4 @@
-"""`generate --prompt-file`: what is read and written, and how a run is resumed."""
+"""`generate --prompt-file`: its input and output, and how a run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However narrow the terminal: no number and no name loses a character."""
+"""On narrow terminals, neither numbers nor names are truncated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def distant(tiny: Path, tmp_path: Path) -> Path:
 
 
 def remember(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Let a function always return its first result."""
+    """Cache the first result of a function."""
     module, _, name = function.rpartition(".")
     original, results = getattr(sys.modules[module], name), list[Any]()
 
@@ -132,7 +132,9 @@ def test_inspect(narrow: Cli, distant: Path) -> None:
 
 
 @each_width
-def test_inspect_of_what_would_not_load(narrow: Cli, write: Write, state: State) -> None:
+def test_inspect_of_a_checkpoint_that_would_not_load(
+    narrow: Cli, write: Write, state: State
+) -> None:
     folder = write({**state, f"{LONG}.weight": torch.ones(2), **masks()})
     found, shown = narrow("inspect", folder, "--json").json(), narrow("inspect", folder).out
     assert LONG in found["error"]

@@ -68,7 +68,7 @@ def test_hub_gpt2s_config_is_the_default() -> None:
         pytest.param({"gradient_checkpointing": True, "use_cache": False}, id="for training"),
     ],
 )
-def test_fields_of_other_real_files_change_nothing(extra: dict[str, Any]) -> None:
+def test_fields_of_other_published_configs_are_ignored(extra: dict[str, Any]) -> None:
     assert GPT2Config.from_dict({**HUB_GPT2, **extra}) == GPT2Config()
 
 
@@ -126,7 +126,7 @@ def test_an_unknown_field_that_is_switched_off_is_accepted(off: object) -> None:
     assert GPT2Config.from_dict({"some_new_feature": off}) == GPT2Config()
 
 
-def test_a_whole_number_is_a_float_too() -> None:
+def test_an_integer_is_accepted_as_a_float() -> None:
     assert GPT2Config.from_dict({"drop_rate": 0}).attn_pdrop == 0
 
 

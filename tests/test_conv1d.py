@@ -1,4 +1,4 @@
-"""The `conv1d` blocks against torch's and transformers' own, to the bit."""
+"""The `conv1d` blocks are bit-identical to those of torch and transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_conv1d_takes_hidden_states_that_are_not_contiguous(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_norms_equal_those_of_transformers_to_the_bit(x: Tensor, bias: bool) -> None:
+def test_norms_are_bit_identical_to_those_of_transformers(x: Tensor, bias: bool) -> None:
     """transformers has no norm without a bias; torch's own one stands in for it."""
     ours = conv1d.TransformerBlock(GPT2Config(layer_norm_bias=bias)).ln_1
     theirs = GPT2Block(THEIRS, layer_idx=0).ln_1 if bias else nn.LayerNorm(768, bias=False)

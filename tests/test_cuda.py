@@ -24,7 +24,7 @@ def test_greedy_ids_are_those_of_the_cpu(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_the_engine_of_a_gpu_scores_as_that_of_the_cpu(dtype: Any) -> None:
+def test_an_engine_on_a_gpu_scores_like_one_on_the_cpu(dtype: Any) -> None:
     ids = torch.arange(100)[None]
     cpu = Engine.from_pretrained("demo", dtype=dtype)
     gpu = Engine.from_pretrained("demo", dtype=dtype, device="cuda")
@@ -33,7 +33,7 @@ def test_the_engine_of_a_gpu_scores_as_that_of_the_cpu(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("speculate", [None, "int8"])
-def test_the_engine_of_a_gpu_gives_the_ids_of_the_cpu(speculate: Any) -> None:
+def test_an_engine_on_a_gpu_generates_the_ids_of_the_cpu(speculate: Any) -> None:
     ids = torch.arange(100)[None]
     cpu = Engine.from_pretrained("demo")
     gpu = Engine.from_pretrained("demo", device="cuda", speculate=speculate)

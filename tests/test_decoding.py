@@ -1,4 +1,4 @@
-"""The plain decoder: a sequence has the same logits in a shrinking batch as alone."""
+"""The plain decoder: a sequence in a shrinking batch has the same logits as alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_short_sequences_continue_after_longer_ones_fill_the_context(
     assert (logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_cache_keeps_rows_from_a_position_on_and_its_capacity() -> None:
+def test_a_cache_keeps_rows_from_a_position_on_with_its_capacity() -> None:
     cache = KVCache(6)
     k, v = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 5)
     cache.append(k, v)
@@ -99,7 +99,7 @@ def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> Non
     assert len(set(rows)) > 1
 
 
-def test_a_model_that_brings_a_decoder_uses_it(tiny: Path) -> None:
+def test_a_model_with_its_own_decoder_uses_it(tiny: Path) -> None:
     class Counting:
         """Generates ascending ids, and records its calls."""
 

@@ -1,4 +1,4 @@
-"""The embedded checkpoint: small, trained, and opened by transformers without a word."""
+"""The embedded checkpoint is small and trained, and transformers opens it without warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in a notebook: short texts, pages in frames, and files that are written as a whole."""
+"""Results in a notebook: short texts, pages in frames, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_a_notebook_shows_the_page_in_a_frame(results: dict[str, Any], kind: str
 
 
 def test_the_page_of_gradients(results: dict[str, Any]) -> None:
-    assert "The gradients, from the logits downwards" in page_of(results["passed"])
+    assert "Gradients, from the logits to the embedding" in page_of(results["passed"])
     assert "The gradients" not in page_of(results["failed"])
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_a_page_is_written_as_a_whole(results: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_a_page_is_written_atomically(results: dict[str, Any], kind: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     results[kind].to_html(path)

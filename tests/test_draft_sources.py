@@ -1,4 +1,4 @@
-"""Draft sources: how many draft tokens are worth their time, and prompt lookup."""
+"""Draft sources: the best number of draft tokens, and prompt lookup."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ OPS: dict[str, Op] = {
 
 
 def defined(source: str) -> Any:
-    """What the source calls `name_map`; the imports in it are all that it gets."""
+    """The name map that the source defines with no names but its own imports."""
     namespace: dict[str, Any] = {}
     exec(compile(source, "pasted.py", "exec"), namespace)
     return namespace["name_map"]
 
 
 def tidy(source: str) -> bool:
-    """Whether ruff finds nothing to lay out otherwise, and no import unused or out of order."""
+    """Whether ruff accepts the format and the imports of the source."""
     ruff = [sys.executable, "-m", "ruff"]
     for command in (
         ["format", "--check", "--line-length", "100", "--isolated"],
@@ -71,16 +71,16 @@ def maps() -> dict[str, NameMap]:
 
 
 @pytest.mark.parametrize("name_map", maps().values(), ids=maps().keys())
-def test_the_source_makes_an_equal_map(name_map: NameMap) -> None:
+def test_the_emitted_source_gives_an_equal_map(name_map: NameMap) -> None:
     assert defined(to_python(name_map)) == name_map
 
 
 @pytest.mark.parametrize("name", ["all ops", "long zeros", "fused per head, long", "linear"])
-def test_the_source_is_laid_out_as_ruff_would(name: str) -> None:
+def test_the_emitted_source_is_formatted_like_ruff(name: str) -> None:
     assert tidy(to_python(maps()[name]))
 
 
-def test_rows_that_fit_stand_on_a_line_each() -> None:
+def test_rows_that_fit_have_one_line_each() -> None:
     rows = [Row(f"h.{{i}}.{name}", (f"blocks.{{i}}.{name}",), Same()) for name in ("a", "b", "c")]
     assert to_python(NameMap(tuple(rows), zeros=("head.bias",))) == (
         "from compat import NameMap, Row, Same\n"

@@ -30,7 +30,7 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.08}
 
 @pytest.fixture(scope="module")
 def source(make_checkpoint: MakeCheckpoint) -> Path:
-    """Small, but with logits that differ enough for greedy ids not to hang by a rounding."""
+    """A small checkpoint whose logits differ enough for greedy ids not to depend on rounding."""
     return make_checkpoint(n_positions=64, activation_function="gelu_new")
 
 
@@ -46,7 +46,7 @@ def logits_of(engine: Engine, ids: Tensor) -> Tensor:
 def test_logits_are_within_the_calibrated_bound_of_parity(
     source: Path, dtype: Any, torch_dtype: torch.dtype
 ) -> None:
-    """Twice the reference's own distance from its float64 run, as for the blocks."""
+    """The bound is twice the reference's own error against float64, as for the blocks."""
     reference = Reference(open_checkpoint(source), torch_dtype)
     ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected, exact = reference.logits(ids)
@@ -73,7 +73,7 @@ def test_logits_are_within_the_calibrated_bound_of_parity(
     ],
     ids=str,
 )
-def test_every_field_of_the_config_counts(
+def test_every_field_of_the_config_has_an_effect(
     make_checkpoint: MakeCheckpoint, config: dict[str, Any]
 ) -> None:
     folder = make_checkpoint(**config)
@@ -112,7 +112,7 @@ def test_engine_and_dialects_agree_for_any_lengths(source: Path, dtype: Any, dat
 
 @pytest.mark.parametrize("speculate", [None, "lookup"])
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
-def test_prompts_may_be_read_in_chunks(
+def test_prompts_can_be_prefilled_in_chunks(
     source: Path, speculate: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.from_pretrained(source, speculate=speculate)
@@ -178,7 +178,7 @@ def test_scores_are_those_of_transformers(
     )
 
 
-def test_the_last_id_that_is_scored_needs_no_position(source: Path) -> None:
+def test_the_last_scored_id_needs_no_position(source: Path) -> None:
     ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         logits = noisy_reference(n_positions=64)(ids[:, :64]).logits
@@ -283,9 +283,7 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
 
 
 def test_more_prompts_than_max_batch_are_refused(source: Path) -> None:
-    with pytest.raises(
-        GenerationError, match="3 prompts were passed at once; this decoder has room for 2"
-    ):
+    with pytest.raises(GenerationError, match="3 prompts were passed at once; expected at most 2"):
         Engine.from_pretrained(source, max_batch=2).decoder().start([[1], [2], [3]])
 
 
@@ -304,8 +302,8 @@ def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) ->
     assert torch.equal(found, expected)
 
 
-def test_a_transposed_weight_would_be_seen(source: Path) -> None:
-    """The tests above can fail: c_proj is square and passes every shape check when transposed."""
+def test_a_transposed_weight_is_detected(source: Path) -> None:
+    """The tests above can fail: c_proj is square, so transposing it does not change its shape."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
     def read(name: str) -> list[Tensor]:
@@ -330,7 +328,7 @@ def test_a_transposed_weight_would_be_seen(source: Path) -> None:
         ("ln_f.bias", 0, "ln_f"),
     ],
 )
-def test_logits_that_are_not_finite_name_the_first_layer(
+def test_non_finite_logits_name_the_first_layer(
     state: State, write: Write, tensor: str, at: int, tap: str, speculate: Any
 ) -> None:
     state[tensor].view(-1)[at] = torch.nan

@@ -1,4 +1,4 @@
-"""Long texts: the same ids as transformers to the end, in memory that does not grow."""
+"""Long texts have the same ids as in transformers, and their memory does not grow."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> 
 
 
 def growth(folder: Path, settings: dict[str, Any], *how: str) -> int:
-    """Of memory over 350 ids, in bytes."""
+    """The growth of memory over 350 ids, in bytes."""
     return int(run(long_text.main, folder, settings, *how))
 
 
 @pytest.fixture(scope="module")
 def talkative(make_checkpoint: MakeCheckpoint) -> Path:
-    """Small, but with logits that weigh enough to be missed."""
+    """A small checkpoint whose logits would use noticeable memory if they were kept."""
     return make_checkpoint(**{**WIDE, "n_embd": 96, "n_head": 4})
 
 

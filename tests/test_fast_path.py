@@ -1,4 +1,4 @@
-"""Which decoder a model gets: the fast path if it is unmodified, else its own `forward`."""
+"""The choice of a decoder: the fast path for unmodified models, else the model's own `forward`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_fast_path_computes_what_the_blocks_compute(
 
 
 @each_dialect
-def test_weights_are_read_from_the_models_memory(source: Path, dialect: str) -> None:
+def test_the_fast_path_uses_the_models_own_memory(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
     fast = transformer_of(model)
@@ -60,7 +60,7 @@ def test_weights_are_read_from_the_models_memory(source: Path, dialect: str) -> 
 
 
 @each_dialect
-def test_a_change_of_the_weights_counts_at_once(source: Path, dialect: str) -> None:
+def test_a_change_of_the_weights_takes_effect_at_once(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     before = logits(model)
     for parameter in model.parameters():
@@ -86,7 +86,7 @@ class Made(TorchDispatchMode):
 
 
 @each_dialect
-def test_building_the_fast_path_copies_no_weight(dialect: str) -> None:
+def test_building_the_fast_path_does_not_copy_weights(dialect: str) -> None:
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=128, n_layer=4, n_head=4)
     model = get_dialect(dialect).model_class(config).eval()
     with Made() as made:
@@ -175,7 +175,7 @@ def _widened(model: Model) -> None:
         _widened,
     ],
 )
-def test_every_way_to_change_weights_is_seen(
+def test_every_way_to_change_weights_takes_effect(
     source: Path, dialect: str, change: Callable[[Model], None]
 ) -> None:
     model = load_pretrained(source, dialect)
@@ -190,7 +190,7 @@ def test_every_way_to_change_weights_is_seen(
 
 
 @each_dialect
-def test_a_change_of_the_weights_between_two_ids_counts(source: Path, dialect: str) -> None:
+def test_a_change_of_the_weights_between_two_ids_takes_effect(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     decoders = [decoder_of(model), decoder_of(PlainBlocks(model))]
     for decoder in decoders:

@@ -86,7 +86,7 @@ def test_the_gelu_of_nanogpt_is_exact_unless_a_config_overrides_it(
 def test_a_projection_that_is_not_transposed_is_found(
     nano: Make, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:
-    """The tests above depend on this. The square projection has the right shape either way."""
+    """The tests above depend on this: a square projection has the right shape in either layout."""
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
     transposed = tuple(name for name in PROJECTIONS if name != left_out)

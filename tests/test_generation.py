@@ -28,7 +28,7 @@ UNEQUAL = [[5, 17, 60, 8, 1, 90, 33], [44], [9, 0, 0, 71]]
 
 @each_dialect
 @cached_or_not
-def test_greedy_ids_are_transformers_for_200_tokens(
+def test_200_greedy_ids_are_those_of_transformers(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
     found = greedy(ours(noisy, dialect), BATCH, 200, use_cache=use_cache)
@@ -66,7 +66,7 @@ def test_models_trained_by_others_generate_what_transformers_generates(
     assert len({tuple(row[1:]) for row in found.tolist()}) == 3
 
 
-def test_tarot_continues_the_as_its_readme_says(shared: Path) -> None:
+def test_the_tarot_checkpoint_generates_the_text_in_its_readme(shared: Path) -> None:
     folder = shared / "data/checkpoints/tarot"
     tokenizer = load_tokenizer(folder)
     found = greedy(ours(folder), torch.tensor([tokenizer.encode("The")]), 40)
@@ -88,7 +88,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 @each_dialect
 @pytest.mark.parametrize("settings", SAMPLING, ids=str)
-def test_the_same_seed_draws_transformers_tokens(
+def test_the_same_seed_samples_the_tokens_of_transformers(
     noisy: Path, dialect: str, settings: dict[str, Any]
 ) -> None:
     for seed, use_cache in ((1, True), (2, False)):
@@ -107,10 +107,10 @@ def test_the_same_seed_draws_transformers_tokens(
 
 @each_dialect
 @cached_or_not
-def test_a_penalty_on_repetition_is_transformers_also_beside_padding(
+def test_the_repetition_penalty_is_that_of_transformers_with_padding_too(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
-    """The padding id is one that the texts have; as padding it is not counted."""
+    """The padding id also occurs in the texts. As padding it is not penalized."""
     model = ours(noisy, dialect)
     plain, (ids, mask) = greedy(model, BATCH, 60), left_pad(UNEQUAL, pad_id=9)
     settings: dict[str, Any] = {"use_cache": use_cache, "repetition_penalty": 1.4}
@@ -122,7 +122,7 @@ def test_a_penalty_on_repetition_is_transformers_also_beside_padding(
     assert torch.equal(found, expected)
 
 
-def test_draws_come_from_the_generator_alone(noisy: Path) -> None:
+def test_sampling_uses_only_the_passed_generator(noisy: Path) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     runs = [
@@ -137,7 +137,7 @@ def test_draws_come_from_the_generator_alone(noisy: Path) -> None:
 
 @each_dialect
 @cached_or_not
-def test_a_left_padded_batch_is_its_prompts_alone(
+def test_a_left_padded_batch_gives_the_ids_of_each_prompt_alone(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
     model = ours(noisy, dialect)
@@ -151,10 +151,10 @@ def test_a_left_padded_batch_is_its_prompts_alone(
 
 @each_dialect
 @cached_or_not
-def test_padding_that_is_not_masked_or_not_left_out_of_the_positions_shows(
+def test_unmasked_padding_or_its_positions_change_the_ids(
     noisy: Path, dialect: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The partner of the test above: both halves of what the mask does are needed."""
+    """The tests above depend on this: both effects of the mask are necessary."""
     model = PlainBlocks(ours(noisy, dialect))
     ids, mask = left_pad(UNEQUAL, pad_id=13)
     right = greedy(model, ids, 50, attention_mask=mask, use_cache=use_cache)
@@ -225,6 +225,6 @@ def test_exactly_filling_the_positions_works(tiny: Path, dialect: str, use_cache
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_no_new_tokens_give_the_prompt_back(tiny: Path, temperature: float) -> None:
+def test_zero_new_tokens_return_the_prompt(tiny: Path, temperature: float) -> None:
     found = generate(ours(tiny), BATCH, max_new_tokens=0, temperature=temperature)
     assert torch.equal(found, BATCH)

@@ -1,4 +1,4 @@
-"""What ends a text, which ids are kept out of it, and which requests are refused."""
+"""Stop ids, suppressed ids, and requests that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.generation_common import (
 
 
 def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int]]:
-    """What is left of rows that were generated without stop ids."""
+    """The expected rows, from rows that were generated without stop ids."""
     rows = []
     for row in whole.tolist():
         end = next((i for i in range(T, len(row)) if row[i] in stop), len(row))
@@ -36,7 +36,7 @@ def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int
 def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
     make_checkpoint: MakeCheckpoint, use_cache: bool, pad: int | None
 ) -> None:
-    """Filled up with the padding id, or where there is none with the stop id."""
+    """The row is filled with the padding id, or with the stop id if there is none."""
     folder = make_checkpoint(n_positions=64, pad_token_id=pad)
     whole = greedy(ours(folder), BATCH, 40, use_cache=use_cache)
     stop = int(whole[0, 8])
@@ -65,8 +65,8 @@ def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
-    """A finished row goes on drawing, unseen: otherwise the others' draws would shift."""
+def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -> None:
+    """Finished rows continue to use random numbers, so those of other rows do not change."""
     found = generate(
         ours(noisy),
         BATCH,
@@ -91,7 +91,7 @@ def test_stopping_rows_draw_as_in_transformers(noisy: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_the_config_says_what_ends_a_text(
+def test_the_config_defines_the_stop_ids(
     make_checkpoint: MakeCheckpoint, noisy: Path, as_list: bool
 ) -> None:
     """The same weights under different configs: one stop id, several, none."""
@@ -112,7 +112,7 @@ def test_the_config_says_what_ends_a_text(
     [{"temperature": 0}, {}, {"top_k": 5}, {"temperature": 1.7, "top_p": 0.8}],
     ids=str,
 )
-def test_suppressed_ids_never_come_as_if_their_logits_were_minus_infinity(
+def test_suppressed_ids_are_sampled_as_if_their_logits_were_minus_infinity(
     noisy: Path, settings: dict[str, Any]
 ) -> None:
     """As transformers makes them; top_k and top_p then keep some of the other ids alone."""
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_request_that_cannot_be_met_is_refused(tiny: Path, case: str) -> None:
+def test_a_request_that_cannot_be_fulfilled_is_refused(tiny: Path, case: str) -> None:
     change, named = REFUSED[case]
     request = {"input_ids": PROMPT, "max_new_tokens": 1, **change}
     with pytest.raises(GenerationError, match=named):

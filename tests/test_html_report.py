@@ -1,4 +1,4 @@
-"""The HTML report: its content, and that it is safe."""
+"""The HTML report: its content and its safety."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_without_float64_nothing_accumulated_is_judged() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 5e-324, 1e300])
 @pytest.mark.parametrize("bound", [math.nan, math.inf, 0.0, 1e300, None])
-def test_no_number_breaks_the_drawings(value: float, bound: float | None) -> None:
+def test_odd_numbers_do_not_break_the_drawings(value: float, bound: float | None) -> None:
     odd = Difference(value, value, False, value, value, bound, bound is None)
     page = parity_page(report_of(odd, EXACT, odd), report_of(taps=[TapResult("logits", odd, odd)]))
     Document(page)
@@ -128,7 +128,7 @@ def test_the_verdict_of_an_adaptation_states_the_reason() -> None:
         assert word in text and why in text.partition(word)[2][:200]
 
 
-def test_every_string_from_outside_is_escaped() -> None:
+def test_every_string_from_input_is_escaped() -> None:
     page = evil_page()
     found = Document(page)
     assert {"script", "img"}.isdisjoint(tag for tag, _ in found.tags)

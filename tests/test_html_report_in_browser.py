@@ -42,7 +42,7 @@ def failing(tiny: Path) -> ParityReport:
 
 
 def test_the_browser_reads_the_page_as_written(browser: Browser, failing: ParityReport) -> None:
-    """It adds and drops no elements, and all drawings have a size."""
+    """It neither adds nor drops elements, and all drawings have a size."""
     page = parity_page(failing)
     found = browser.ask(
         browser.write("parity.html", page),
@@ -63,8 +63,8 @@ def test_the_browser_reads_the_page_as_written(browser: Browser, failing: Parity
     assert all(after <= before + 1 for before, after in steps)
 
 
-def test_the_browser_runs_no_text_as_code(browser: Browser) -> None:
-    """This holds even without the policy that forbids it."""
+def test_the_browser_does_not_run_text_as_code(browser: Browser) -> None:
+    """This holds even without the content security policy that forbids it."""
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", evil_page())
     assert "Security-Policy" not in page
     found = browser.ask(
@@ -79,7 +79,7 @@ def test_the_browser_runs_no_text_as_code(browser: Browser) -> None:
 
 @pytest.mark.parametrize("n_layer", [1, 3, 12, 48])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_nothing_overflows_and_names_are_apart_and_not_clipped(
+def test_nothing_overflows_and_labels_neither_overlap_nor_are_clipped(
     browser: Browser, n_layer: int, width: int
 ) -> None:
     long = "/home/somebody/" + "a-long-name-without-a-break" * 5

@@ -1,4 +1,4 @@
-"""The hub's cache: concurrent use, kills, read-only, links, incomplete, full disk, damage."""
+"""The hub's cache: concurrent use, kills, read-only and linked folders, damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the hub: each is one HubError in bounded time and leaves no partial files."""
+"""Faults of the hub: each is one HubError in bounded time, and leaves no partial files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids and settings as users give them: what works, and what is one clear error."""
+"""Ids and settings in the forms in which users pass them: accepted, or one clear error."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NO_IDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", NO_IDS)
-def test_what_is_not_ids_is_one_error(tiny: Path, kind: str) -> None:
+def test_values_that_are_not_ids_are_one_error(tiny: Path, kind: str) -> None:
     given, message = NO_IDS[kind]
     with pytest.raises(GenerationError, match=message):
         generate(ours(tiny), given, max_new_tokens=1)
@@ -137,7 +137,7 @@ def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
         ("Hello", "input_ids is a str"),
     ],
 )
-def test_ids_that_a_model_has_no_row_for_are_one_error(
+def test_ids_outside_the_vocabulary_are_one_error(
     tiny: Path, dialect: str, ids: Any, message: str
 ) -> None:
     with pytest.raises(CompatError, match=message):

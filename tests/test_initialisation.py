@@ -1,4 +1,4 @@
-"""A fresh model starts where GPT-2 and transformers start: small weights, a loss of ln V."""
+"""A new model is initialised like GPT-2 and transformers: small weights, a loss of ln V."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected_std(name: str, n_layer: int) -> float | None:
 
 @both_dialects
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_kind_of_weight_starts_as_transformers_starts_it(dialect: str, tied: bool) -> None:
+def test_every_kind_of_weight_is_initialised_as_in_transformers(dialect: str, tied: bool) -> None:
     torch.manual_seed(0)
     config = GPT2Config(**SHAPES[1], tie_word_embeddings=tied)
     model = DIALECTS[dialect].model_class(config)
@@ -72,7 +72,7 @@ def test_a_fresh_models_head_stays_tied(dialect: str) -> None:
 
 
 @both_dialects
-def test_a_single_block_starts_as_one_of_the_model(dialect: str) -> None:
+def test_a_single_block_is_initialised_like_one_of_the_model(dialect: str) -> None:
     torch.manual_seed(0)
     config = GPT2Config(**SHAPES[1])
     block = DIALECTS[dialect].block_class(config)

@@ -1,4 +1,4 @@
-"""inspect_checkpoint: what a source is, and the same error that loading it raises."""
+"""inspect_checkpoint describes a source, and reports the error that loading it would raise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_a_checkpoint_of_transformers(tiny: Path) -> None:
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_no_tensor_of_safetensors_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_a_safetensors_file_is_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Stored, "read", failing_with(RuntimeError("read")))
     assert inspect_checkpoint(tiny).loads
     with pytest.raises(RuntimeError, match="read"):
@@ -272,7 +274,7 @@ def test_checkpoints_made_by_others(shared: Path, name: str, format_: str, count
         ),
     ],
 )
-def test_what_serving_tools_cannot_take_is_noted(
+def test_what_serving_tools_do_not_support_is_noted(
     write: Write, state: State, config: dict[str, Any], notes: list[str]
 ) -> None:
     found = inspect_checkpoint(write(state, **config))

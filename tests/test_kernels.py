@@ -1,4 +1,4 @@
-"""Matrix products: wrong ones are never selected, and the fastest is remembered."""
+"""Selection of kernels: wrong ones are never selected, and the fastest is cached on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compat.decoding.matrices import Blas, Int8, Linear, Pack
 
 @pytest.fixture(autouse=True)
 def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What these tests measure is not remembered for the user; the native library is."""
+    """The choices of these tests are not written to the user's cache; the native library is."""
     native_library.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
@@ -41,10 +41,10 @@ def test_the_last_candidate_is_documented_and_works(precision: str) -> None:
     [(p, n) for p, packs in kernels.CANDIDATES.items() for n in range(len(packs))],
 )
 @pytest.mark.parametrize("fault", ["removed", "wrong"])
-def test_an_engine_does_without_any_kernel_but_the_last(
+def test_an_engine_works_with_the_last_kernel_only(
     precision: str, count: int, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each optional operator in turn was removed from torch, or computes a wrong product."""
+    """Each optional operator in turn is missing in torch, or computes a wrong product."""
     packs = kernels.CANDIDATES[precision]
 
     def removed(weight: Tensor, bias: Tensor | None) -> Any:
@@ -63,7 +63,7 @@ def test_an_engine_does_without_any_kernel_but_the_last(
 
 @pytest.mark.parametrize("size", [(24, 72), (40, 64), (33, 7), (96, 97), (64, 64)])
 def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
-    """torch's own kernel reads beyond the end of rows that its blocks do not divide."""
+    """torch's kernel reads past the end of rows that its block size does not divide."""
     weight, bias, x = torch.randn(size), torch.randn(size[1]), torch.randn(3, size[0])
     for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
         found = pack(weight, bias)(x)
@@ -83,7 +83,7 @@ def test_on_an_accelerator_the_first_working_kernel_is_selected(
         assert kernels.fastest(precision, 1, 1, torch.device("cuda")) is candidates[1]
 
 
-def test_the_fastest_kernel_is_selected_and_remembered(
+def test_the_fastest_kernel_is_selected_and_written_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[str] = []
@@ -107,7 +107,7 @@ def test_the_fastest_kernel_is_selected_and_remembered(
     assert len(timed) >= 2
 
 
-def test_measuring_draws_nothing_from_the_random_numbers_of_the_user() -> None:
+def test_measuring_does_not_change_the_users_random_state() -> None:
     before = torch.get_rng_state()
     times = kernels.seconds([Blas, Linear], torch.float32, rows=1, repeats=1)
     assert len(times) == 2 and min(times) > 0
@@ -178,7 +178,7 @@ def test_entries_of_other_machines_are_kept(memory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "file above", "no space"])
-def test_memory_that_cannot_be_written_does_not_matter(
+def test_a_choice_that_cannot_be_written_to_disk_is_still_used(
     memory: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
     fake_seconds(monkeypatch, Blas=1.0)
@@ -200,7 +200,7 @@ def test_memory_that_cannot_be_written_does_not_matter(
 
 @pytest.mark.parametrize("unknown", [RuntimeError, KeyError])
 @pytest.mark.parametrize("cache_home", [None, "", "relative/cache"])
-def test_without_a_home_nothing_is_remembered(
+def test_without_a_home_folder_nothing_is_written_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: type[Exception], cache_home: Any
 ) -> None:
     def home() -> Path:
@@ -218,7 +218,7 @@ def test_without_a_home_nothing_is_remembered(
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs Unix")
-def test_an_engine_works_for_a_user_without_home_and_entry(tiny: Path) -> None:
+def test_an_engine_works_for_a_user_without_home_folder_and_passwd_entry(tiny: Path) -> None:
     code = f"""
 import os, pwd
 def getpwuid(uid):
@@ -281,7 +281,7 @@ def test_a_busy_machine_is_measured_again_later(
     assert not calls
 
 
-def test_measurements_that_disagree_are_not_remembered(
+def test_measurements_that_disagree_are_not_written_to_disk(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = [True]
@@ -296,9 +296,7 @@ def test_measurements_that_disagree_are_not_remembered(
     assert not memory.exists()
 
 
-def test_two_threads_measure_one_after_another_and_once(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_share_one_measurement(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running, most, calls = [0], [0], list[int]()
 
     def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
@@ -319,7 +317,7 @@ def test_two_threads_measure_one_after_another_and_once(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_forked_during_a_measurement_is_not_locked_out() -> None:
+def test_a_process_forked_during_a_measurement_does_not_deadlock() -> None:
     with kernels._measuring:
         child = os.fork()
         if child == 0:

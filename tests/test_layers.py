@@ -1,4 +1,4 @@
-"""Activations against transformers' and torch's own formulas, and the key/value cache."""
+"""Activations against the formulas of transformers and torch, and the KV cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_every_activation_is_transformers_to_the_bit(name: str, dtype: torch.dtype) -> None:
+def test_every_activation_is_bit_identical_to_that_of_transformers(
+    name: str, dtype: torch.dtype
+) -> None:
     x = inputs(dtype)
     assert_same_bits(activation(name)(x.clone()), ACT2FN[name](x.clone()))
 
@@ -49,7 +51,7 @@ def test_gelu_is_the_tanh_formula() -> None:
     assert torch.allclose(GELU()(x), F.gelu(x, approximate="tanh"), rtol=1e-13, atol=1e-15)
 
 
-def test_gelu_differs_from_the_exact_form_by_half_a_thousandth() -> None:
+def test_gelu_differs_from_the_exact_form_by_5e_4() -> None:
     """The two forms are 4.7e-4 apart at most, at |x| near 2.7: small, and no rounding error."""
     x = torch.linspace(-6, 6, 120_001, dtype=torch.float64)
     apart = (GELU()(x) - F.gelu(x)).abs()
@@ -104,7 +106,7 @@ def test_the_cache_keeps_copies() -> None:
     assert torch.equal(cache.append(*kv(1, 1))[0][:, :, :2], before)
 
 
-def test_the_cache_takes_the_data_type_of_what_comes_first() -> None:
+def test_the_cache_has_the_data_type_of_the_first_keys() -> None:
     k, v = KVCache(4).append(*kv(2, 0, torch.bfloat16))
     assert k.dtype == v.dtype == torch.bfloat16
 
@@ -126,7 +128,7 @@ def caches(length: int) -> list[KVCache]:
 
 
 @pytest.mark.parametrize(("past", "T"), [(0, 1), (0, 4), (3, 1), (5, 2)])
-def test_positions_go_on_where_the_cache_ends(past: int, T: int) -> None:
+def test_positions_continue_after_the_cache(past: int, T: int) -> None:
     found = position_ids(torch.zeros(2, T, dtype=torch.long), caches(past), None)
     assert found.tolist() == list(range(past, past + T))
 
@@ -139,14 +141,14 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
-def test_positions_count_only_what_the_mask_shows(dtype: torch.dtype) -> None:
+def test_positions_do_not_count_masked_tokens(dtype: torch.dtype) -> None:
     found = position_ids(torch.zeros(3, 5, dtype=torch.long), None, MASK.to(dtype))
     shown = [row[mask.bool()].tolist() for row, mask in zip(found, MASK, strict=True)]
     assert shown == [[0, 1, 2, 3, 4], [0, 1, 2], [0]]
     assert found.dtype == torch.long
 
 
-def test_positions_of_padding_lie_inside_the_embedding() -> None:
+def test_positions_of_padding_are_within_the_embedding() -> None:
     found = position_ids(torch.zeros(3, 5, dtype=torch.long), None, MASK)
     assert found.min() >= 0
     assert found.max() < GPT2Config().n_positions

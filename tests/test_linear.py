@@ -1,4 +1,4 @@
-"""The `linear` blocks, formula by formula, against torch's and transformers' own."""
+"""The `linear` blocks against the formulas of torch and transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTEBOOK = {
 
 @pytest.fixture
 def x() -> Tensor:
-    """Hidden states (2, 5, 768) with a mean and a spread of their own in every position."""
+    """Hidden states (2, 5, 768), with a different mean and spread at every position."""
     torch.manual_seed(0)
     return 3 * torch.randn(2, 5, 768) + torch.randn(2, 5, 1)
 
@@ -48,8 +48,8 @@ def test_layer_norm_makes_mean_0_and_variance_1(x: Tensor) -> None:
     torch.testing.assert_close(out.var(-1, correction=0), torch.ones(2, 5), atol=1e-5, rtol=0)
 
 
-def test_layer_norm_is_undone_by_scale_and_shift(x: Tensor) -> None:
-    """With scale = √variance and shift = mean, a position comes out as it went in."""
+def test_scale_and_shift_can_undo_layer_norm(x: Tensor) -> None:
+    """With scale = √variance and shift = mean, the output equals the input."""
     position = x[1, 3]
     norm = linear.LayerNorm(768, eps=0.0)
     norm.scale.data.fill_(position.var(correction=0).sqrt().item())
@@ -57,7 +57,7 @@ def test_layer_norm_is_undone_by_scale_and_shift(x: Tensor) -> None:
     torch.testing.assert_close(norm(position), position, atol=1e-5, rtol=0)
 
 
-def test_layer_norm_equals_torch_and_no_other_form(x: Tensor) -> None:
+def test_layer_norm_equals_torchs_and_no_other_formula(x: Tensor) -> None:
     norm, fused = noisy(linear.LayerNorm(768)), nn.LayerNorm(768)
     fused.load_state_dict({"weight": norm.scale, "bias": norm.shift})
     rounding = 2e-6
@@ -70,7 +70,7 @@ def test_layer_norm_equals_torch_and_no_other_form(x: Tensor) -> None:
         assert (norm(x) - (other * norm.scale + norm.shift)).abs().max() > 2 * rounding
 
 
-def test_layer_norm_honours_eps(x: Tensor) -> None:
+def test_layer_norm_uses_eps(x: Tensor) -> None:
     small = 1e-3 * x
     for eps in (1e-5, 1e-3):
         fused = nn.LayerNorm(768, eps=eps)
@@ -116,7 +116,7 @@ def test_attention_without_qkv_bias_has_2360064_parameters(x: Tensor) -> None:
     torch.testing.assert_close(attention(x), by_torch, atol=1e-5, rtol=1e-4)
 
 
-def test_attention_does_not_see_the_future(x: Tensor) -> None:
+def test_attention_is_causal(x: Tensor) -> None:
     attention = noisy(linear.MultiHeadAttention(NOTEBOOK))
     changed = x.clone()
     changed[:, 3:] += 1
@@ -158,7 +158,7 @@ def test_unknown_activation_is_refused_by_name() -> None:
         linear.FeedForward({"activation_function": "gelu_old"})
 
 
-def test_norm_biases_have_no_place_in_a_model_without_them(tiny: Path) -> None:
+def test_norm_biases_are_refused_by_a_model_without_them(tiny: Path) -> None:
     fields = {**open_checkpoint(tiny).config.to_hf_dict(), "layer_norm_bias": False}
     with pytest.raises(CheckpointError, match=r"7 biases.*\.ln_1\.bias.*\.ln_2\.bias"):
         load_into(linear.GPTModel(fields), linear.NAME_MAP, tiny)

@@ -36,7 +36,7 @@ def untouched(
     *fragments: str,
     error: type[CompatError] = CompatError,
 ) -> None:
-    """load_into fails with these words, and leaves every parameter unchanged."""
+    """Check that load_into raises this error and leaves every parameter unchanged."""
     before = dict(model.named_parameters(remove_duplicate=False))
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     with pytest.raises(error) as caught:

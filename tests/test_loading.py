@@ -132,7 +132,9 @@ def test_a_loaded_model_is_complete_and_in_eval_mode(tiny: Path, dialect: str) -
 
 
 @both_dialects
-def test_views_in_a_pickle_do_not_reach_the_model(tiny: Path, tmp_path: Path, dialect: str) -> None:
+def test_views_in_a_pickle_are_loaded_contiguously(
+    tiny: Path, tmp_path: Path, dialect: str
+) -> None:
     """A `.bin` keeps the strides of `weight.T`; safetensors then refuses to write such a tensor."""
     state = load_file(tiny / "model.safetensors")
     views = {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in state.items()}

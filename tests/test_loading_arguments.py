@@ -180,7 +180,7 @@ def test_counting_layers_of_rows_without_a_layer_ends() -> None:
 
 
 class Failing:
-    """A user's op with a bug."""
+    """A user's operation with a bug."""
 
     def load(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise ZeroDivisionError("by zero")

@@ -37,7 +37,7 @@ def with_zeros(*zeros: str) -> NameMap:
 def refused(
     model: nn.Module, *words: str, error: type[CompatError] = NameMapError
 ) -> Iterator[None]:
-    """Expect an error with these words that leaves the model unchanged."""
+    """Check that this error is raised and leaves the model unchanged."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(error) as caught:
         yield

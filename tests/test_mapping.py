@@ -1,4 +1,4 @@
-"""What loading does with memory: copies by default, shared pages where asked for."""
+"""Memory while loading: memory-mapped pages, or copies on request."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_mapped_model_is_the_copied_one(tiny: Path, dialect: str) -> None:
 
 @linux
 @both_dialects
-def test_a_model_lies_in_the_files_pages(tiny: Path, dialect: str) -> None:
+def test_a_mapped_model_uses_the_pages_of_the_file(tiny: Path, dialect: str) -> None:
     model = load_pretrained(tiny, dialect)
     assert all(lies_in(tiny / "model.safetensors", p) for p in model.parameters())
 
 
 @linux
 @both_dialects
-def test_a_model_is_a_copy_when_asked_for(tiny: Path, dialect: str) -> None:
+def test_a_model_is_copied_on_request(tiny: Path, dialect: str) -> None:
     mapped = load_pretrained(tiny, "conv1d")  # so that there are pages to lie in
     model = load_pretrained(tiny, dialect, mmap=False)
     assert lies_in(tiny / "model.safetensors", next(mapped.parameters()))
@@ -79,7 +79,7 @@ def test_writing_into_a_mapped_model_leaves_the_file_alone(make_checkpoint: Make
 
 
 @linux
-def test_pages_go_when_their_tensor_goes(tiny: Path) -> None:
+def test_pages_are_freed_with_their_tensor(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     tensor = checkpoint.read("wte.weight")
     assert lies_in(checkpoint.weights, tensor)
@@ -89,7 +89,7 @@ def test_pages_go_when_their_tensor_goes(tiny: Path) -> None:
 
 
 @linux
-def test_numbers_that_lie_across_words_are_copied(write: Write, state: State) -> None:
+def test_misaligned_tensors_are_copied(write: Write, state: State) -> None:
     path = write(state) / "model.safetensors"
     expected = load_pretrained(path.parent, "conv1d")(IDS)
     whole = path.read_bytes()
@@ -145,7 +145,7 @@ def broken(write: Write, state: State) -> Path:
 
 
 @both_dialects
-def test_all_values_that_are_not_finite_are_listed(broken: Path, dialect: str) -> None:
+def test_all_tensors_with_non_finite_values_are_listed(broken: Path, dialect: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(broken, dialect)
     for fragment in (
@@ -165,7 +165,7 @@ def test_a_module_keeps_its_weights_when_values_are_not_finite(broken: Path, tin
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_values_that_are_not_finite_load_when_asked_for(broken: Path) -> None:
+def test_non_finite_values_are_loaded_on_request(broken: Path) -> None:
     model = load_pretrained(open_checkpoint(broken, check_finite=False), "conv1d")
     stored = load_file(broken / "model.safetensors")
     assert torch.equal(model.wte.weight, stored["wte.weight"]) is False  # NaN equals nothing
@@ -175,13 +175,13 @@ def test_values_that_are_not_finite_load_when_asked_for(broken: Path) -> None:
 # How it is called, and what it leaves behind.
 
 
-def test_what_is_open_already_cannot_be_opened_otherwise(tiny: Path) -> None:
+def test_an_open_checkpoint_cannot_be_opened_with_other_options(tiny: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is already open\. Pass mmap to open_checkpoint"):
         load_pretrained(open_checkpoint(tiny), mmap=False)
 
 
 def test_loading_does_not_import_the_compiler() -> None:
-    """Random initial values on the meta device would; it takes a second."""
+    """Random initial values on the meta device would import it, which takes a second."""
     code = """
 import sys
 from compat import load_pretrained
@@ -226,7 +226,7 @@ def large(make_checkpoint: MakeCheckpoint) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_peak_memory(large: Path, arguments: tuple[str, ...], most: float) -> None:
-    """In weights; `linear` holds two matrices twice for a moment while it turns them."""
+    """In multiples of the weights; `linear` briefly has two copies of two matrices."""
     command = [sys.executable, "-c", PEAK, str(large), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights = (large / "model.safetensors").stat().st_size

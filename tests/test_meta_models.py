@@ -1,4 +1,4 @@
-"""Models built on the meta device: nothing in them may keep what happened to be in memory."""
+"""Models built on the meta device must not keep uninitialised memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_masks(
 
 
 def empty(model: Callable[[], nn.Module]) -> nn.Module:
-    """The model built on meta and then given memory, but no values."""
+    """The model, built on the meta device and then given uninitialised memory."""
     with torch.device("meta"):
         built = model()
     return built.to_empty(device="cpu")
@@ -105,7 +105,7 @@ def test_a_buffer_in_a_module_of_its_own_is_found(tiny: Path) -> None:
 
 
 def test_emptied_memory_that_held_another_model_is_found(tiny: Path) -> None:
-    """The allocator hands the memory of a freed model out again, weights and all."""
+    """The allocator reuses the memory of a freed model, including its weights."""
     missed = 0
     for _ in range(20):
         with_masks()  # freed at once

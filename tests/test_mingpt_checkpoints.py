@@ -66,7 +66,7 @@ def test_the_adder_adds(shared: Path, dialect: str, source: str) -> None:
 def test_the_adder_fails_with_another_number_of_heads(
     shared: Path, tmp_path: Path, n_head: int
 ) -> None:
-    """The test above depends on this. Few sums are wrong, and the heads fit every shape."""
+    """The test above depends on this: the shapes are the same, and few sums are wrong."""
     (tmp_path / "model.pt").write_bytes((shared / "data/checkpoints/adder/model.pt").read_bytes())
     assert sums_right(load_pretrained(tmp_path, n_head=n_head)) < 10_000
 

@@ -67,14 +67,14 @@ class Half(nn.Module):
 
 
 class Skipped(nn.Module):
-    """A removed block that leaves its place."""
+    """A removed block, replaced by an identity."""
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
 
 class Loud(nn.Parameter):
-    """A tensor subclass whose products are not those of its values."""
+    """A tensor subclass that changes the results of products."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,7 +265,7 @@ def extra_parameter(model: Model, _: pytest.MonkeyPatch) -> None:
 
 @edit
 def dropout_in_training(model: Model, _: pytest.MonkeyPatch) -> None:
-    """With nothing to drop, so that two runs are equal."""
+    """Dropout is active with probability 0, so that two runs are equal."""
     dropout = part(model, 0, "attn.attn_dropout")
     dropout.p = 0.0
     dropout.train()
@@ -374,7 +374,7 @@ def test_any_edits_together(source: Path, dialect: str, names: list[str]) -> Non
 
 
 class Shifted(TorchFunctionMode):
-    """Changes what torch's functions give while it is on."""
+    """A mode that changes the results of torch's functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -385,7 +385,9 @@ class Shifted(TorchFunctionMode):
 @pytest.mark.parametrize(
     "surroundings", [Shifted, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["mode", "cast"]
 )
-def test_what_intercepts_torch_is_heeded(source: Path, dialect: str, surroundings: Any) -> None:
+def test_modes_that_intercept_torch_disable_the_fast_path(
+    source: Path, dialect: str, surroundings: Any
+) -> None:
     model = load_pretrained(source, dialect)
     with surroundings():
         assert not is_unmodified(model)
@@ -399,19 +401,19 @@ def test_what_intercepts_torch_is_heeded(source: Path, dialect: str, surrounding
     [lambda: torch.device("cpu"), torch.inference_mode, torch.no_grad],
     ids=["device", "inference_mode", "no_grad"],
 )
-def test_ordinary_surroundings_keep_the_fast_pass(source: Path, dialect: str, mode: Any) -> None:
+def test_ordinary_contexts_keep_the_fast_path(source: Path, dialect: str, mode: Any) -> None:
     model = load_pretrained(source, dialect)
     with mode():
         assert isinstance(decoder_of(model), StaticDecoder)
 
 
-def test_libraries_that_wrap_torch_keep_the_fast_pass(source: Path) -> None:
+def test_libraries_that_wrap_torch_keep_the_fast_path(source: Path) -> None:
     """torch's compiler wraps `nn.Module.__init__` once it is imported."""
 
     assert isinstance(decoder_of(load_pretrained(source)), StaticDecoder)
 
 
-def test_a_patch_from_before_compat_was_imported_is_seen() -> None:
+def test_a_patch_made_before_compat_is_imported_is_detected() -> None:
     code = """
 import torch
 linear = torch.nn.functional.linear
@@ -440,20 +442,18 @@ def test_building_the_model_to_compare_with_draws_no_random_numbers(source: Path
 def test_unequal_prompts_need_a_forward_that_takes_a_mask(source: Path) -> None:
     with edited(source, "conv1d", ["whole_model_by_ids_alone"]) as model:
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-        with pytest.raises(GenerationError, match="replaced by one that takes no attention_mask"):
+        with pytest.raises(GenerationError, match="replaced by one without attention_mask"):
             generate(model, PROMPTS, max_new_tokens=1, attention_mask=mask)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), lambda ids: ids, None])
-def test_what_is_not_a_model_is_refused(model: Any) -> None:
+def test_a_value_that_is_not_a_model_is_refused(model: Any) -> None:
     with pytest.raises(GenerationError, match=r"cannot generate with a .*; expected a model"):
         generate(model, PROMPTS, max_new_tokens=1)
 
 
 @each_dialect
-def test_values_that_are_not_finite_are_found_in_a_modified_model(
-    source: Path, dialect: str
-) -> None:
+def test_non_finite_values_are_located_in_a_modified_model(source: Path, dialect: str) -> None:
     names = ["block_removed", "block_skipped", "module_added"]
     with edited(source, dialect, names) as model:
         part(model, 1, "mlp.c_fc").bias.data[0] = torch.nan

@@ -1,4 +1,4 @@
-"""The native decode step computes what torch computes, and gives way to it where it cannot run."""
+"""The native decode step computes what torch computes, and torch decodes if it cannot run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: str, pac
     ],
     ids=str,
 )  # fmt: skip
-def test_every_field_of_the_config_counts(
+def test_every_field_of_the_config_has_an_effect(
     make_checkpoint: MakeCheckpoint, config: dict[str, Any]
 ) -> None:
     folder = make_checkpoint(n_positions=64, n_layer=1, **config)
@@ -136,7 +136,7 @@ def test_outlier_channels_do_not_cost_precision(make_checkpoint: MakeCheckpoint)
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @each_kernel
-def test_values_that_are_not_finite_reach_the_logits(
+def test_non_finite_values_reach_the_logits(
     source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
     transformer = by(pack, source, dtype)
@@ -151,7 +151,7 @@ def test_values_that_are_not_finite_reach_the_logits(
 # What native.c cannot run.
 
 
-def test_what_is_replaced_counts_from_the_next_text_on(source: Path) -> None:
+def test_replaced_weights_are_used_from_the_next_text_on(source: Path) -> None:
     transformer, cache_size = native(Engine.from_pretrained(source)), 1
     before = passes(transformer)[0]
     transformer.h[0].act = nn.ReLU()
@@ -165,7 +165,7 @@ def test_what_is_replaced_counts_from_the_next_text_on(source: Path) -> None:
     assert transformer.new_cache(cache_size)
 
 
-def test_nothing_but_tensors_that_fit_is_passed_to_c(source: Path) -> None:
+def test_tensors_that_do_not_fit_are_not_passed_to_c(source: Path) -> None:
     transformer = native(Engine.from_pretrained(source))
     model, kv = NativeModel(transformer), transformer.new_cache(2).kv
     ids = TEXT[:2, None]
@@ -373,7 +373,7 @@ def test_it_can_be_switched_off(
     assert capfd.readouterr().err == "" and fresh == []
 
 
-def test_a_library_that_computes_something_else_is_not_used(
+def test_a_library_with_wrong_results_is_not_used(
     source: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = NativeModel._decode
@@ -395,7 +395,7 @@ def test_a_library_that_computes_something_else_is_not_used(
 
 
 @pytest.mark.parametrize("machine", ["native", "x86-64-v3", "x86-64"])
-def test_no_path_reads_or_writes_beyond_its_memory(tmp_path: Path, machine: str) -> None:
+def test_no_code_path_reads_or_writes_out_of_bounds(tmp_path: Path, machine: str) -> None:
     """AVX-512, AVX2 and the portable loops on models of odd sizes, under the sanitizers."""
     if os.uname().machine != "x86_64":
         pytest.skip("not an x86-64")

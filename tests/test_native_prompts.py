@@ -185,7 +185,7 @@ def flags_of_memory(address: int) -> set[str]:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
 @pytest.mark.parametrize("pack", [NativeLinear, NativeInt8])
-def test_weights_share_blocks_that_ask_for_huge_pages(
+def test_small_weights_share_blocks_in_huge_pages(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrices, "_of_thread", threading.local())  # no block is in use

@@ -40,7 +40,7 @@ VALUES = {"NaN": torch.nan, "an infinity": torch.inf}
         ("ln_f.weight", 0, "ln_f"),
     ],
 )
-def test_a_value_planted_in_a_tensor_is_found_where_it_first_shows(
+def test_a_non_finite_weight_is_located_at_the_first_tap_that_it_affects(
     state: State, write: Write, dialect: str, tensor: str, at: int, tap: str, value: str
 ) -> None:
     state[tensor].view(-1)[at] = VALUES[value]

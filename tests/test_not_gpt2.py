@@ -1,4 +1,4 @@
-"""Other models are reported before missing facts; aliases of facts are understood."""
+"""Other models are reported before missing facts; aliases of config fields are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops for parameters of any shape: loading and saving invert each other bit by bit."""
+"""Operations on parameters of any shape: loading and saving are inverse, bit by bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_biases_have_no_channels(n_head: int, d: int) -> None:
     assert torch.equal(made, tensor.reshape(3, n_head, d).flip(0).permute(1, 2, 0))
 
 
-def test_parts_that_no_parameter_holds_are_zero_when_saved() -> None:
+def test_parts_without_a_parameter_are_saved_as_zeros() -> None:
     op, tensor = Fused(2, (Part("q", "(h d)"), Part("v", "(h d)"))), numbered(12) + 1
     made = op.load(tensor)
     assert [part.tolist() for part in made] == [[1, 2, 3, 4], [9, 10, 11, 12]]

@@ -1,4 +1,4 @@
-"""Packed files: what an engine reads from them, what else does, and damage."""
+"""Packed files: read by engines and by everything else, and damaged ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
 
 
 def test_a_wrong_scale_changes_what_the_engine_computes(tmp_path: Path, tiny: Path) -> None:
-    """The partner of the test above: it would notice."""
+    """The test above depends on this."""
     file = packed(tmp_path, tiny)
     right = Engine.from_pretrained(file).score(IDS)
     name, metadata = f"h.1.mlp.c_fc.weight{SCALE}", metadata_of(file)
@@ -87,7 +87,7 @@ def test_a_wrong_scale_changes_what_the_engine_computes(tmp_path: Path, tiny: Pa
     assert not torch.allclose(Engine.from_pretrained(file).score(IDS), right, atol=1e-3)
 
 
-def test_drafts_of_a_packed_file_leave_the_tokens_as_they_are(tmp_path: Path, tiny: Path) -> None:
+def test_drafts_from_a_packed_file_do_not_change_the_tokens(tmp_path: Path, tiny: Path) -> None:
     file, options = packed(tmp_path, tiny), {"max_new_tokens": 10, "temperature": 0}
     plain = Engine.from_pretrained(file, dtype="float32")
     drafted = Engine.from_pretrained(file, dtype="float32", speculate="int8")
@@ -95,7 +95,7 @@ def test_drafts_of_a_packed_file_leave_the_tokens_as_they_are(tmp_path: Path, ti
     assert torch.equal(*generated)
 
 
-def test_its_tensors_are_what_8_bits_leave(tmp_path: Path, tiny: Path) -> None:
+def test_its_tensors_are_the_dequantized_values(tmp_path: Path, tiny: Path) -> None:
     before, after = open_checkpoint(tiny), open_checkpoint(packed(tmp_path, tiny))
     assert after.infos.keys() == before.infos.keys()
     assert not after.config.tie_word_embeddings  # the head has 8 bits, the embedding 16
@@ -140,7 +140,7 @@ def test_the_tensors_of_usual_sizes_are_mapped_where_torch_would_align_them(
         assert {file.map(name).data_ptr() % 64 for name in file.infos} == {0}
 
 
-def test_it_states_what_it_was_made_from(tmp_path: Path, tiny: Path) -> None:
+def test_it_records_the_checkpoint_it_was_packed_from(tmp_path: Path, tiny: Path) -> None:
     weights = (tiny / "model.safetensors").read_bytes()
     found = metadata_of(packed(tmp_path, tiny))
     assert found["source"] == str(tiny)
@@ -200,7 +200,7 @@ def test_tensors_that_do_not_fit_are_one_error(tmp_path: Path, tiny: Path) -> No
         open_checkpoint(file)
 
 
-def test_what_cannot_be_packed_leaves_the_old_file(tmp_path: Path, tiny: Path) -> None:
+def test_a_failed_packing_keeps_the_old_file(tmp_path: Path, tiny: Path) -> None:
     file = packed(tmp_path, tiny)
     before = file.read_bytes()
     with pytest.raises(CheckpointError, match=f"is already packed. Pack {tiny} instead"):

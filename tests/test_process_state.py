@@ -1,4 +1,4 @@
-"""A library does not change the process that it runs in, whether it succeeds or raises."""
+"""compat does not change the state of the process in which it runs, even if it raises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OWNERS = (TracerBase, nn.Module, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Multi
 
 
 def state() -> dict[str, Any]:
-    """What other code in this process may rely on."""
+    """The state on which other code in this process may depend."""
     named = [log for log in logging.root.manager.loggerDict.values() if hasattr(log, "filters")]
     loggers = [logging.root, *named]
     torch_flags = {
@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_process_is_as_before(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_the_state_of_the_process_is_restored(name: str, tiny: Path, tmp_path: Path) -> None:
     logging.disable(logging.DEBUG)  # a setting of the user's
     transformers.utils.logging.enable_progress_bar()
     try:
@@ -130,7 +130,7 @@ def test_the_process_is_as_before(name: str, tiny: Path, tmp_path: Path) -> None
         transformers.utils.logging.disable_progress_bar()
 
 
-def test_other_threads_are_heard_while_adapt_runs(
+def test_other_threads_can_print_while_adapt_runs(
     tiny: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stop, counts = threading.Event(), []
@@ -209,7 +209,7 @@ def test_reading_and_packing_leave_the_warning_filters_alone(
 
 
 def test_an_engine_where_warnings_are_errors(make_checkpoint: MakeCheckpoint) -> None:
-    """Also while the kernels that warn are tried."""
+    """Kernels that issue warnings are tried as well."""
     code = f"""
 import torch
 from compat import Engine

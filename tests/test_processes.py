@@ -22,7 +22,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """torch's own threads do not exist in a forked child, which would wait for them."""
+    """torch's threads do not exist in a forked child, which would wait for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,8 +48,8 @@ class Texts(Dataset[list[int]]):
 
 @needs_fork
 @pytest.mark.parametrize("kind", ["engine", "model"])
-def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
-    """Parent and child go on with different ids from one prompt; neither sees the other's."""
+def test_a_forked_child_has_its_own_cache(tiny: Path, kind: str) -> None:
+    """Parent and child continue one prompt with different ids, which do not affect each other."""
     model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     alone = decoder_of(model)
     alone.start(IDS.tolist())
@@ -69,7 +69,7 @@ def test_a_forked_child_has_a_cache_of_its_own(tiny: Path, kind: str) -> None:
     assert torch.equal(decoder.step(torch.tensor([9])), expected[1])
 
 
-def test_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows, where neither of these names exists."""
     monkeypatch.delattr(matrices.mmap, "MAP_PRIVATE", raising=False)
     monkeypatch.delattr(matrices.mmap, "MAP_ANONYMOUS", raising=False)
@@ -101,7 +101,7 @@ def by_an_engine(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])
-def test_processes_build_engines_of_their_own(tiny: Path, method: str) -> None:
+def test_processes_build_their_own_engines(tiny: Path, method: str) -> None:
     with multiprocessing.get_context(method).Pool(2) as pool:
         found = pool.map(by_an_engine, [tiny, tiny])
     assert found == [by_an_engine(tiny)] * 2

@@ -87,7 +87,7 @@ def comparable(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("readme", READMES)
-def test_links_lead_somewhere(readme: str) -> None:
+def test_links_resolve(readme: str) -> None:
     text = (ROOT / readme).read_text(encoding="utf-8")
     missing = [
         link for link in LINK.findall(text) if not (ROOT / readme).parent.joinpath(link).exists()
@@ -95,5 +95,5 @@ def test_links_lead_somewhere(readme: str) -> None:
     assert not missing
 
 
-def test_the_first_readme_is_short() -> None:
+def test_the_main_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,4 +1,4 @@
-"""One draw from the logits against transformers' processors with the same seed."""
+"""Sampling from logits, against transformers' processors with the same seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
 
 
 def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tensor:
-    """What `transformers.generate` makes of the logits (B, V), in `_get_logits_processor`'s order.
+    """The scores that `transformers.generate` computes from logits (B, V), in
+    `_get_logits_processor`'s order. `seen` is (B, T), without padding.
 
     `seen` is (B, T), without padding.
     """
@@ -69,7 +70,7 @@ def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tenso
 
 
 def random_logits(seed: int, B: int = 64, V: int = 97, mean: float = -30) -> Tensor:
-    """Logits (B, V) with the spread that GPT-2's have."""
+    """Logits (B, V) with the standard deviation of GPT-2's."""
     return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(seed)) + mean
 
 
@@ -78,7 +79,7 @@ def some_ids(seed: int, B: int = 64, V: int = 97) -> Tensor:
 
 
 def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
-    """With a generator of its own and nothing seen."""
+    """Sample with a new generator and without previous ids."""
     sampling = Sampling(**setting)
     scores = sampling.scores(logits, [[]] * len(logits))
     return sampling.draw(scores, torch.Generator().manual_seed(seed))
@@ -86,8 +87,8 @@ def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
 
 @each_setting
 @pytest.mark.parametrize("mean", [-30, 0])
-def test_scores_and_draws_are_transformers(setting: dict[str, Any], mean: float) -> None:
-    """Around 0, where a penalty multiplies some logits and divides others; and below it."""
+def test_scores_and_samples_are_those_of_transformers(setting: dict[str, Any], mean: float) -> None:
+    """Logits around 0, where a penalty multiplies some and divides others, and negative logits."""
     for seed in range(3):
         logits, seen = random_logits(seed, mean=mean), some_ids(seed)
         expected = their_scores(logits, seen, setting)
@@ -145,7 +146,7 @@ CASES = st.tuples(st.integers(1, 12), st.integers(1, 3)).flatmap(
 @settings(deadline=None, max_examples=500, derandomize=True)
 @given(case=CASES, seed=st.integers(0, 2**31))
 @example(case=([[-100.0] * 8, [*[-100.0] * 7, -1.0]], [[0], [0]], {"top_p": 1.0}), seed=0)
-def test_any_logits_with_ties_draw_what_transformers_draws(
+def test_tied_logits_are_sampled_as_in_transformers(
     case: tuple[list[list[float]], list[list[int]], dict[str, Any]], seed: int
 ) -> None:
     rows, seen, setting = case
@@ -160,13 +161,13 @@ def test_any_logits_with_ties_draw_what_transformers_draws(
     assert torch.equal(sampling.draw(scores, torch.Generator().manual_seed(seed)), ids)
 
 
-def test_the_penalty_looks_at_each_rows_ids_alone_and_once() -> None:
+def test_the_penalty_applies_once_to_each_id_of_a_row() -> None:
     logits = torch.tensor([[2.0, -2.0, 4.0], [2.0, -2.0, 4.0]])
     scores = Sampling(temperature=0, repetition_penalty=2.0).scores(logits, [[1, 0, 1, 1], [2]])
     assert scores.tolist() == [[1.0, -4.0, 4.0], [2.0, -2.0, 2.0]]
 
 
-def test_greedy_choice_heeds_the_penalty_and_nothing_of_the_draws() -> None:
+def test_greedy_choice_uses_the_penalty_and_no_sampling_settings() -> None:
     logits = torch.tensor([[3.0, 2.9, 1.0]])
     sampling = Sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0, repetition_penalty=1.5)
     scores = sampling.scores(logits, [[0]])
@@ -175,7 +176,7 @@ def test_greedy_choice_heeds_the_penalty_and_nothing_of_the_draws() -> None:
 
 
 @each_setting
-def test_probabilities_are_what_is_drawn_from(setting: dict[str, Any]) -> None:
+def test_probabilities_are_those_that_are_sampled_from(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
     scores = sampling.scores(random_logits(0), some_ids(0))
     probabilities = sampling.probabilities(scores)

@@ -1,4 +1,4 @@
-"""What each setting of sampling means, and which are refused."""
+"""The effect of each sampling setting, and the values that are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.test_sampling import SETTINGS, drawn, random_logits, some_ids, their_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_logits_of_any_data_type_are_drawn_in_float32(dtype: torch.dtype) -> None:
+def test_logits_of_any_data_type_are_sampled_in_float32(dtype: torch.dtype) -> None:
     setting = {"temperature": 0.9, "top_k": 30, "top_p": 0.9}
     logits, seen = random_logits(3).to(dtype), some_ids(3)
     scores = Sampling(**setting).scores(logits, seen)
@@ -30,7 +30,7 @@ def test_the_seed_matters_and_is_repeatable() -> None:
     assert not torch.equal(first, other)
 
 
-def test_the_logits_are_left_as_they_are() -> None:
+def test_the_logits_are_not_modified() -> None:
     logits = random_logits(0)
     before = logits.clone()
     everything = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}
@@ -60,13 +60,13 @@ def test_greedy_and_its_limits_are_the_argmax(setting: dict[str, Any]) -> None:
         assert torch.equal(drawn(logits, setting, seed), logits.argmax(-1))
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_chooses_the_first_of_tied_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
     assert drawn(logits, {"temperature": 0}).tolist() == [1, 0]
 
 
 def all_drawn(logits: Tensor, setting: dict[str, Any]) -> set[int]:
-    """The ids that 4000 draws bring up."""
+    """The ids among 4000 samples."""
     return set(drawn(logits.expand(4000, -1), setting).tolist())
 
 
@@ -81,35 +81,35 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int
     assert all_drawn(PROBS.log(), {"top_p": top_p}) == kept
 
 
-def test_a_set_that_reaches_p_exactly_suffices() -> None:
-    """Two of four equals for a half: exact in binary, so "<" for "<=" shows."""
+def test_top_p_stops_at_a_set_that_reaches_p_exactly() -> None:
+    """Two of four equal probabilities are exactly one half in binary, so "<" and "<=" differ."""
     assert len(all_drawn(torch.zeros(1, 4), {"top_p": 0.5})) == 2
 
 
 @pytest.mark.parametrize(
     ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
 )
-def test_top_k_keeps_the_k_likeliest(top_k: int, kept: set[int]) -> None:
+def test_top_k_keeps_the_k_most_likely_ids(top_k: int, kept: set[int]) -> None:
     assert all_drawn(PROBS.log(), {"top_k": top_k}) == kept
 
 
-def test_top_k_keeps_all_that_tie_with_the_last() -> None:
+def test_top_k_keeps_ids_tied_with_the_last() -> None:
     assert all_drawn(torch.tensor([[1.0, 3.0, 1.0, -5.0]]), {"top_k": 2}) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
     ("min_p", "kept"), [(0.05, {0, 1, 2, 3}), (0.2, {0, 1, 3}), (0.5, {1, 3}), (0.7, {1})]
 )
-def test_min_p_keeps_what_is_likely_beside_the_likeliest(min_p: float, kept: set[int]) -> None:
+def test_min_p_is_relative_to_the_most_likely_id(min_p: float, kept: set[int]) -> None:
     assert all_drawn(PROBS.log(), {"min_p": min_p}) == kept
 
 
-def test_min_p_keeps_what_is_exactly_likely_enough() -> None:
+def test_min_p_keeps_ids_exactly_at_the_threshold() -> None:
     assert all_drawn(torch.tensor([[0.0, 0.0, -9.0]]), {"min_p": 1.0}) == {0, 1}
 
 
-def test_each_filter_works_on_what_those_before_it_left() -> None:
-    """Of 0.5 and 0.3 alone the first has 0.625 and suffices; of all four it would not."""
+def test_each_filter_works_on_the_result_of_the_previous_one() -> None:
+    """Of 0.5 and 0.3 alone, the first has 0.625 and is sufficient; among all four it is not."""
     assert all_drawn(PROBS.log(), {"top_p": 0.6}) == {1, 3}
     assert all_drawn(PROBS.log(), {"top_k": 2, "top_p": 0.6}) == {1}
     assert all_drawn(PROBS.log(), {"temperature": 0.5, "top_p": 0.6}) == {1}
@@ -134,13 +134,13 @@ def test_logits_that_are_not_finite_are_refused(value: float, temperature: float
     ids=str,
 )
 def test_settings_beyond_float32_are_refused(setting: dict[str, Any], named: str) -> None:
-    """1e-45 is a float32, but a logit over it is none."""
+    """1e-45 is a float32, but a logit divided by it is not."""
     sampling, logits = Sampling(**setting), random_logits(0, B=2)
     with pytest.raises(GenerationError, match=named):
         sampling.scores(logits, [[0], [1]])
 
 
-def test_suppressing_every_id_or_one_that_is_none_is_refused() -> None:
+def test_suppressing_all_ids_or_an_invalid_id_is_refused() -> None:
     logits = torch.zeros(1, 3)
     with pytest.raises(GenerationError, match="has all 3 ids"):
         Sampling(suppress_tokens=(0, 1, 2, 1)).scores(logits, [[]])
@@ -170,7 +170,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("setting", "named"), REFUSED, ids=str)
-def test_settings_that_mean_nothing_are_refused_by_name_and_value(
+def test_invalid_settings_are_refused_by_name_and_value(
     setting: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(GenerationError) as caught:
@@ -179,5 +179,5 @@ def test_settings_that_mean_nothing_are_refused_by_name_and_value(
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, {"temperature": 0}, {"top_k": 1, "top_p": 1}])
-def test_settings_that_mean_something_are_accepted(setting: dict[str, Any]) -> None:
+def test_valid_settings_are_accepted(setting: dict[str, Any]) -> None:
     Sampling(**setting)

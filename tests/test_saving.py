@@ -1,4 +1,4 @@
-"""Saved checkpoints: the same bits, and the same model in transformers."""
+"""Saved checkpoints have the same bits, and give the same model in transformers."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_biases_that_the_model_lacks_are_zeros(tmp_path: Path, tiny: Path, diale
 
 
 def train(model: torch.nn.Module, batches: torch.Tensor) -> None:
-    """A few steps that change every parameter, and leave the model in training mode."""
+    """Train for a few steps that change every parameter, and stay in training mode."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     for batch in batches:
         logits = model(batch[:, :-1])

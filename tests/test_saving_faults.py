@@ -69,7 +69,7 @@ def test_a_file_size_limit_leaves_the_old_folder(
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[bool]:
-    """Mount a file system in memory; yields False if this process may not."""
+    """Mount a file system in memory; yield False if this process must not."""
     place.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     allowed = os.geteuid() == 0 and shutil.which("mount") is not None
@@ -90,7 +90,7 @@ if may_mount():  # elsewhere the limit on the size of files, above, has to do
 
     @pytest.mark.parametrize("shard", ["5GB", "1MB"])
     def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, shard: str) -> None:
-        """First the disk has room for one and a half checkpoints, then for two."""
+        """The disk first has space for one and a half checkpoints, then for two."""
         with small_disk(tmp_path / "disk", "6m"):
             folder = tmp_path / "disk" / "model"
             save_pretrained(load_pretrained("demo"), folder)

@@ -1,4 +1,4 @@
-"""Saving on systems without locks, without a swap of folders, or without syncs of folders."""
+"""Saving on systems without locks, atomic swaps of folders, or syncs of folders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def no_library(name: str | None, **kwargs: Any) -> object:
 
 
 @pytest.mark.parametrize("load", [no_symbol, no_library])
-def test_without_a_swap_folders_are_renamed(
+def test_without_an_atomic_swap_folders_are_renamed(
     target: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", load)

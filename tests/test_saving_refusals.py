@@ -1,4 +1,4 @@
-"""What is refused before anything is written, and which existing files are removed."""
+"""Errors that are raised before anything is written, and existing files that are removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.saving_common import stored
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A folder that a refusal leaves unchanged."""
+    """A folder that a refused save leaves unchanged."""
     folder = tmp_path / "old"
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")

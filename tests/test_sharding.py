@@ -1,4 +1,4 @@
-"""Models that are divided among processes: plans here, and what two processes found together."""
+"""Models that are divided among processes: plans, and the checks of two processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_plan_follows_the_operation(
     assert placements(name_map, parameters, 2) == {"layers.0.qkv": expected}
 
 
-def test_the_plan_of_parameters_with_two_of_three() -> None:
+def test_the_plan_of_a_parameter_with_two_of_q_k_and_v() -> None:
     plan = placements(my_map(), dict(MyGPT2().named_parameters(remove_duplicate=False)), 2)
     assert plan["stack.2.query_key.weight"] == strided_shard(0, 2)
     assert plan["stack.2.value.weight"] == Shard(0)
@@ -123,7 +123,7 @@ def test_torch_still_has_its_private_placement(monkeypatch: pytest.MonkeyPatch) 
 def folder(
     tiny: Path, make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Everything that the processes need, and their traces."""
+    """The files that the processes need, and their traces."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "tiny").symlink_to(tiny)
     (folder / "other").symlink_to(make_checkpoint(seed=1))

@@ -1,4 +1,4 @@
-"""Every public function that takes a source takes the same options for it."""
+"""Every public function that takes a source has the same options for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def functions_of_sources() -> Iterator[Any]:
 FUNCTIONS = list(functions_of_sources())
 
 
-def test_there_are_functions_of_sources() -> None:
+def test_functions_that_take_a_source_are_found() -> None:
     assert len(FUNCTIONS) > 8
 
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens and logits in fewer passes, whatever is drafted."""
+"""Speculative decoding gives the same tokens and logits in fewer passes, with any drafts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draft_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 class Counting(DraftSource):
-    """It counts its draft tokens, and those of them that were accepted."""
+    """Counts its draft tokens and the accepted ones."""
 
     proposed = accepted = 0
 
@@ -112,10 +112,10 @@ def test_greedy_tokens_are_those_without_speculation(source: Path, speculate: An
 
 @both_ways
 @pytest.mark.parametrize("how", [{}, {"top_k": 20}, {"temperature": 0.5, "top_p": 0.9}], ids=str)
-def test_the_same_seed_draws_the_same_ids(
+def test_the_same_seed_samples_the_same_ids(
     source: Path, speculate: Any, how: dict[str, Any]
 ) -> None:
-    """So that the distribution is the same, whatever it is."""
+    """The distribution is therefore the same as well."""
     model, engine = load_pretrained(source), Engine.from_pretrained(source, speculate=speculate)
     for seed in range(5):
         found, expected = (
@@ -135,7 +135,7 @@ def test_the_same_seed_draws_the_same_ids(
 def test_any_draft_tokens_give_the_same_tokens(
     source: Path, engine: Engine, draft_count: Callable[[int], None], data: Any
 ) -> None:
-    """Right, wrong, right for a while, none, up to the last position."""
+    """The drafts are right, wrong, right for a while, or empty, up to the last position."""
     draft_count(data.draw(st.integers(0, DraftSource.MAX_TOKENS)))
     ids = prompt(data.draw(st.integers(0, 50)), data.draw(st.integers(1, 20)))
     truth = true_ids(source, ids)
@@ -166,7 +166,7 @@ def test_accepted_draft_tokens_save_forward_passes(
     assert draft_source.proposed - draft_source.accepted <= 1
 
 
-def test_rejected_draft_tokens_are_soon_given_up(source: Path, engine: Engine) -> None:
+def test_a_source_of_rejected_draft_tokens_is_soon_not_used(source: Path, engine: Engine) -> None:
     ids = prompt(1)
     truth = true_ids(source, ids)
     wrong = [(token_id + 1) % 97 for token_id in truth]
@@ -182,7 +182,7 @@ def test_rejected_draft_tokens_are_soon_given_up(source: Path, engine: Engine) -
 def test_drafts_of_sampled_tokens_use_the_same_random_numbers(
     source: Path, draft_count: Callable[[int], None]
 ) -> None:
-    """A draft model as good as the model predicts every token that will be sampled."""
+    """A draft model that equals the model predicts every sampled token."""
     draft_count(4)
     engine = Engine.from_pretrained(source)
     speculating = Speculating(engine, ModelDraft(engine.transformer))
@@ -192,10 +192,10 @@ def test_drafts_of_sampled_tokens_use_the_same_random_numbers(
     assert draft_source.accepted >= 36  # but those after the last id drawn
 
 
-def test_drawn_ids_have_the_distribution_of_the_model(
+def test_sampled_ids_have_the_distribution_of_the_model(
     make_checkpoint: MakeCheckpoint, draft_count: Callable[[int], None]
 ) -> None:
-    """Chi-square of the third id, over a vocabulary of 11, where the second was drafted."""
+    """A chi-square test of the third id over a vocabulary of 11; the second id was drafted."""
     draft_count(2)
     folder, draws = make_checkpoint(vocab_size=11, n_positions=8, n_layer=1), 1500
     engine, ids = Engine.from_pretrained(folder, speculate="int8"), torch.tensor([[3, 1, 4]])
@@ -265,7 +265,7 @@ def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any
     )
 
 
-def test_a_draft_that_fails_leaves_the_message_to_the_model(
+def test_if_a_draft_fails_the_model_raises_the_error(
     source: Path, draft_count: Callable[[int], None]
 ) -> None:
     draft_count(3)

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the borders of tokens are, and never shown."""
+"""Stop strings are found across any token boundaries, and are never shown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(
     ("stop", "shown", "stopped"),
     [("e k", ["th", "th"], True), ("e q", ["th", "the king"], False), (" ", ["the"] * 2, True)],
 )
-def test_a_stop_string_across_tokens_is_held_back_until_it_is_none(
+def test_text_that_may_become_a_stop_string_is_held_back(
     stop: str, shown: list[str], stopped: bool
 ) -> None:
     ids = DEMO.encode("the king")
@@ -77,7 +77,7 @@ def test_a_stop_string_across_tokens_is_held_back_until_it_is_none(
         (["e king", "n"], "the ki"),
     ],
 )
-def test_of_several_in_one_token_the_first_complete_one_counts_or_the_longest(
+def test_of_several_stop_strings_the_first_complete_or_the_longest_applies(
     stop: list[str], text: str
 ) -> None:
     new = NewText(DEMO, stop)
@@ -98,7 +98,7 @@ def test_characters_of_several_bytes() -> None:
 
 
 @pytest.mark.parametrize("stop", [["xyz"], []])
-def test_what_is_held_back_or_incomplete_comes_at_the_end(stop: list[str]) -> None:
+def test_held_back_and_incomplete_text_is_returned_at_the_end(stop: list[str]) -> None:
     new = NewText(DEMO, stop)
     for token_id in ids_of_bytes(DEMO, b"axy" + "é".encode()[:1]):
         new.add(token_id)

@@ -1,4 +1,4 @@
-"""`assert_parity` passes for a right model, and fails with what a reader of the test log needs."""
+"""`assert_parity` passes for a right model, and otherwise fails with an informative message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to completions: each as if it were alone, and as transformers has it."""
+"""Completions of prompts: each is the same as alone, and as in transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts(
 
 @each_dialect
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_greedy_ids_of_unequal_prompts_are_transformers_of_each_alone(
+def test_greedy_ids_of_unequal_prompts_are_those_of_transformers_for_each_alone(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
     found = texts(folder, PROMPTS, dialect, sampling=GREEDY, batch_size=batch_size)
@@ -54,10 +54,10 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=str)
-def test_every_prompt_draws_as_transformers_does_for_it_alone(
+def test_every_prompt_is_sampled_as_transformers_samples_it_alone(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    """With the seed; sample j with seed + j, whatever the batch is."""
+    """Sample j uses seed + j, in any batch."""
     drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
     for batch_size in (1, 4):
         found = texts(folder, PROMPTS, sampling=Sampling(**settings), n=2, batch_size=batch_size)
@@ -78,7 +78,7 @@ def test_a_prompts_texts_do_not_depend_on_the_others(folder: Path) -> None:
     assert unseeded[0] != unseeded[1]
 
 
-def test_one_prompt_draws_as_generate_does(folder: Path) -> None:
+def test_one_prompt_is_sampled_as_by_generate(folder: Path) -> None:
     ids = torch.tensor([ids_of("ROMEO:")])
     seeded = torch.Generator().manual_seed(3)
     whole = generate(ours(folder), ids, max_new_tokens=20, temperature=0.8, generator=seeded)
@@ -87,7 +87,7 @@ def test_one_prompt_draws_as_generate_does(folder: Path) -> None:
 
 
 def test_prompts_may_be_ids(folder: Path) -> None:
-    """Ids that end within a character have the rest of it in the new text."""
+    """If the ids end within a character, the new text starts with the rest of it."""
     as_text = texts(folder, PROMPTS[:3], sampling=GREEDY)
     assert texts(folder, [ids_of(prompt) for prompt in PROMPTS[:3]], sampling=GREEDY) == as_text
     half = [*TOKENIZER.encode("a"), TOKENIZER.encode("é")[0]]
@@ -101,7 +101,7 @@ def test_prompts_may_be_ids(folder: Path) -> None:
 def test_logprobs_are_the_models_own_as_transformers_computes_them(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    """Of the raw logits: what temperature, penalty and filters make of them is left out."""
+    """They are those of the raw logits, before temperature, penalty and filters."""
     found = texts(folder, PROMPTS[:3], sampling=Sampling(**settings), logprobs=True)
     for prompt, completion in zip(PROMPTS, found, strict=False):
         sequence = torch.tensor([completion.prompt_ids + completion.new_ids])
@@ -153,7 +153,7 @@ def test_a_stop_string_in_the_prompt_does_not_stop(folder: Path) -> None:
     assert found.finish_reason == "length" or "king" in TOKENIZER.decode(found.new_ids)
 
 
-def test_a_stream_gives_the_same_text_in_pieces_and_holds_back_what_may_stop(folder: Path) -> None:
+def test_a_stream_yields_the_same_text_and_holds_back_possible_stop_strings(folder: Path) -> None:
     (whole,) = texts(folder, ["O"], sampling=GREEDY)
     stop = whole.new_text[7:10]
     (expected,) = texts(folder, ["O"], sampling=GREEDY, stop=[stop], logprobs=True)
@@ -175,10 +175,10 @@ def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
         assert completion.finish_reason == "length"
 
 
-def test_by_default_100_new_tokens_or_what_there_is_room_for(
+def test_by_default_100_new_tokens_or_as_many_as_fit(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
-    """Each prompt has room of its own; the short go on where the long have filled the context."""
+    """The limit applies to each prompt; short ones continue after long ones are full."""
     roomy = with_tokenizer(make_checkpoint, n_positions=128)
     prompts = [[5], [5] * 28, [5] * 29, [5] * 127]
     found = texts(roomy, prompts, max_new_tokens=None, sampling=GREEDY)
@@ -189,7 +189,7 @@ def test_by_default_100_new_tokens_or_what_there_is_room_for(
         assert completion.new_ids == expected.tolist()
 
 
-def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
+def test_ctrl_c_yields_the_current_batch_and_then_interrupts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = texts(folder, PROMPTS, sampling=GREEDY)
@@ -239,7 +239,7 @@ def test_ctrl_c_gives_the_batch_at_work_and_then_interrupts(
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_met_is_refused_at_once(
+def test_a_request_that_cannot_be_fulfilled_is_refused_at_once(
     folder: Path, change: dict[str, Any], named: str
 ) -> None:
     prompts = change.pop("prompts", ["O", "ROMEO:"])

@@ -1,4 +1,4 @@
-"""A context that fills up and slides, against transformers on the context cut by hand."""
+"""A context that slides when it is full, against transformers on the same part of the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
 
 @torch.no_grad()
 def slid(folder: Path, prompt: list[int], new: int, n: int = N, seed: int | None = None) -> Any:
-    """Each id from a forward pass of its own on the ids that are left, and how many are not."""
+    """Compute each id by a new forward pass on the remaining ids, and count the dropped ones."""
     generator = torch.Generator().manual_seed(seed or 0)
     context, found, dropped = list(prompt), [], 0
     for _ in range(new):
@@ -43,10 +43,10 @@ def slid(folder: Path, prompt: list[int], new: int, n: int = N, seed: int | None
 
 @each_dialect
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_ids_are_those_of_the_newest_half_computed_anew(
+def test_ids_are_those_of_the_last_half_recomputed(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
-    """Through several slides; of a prompt that is too long by itself, and one that just fits."""
+    """Several slides, a prompt that exceeds the context, and one that just fits."""
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(256, (n,), generator=draw).tolist() for n in (1, 9, N, N + 1, 60)]
     completions = list(
@@ -71,15 +71,15 @@ def test_ids_are_those_of_the_newest_half_computed_anew(
     assert [completion.dropped for completion in completions] == dropped
 
 
-def test_the_draws_go_on_where_they_were(folder: Path) -> None:
+def test_the_random_generator_continues_after_a_slide(folder: Path) -> None:
     (found,) = generate_text(
         ours(folder), TOKENIZER, [[5, 6]], max_new_tokens=60, seed=4, overflow="slide"
     )
     assert found.new_ids == slid(folder, [5, 6], 60, seed=4)[0]
 
 
-def test_a_penalty_counts_what_was_dropped(folder: Path) -> None:
-    """With a penalty without measure no id comes twice, as long as there are others."""
+def test_the_penalty_includes_dropped_ids(folder: Path) -> None:
+    """With an extreme penalty no id occurs twice as long as others are left."""
     sampling = Sampling(temperature=0, repetition_penalty=1e30)
     (found,) = generate_text(
         ours(folder), TOKENIZER, [[5, 6]], max_new_tokens=60, sampling=sampling, overflow="slide"
@@ -98,7 +98,7 @@ def test_a_text_that_fits_does_not_slide(folder: Path) -> None:
     assert found[0][0].dropped == 0
 
 
-def test_by_default_a_full_context_is_an_error_with_the_numbers(folder: Path) -> None:
+def test_by_default_a_full_context_is_an_error_with_both_lengths(folder: Path) -> None:
     with pytest.raises(GenerationError, match=rf"4 prompt .* 21 new ones make 25; .* {N} pos"):
         generate_text(ours(folder), TOKENIZER, [[5] * 4], max_new_tokens=N - 3)
     (found,) = generate_text(ours(folder), TOKENIZER, [[5] * 4])

@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def tables(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Vocabulary and merges as the files have them."""
+    """The vocabulary and the merges of the files."""
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), lines[1:-1]
 
@@ -171,13 +171,13 @@ def test_any_ids_decode_as_in_transformers(pair: Pair) -> None:
     run()
 
 
-def test_stream_waits_for_a_complete_character(pair: Pair) -> None:
+def test_a_stream_waits_for_a_complete_character(pair: Pair) -> None:
     ids = pair.ours.encode("\U00020bb7")
     assert len(ids) > 1
     assert list(pair.ours.stream(ids)) == [""] * (len(ids) - 1) + ["\U00020bb7", ""]
 
 
-def test_stream_ends_an_incomplete_character_with_a_replacement(pair: Pair) -> None:
+def test_a_stream_replaces_an_incomplete_character_at_its_end(pair: Pair) -> None:
     ids = pair.ours.encode("a\U00020bb7")[:-1]
     pieces = list(pair.ours.stream(ids))
     assert (pieces[0], pieces[-1]) == ("a", "\ufffd")

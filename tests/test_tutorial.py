@@ -1,4 +1,4 @@
-"""The tutorial notebook runs from top to bottom and prints what is committed with it."""
+"""The tutorial notebook runs completely, and prints its committed outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading vocabularies from a checkpoint's files, and refusing inconsistent ones."""
+"""Vocabularies are read from a checkpoint's files, and inconsistent ones are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_300_ids(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture
 def folder(of_300_ids: Path, tmp_path: Path) -> Path:
-    """A copy of it, to which tests may add a tokenizer."""
+    """A copy of that checkpoint, to which tests may add a tokenizer."""
     return shutil.copytree(of_300_ids, tmp_path / "of_300_ids")
 
 
@@ -47,7 +47,7 @@ LoadJson = Callable[[Any], Tokenizer]
 
 @pytest.fixture
 def load_json(folder: Path) -> LoadJson:
-    """Load a tokenizer.json that lies in a checkpoint of 300 ids."""
+    """Load a tokenizer.json in a checkpoint of 300 ids."""
 
     def load(data: Any) -> Tokenizer:
         (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")

@@ -17,7 +17,7 @@ PROMPTS = ["ROMEO:", "O", "The king, my lord, and all the rest of them", "\N{SNO
 
 
 def with_tokenizer(make_checkpoint: MakeCheckpoint, **config: Any) -> Path:
-    """Its greedy texts go on without end, through bytes that are no UTF-8 too."""
+    """Add the demo's tokenizer. Greedy texts do not end, and contain invalid UTF-8."""
     folder = make_checkpoint(**{"vocab_size": V, "eos_token_id": None, **config})
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(DEMO / name, folder)

@@ -1,4 +1,4 @@
-"""The format of a file by its first bytes, whatever its name."""
+"""Detection of a file's format by its first bytes, regardless of its name."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ def compare_command(
     as_json: options.Json = False,
     quiet: Annotated[bool, options.output("--quiet", help="Print only the headline.")] = False,
 ) -> None:
-    """Compare another implementation's arrays with a golden file, and name what is wrong.
+    """Compare another implementation's arrays with a golden file, and report deviations.
 
-    Arrays have the names of taps, in any subset and order. Exit code 0: every array is within its
-    bound. 1: one is not.
+    Arrays are named after taps; any subset of the taps will do. Exit code 0: every array is within
+    its bounds. 1: at least one is not.
     """
     options.exclude({"--json": as_json, "--quiet": quiet})
     from compat.golden_files import Golden

@@ -62,7 +62,7 @@ def generate_command(
         limits(
             metavar="N",
             help="Maximum number of new tokens. "
-            f"Default: {DEFAULT_NEW_TOKENS}, or as many as the context has room for.",
+            f"Default: {DEFAULT_NEW_TOKENS}, or as many as fit into the context.",
         ),
     ] = None,
     stop: Annotated[

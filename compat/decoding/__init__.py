@@ -1,4 +1,4 @@
-"""Decoding: logits by prefill and decode steps, from a model's own modules or by a fast path."""
+"""Decoding: logits from prefill and decode steps, by a model's own `forward` or a fast path."""
 
 from compat.decoding.decoder import Choose, Decoder, HasDecoder, PreviewSampling, left_pad
 from compat.decoding.fast_path import decoder_of

@@ -1,4 +1,4 @@
-"""The interface of all decoders: logits, one decode step after another."""
+"""The interface of all decoders: logits from prefill and decode steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, tensor
 from compat.config import GPT2Config
 from compat.errors import GenerationError, described, short_repr
 
-# Chooses a token from logits (1, V) and the tokens before it, as the caller will choose it.
-# `PreviewSampling` returns a function that draws ahead. The caller draws the same numbers again.
+# Chooses a token from logits (1, V) and the previous tokens, in the same way as the caller.
+# `PreviewSampling` returns such a function with a copy of the caller's random generator.
 Choose = Callable[[Tensor, Sequence[int]], int]
 PreviewSampling = Callable[[], Choose]
 
 
 class Decoder(Protocol):
-    """A batch of sequences that grow by one token at a time. Its state is the KV cache."""
+    """A batch of sequences that grow by one token at a time. Its state is a KV cache."""
 
     @property
     def config(self) -> GPT2Config:
@@ -27,40 +27,40 @@ class Decoder(Protocol):
     def start(
         self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
     ) -> Tensor:
-        """Prefill: begin a new batch.
+        """Prefill: start a new batch.
 
         Args:
-            prompts: token ids of each sequence, of any lengths.
-            preview_sampling: how the tokens of a single sequence will be chosen, for drafts of
-                speculative decoding. None: greedily.
+            prompts: the token ids of each sequence, of any lengths.
+            preview_sampling: predicts the tokens that the caller will choose, for speculative
+                decoding of a single sequence. By default, drafts are chosen greedily.
 
         Returns:
             float32 logits (B, V) of the token after each prompt.
         """
 
     def step(self, ids: Tensor) -> Tensor:
-        """Decode step: add a token to each sequence, (B,); float32 logits (B, V) of the next."""
+        """Decode step: append tokens (B,) and return float32 logits (B, V) of the next ones."""
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with these rows of the batch only, in this order."""
+        """Keep only these rows of the batch, in this order."""
 
     def why_not_finite(self, context: Sequence[int]) -> str:
-        """A message that says where the first non-finite value of a forward pass appears."""
+        """Return the error message that names the first non-finite value of a forward pass."""
 
 
 @runtime_checkable
 class HasDecoder(Protocol):
-    """A model that brings its own decoder."""
+    """A model that provides its own decoder."""
 
     def decoder(self) -> Decoder:
-        """A decoder with a batch of its own."""
+        """Return a new decoder with its own batch."""
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None) -> None:
-    """Refuse an empty batch, an empty prompt, and more prompts than `max_batch`.
+    """Check the number and the lengths of prompts.
 
     Raises:
-        GenerationError: one of these.
+        GenerationError: the batch or a prompt is empty, or there are more than `max_batch` prompts.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise GenerationError(
@@ -68,19 +68,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None
         )
     if max_batch is not None and len(prompts) > max_batch:
         raise GenerationError(
-            f"{len(prompts)} prompts were passed at once; this decoder has room for {max_batch}. "
-            "Pass fewer, or build the engine with a larger max_batch."
+            f"{len(prompts)} prompts were passed at once; expected at most {max_batch}. Pass "
+            "fewer, or build the engine with a larger max_batch."
         )
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Make one batch of prompts of different lengths, with padding on the left.
+    """Combine prompts of different lengths to one batch, with padding on the left.
 
     Returns:
-        Token ids (B, T) and the attention mask (B, T), which is 0 at the padding.
+        The token ids (B, T) and the attention mask (B, T), which is 0 at the padding.
 
     Raises:
-        GenerationError: no prompt, an empty one, or one that is not made of token ids.
+        GenerationError: the batch or a prompt is empty, or a value is not a token id.
     """
     try:
         rows, filler = [[index(i) for i in prompt] for prompt in prompts], index(pad_id)

@@ -1,4 +1,4 @@
-"""Which decoder a model gets: the fast path if it is unmodified, else its own `forward`."""
+"""The choice of a decoder: the fast path for unmodified models, else the model's own `forward`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from compat.ops import Transpose
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:
-    """The model's own decoder, or for a dialect's model the fast path if it is unmodified.
+    """Return a decoder for a model: its own one, the fast path, or its `forward`.
 
-    The fast path reads the weights where the model has them; nothing is packed or copied.
+    An unmodified model of a dialect gets the fast path, which uses the model's own tensors without
+    packing or copying them.
 
     Raises:
         GenerationError: the argument has neither a decoder nor compat's config, or the model is in
@@ -50,7 +51,7 @@ def decoder_of(model: Model | HasDecoder) -> Decoder:
             "of your own."
         )
     kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
-    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is faster only there
+    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is only faster there
     if on_cpu and is_unmodified(model):
         return StaticDecoder(transformer_of(model))
     return PlainDecoder(model)
@@ -58,9 +59,9 @@ def decoder_of(model: Model | HasDecoder) -> Decoder:
 
 @torch.no_grad()
 def transformer_of(model: Model) -> Transformer:
-    """An unmodified model's weights as a `Transformer` of the same data type, all of them views.
+    """Build a `Transformer` on views of an unmodified model's weights.
 
-    It is built again for every text, which costs little, so that every change of weights counts.
+    It is rebuilt for every text, which is cheap, so that it always uses the current weights.
     """
     config, dialect = model.config, dialect_of(model)
     if dialect is None:
@@ -78,16 +79,16 @@ def transformer_of(model: Model) -> Transformer:
     return Transformer(config, (wte, wpe), read, Blas, wte.dtype)
 
 
-# Whether a model still computes what compat's modules compute.
+# Detection of modified models
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a model differs from a freshly built one only in the values of its parameters.
+    """Whether a model differs from a freshly built one in the values of its parameters only.
 
-    The fresh one is built from `model.config`. The comparison covers the modules, their types,
-    order and attributes, hooks, buffers, and the parameters' names, shapes and ties. A model also
-    counts as modified if the code of compat or torch was patched, if its tensors are of a subclass
-    of Tensor, and under autocast or a mode that intercepts torch's functions.
+    The fresh model is built from `model.config`. The comparison covers the modules, their types,
+    order and attributes, hooks, buffers, and the names, shapes and ties of parameters. A model also
+    counts as modified if code of compat or torch was patched, if its tensors are of a subclass of
+    Tensor, or under autocast or a mode that intercepts torch's functions.
     """
     dialect = dialect_of(model)
     return (
@@ -118,7 +119,7 @@ def _is_intercepted() -> bool:
 
 @lru_cache(maxsize=8)
 def _freshly_built(dialect: str, config: GPT2Config) -> Model | None:
-    """A model on the meta device; None if the config was changed to one that fits no model."""
+    """Build a model on the meta device; None if no model can be built from the config."""
     try:
         with torch.device("meta"):
             return DIALECTS[dialect].model_class(config).eval()
@@ -127,7 +128,7 @@ def _freshly_built(dialect: str, config: GPT2Config) -> Model | None:
 
 
 def _equal_modules(module: nn.Module | None, fresh: nn.Module | None) -> bool:
-    """Whether two modules and their submodules are equal, but for parameters and their values."""
+    """Whether two modules and their submodules are equal, apart from their parameters."""
     if module is None or fresh is None or type(module) is not type(fresh):
         return False
     ours, theirs = vars(module), vars(fresh)
@@ -148,7 +149,7 @@ _REGISTERED = ("_modules", "_parameters", "_buffers")
 
 
 def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
-    """A buffer on the meta device has no values to compare, and counts as different."""
+    """Whether two buffers are equal. Buffers on the meta device have no values and never are."""
     if buffer is None or fresh is None:
         return buffer is fresh
     comparable = type(buffer) is type(fresh) is Tensor and not fresh.is_meta
@@ -156,7 +157,7 @@ def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
 
 
 def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
-    """Whether parameters have the same shapes and ties, and are ordinary ones."""
+    """Whether parameters have the same shapes and ties, and none is of a subclass."""
     ours, theirs = _parameters(model), _parameters(fresh)
     return _ties(ours) == _ties(theirs) and all(
         p is q is None
@@ -171,18 +172,18 @@ def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
 
 
 def _parameters(model: nn.Module) -> list[Any]:
-    """All parameters, tied ones once for each module, and None for one that a module lacks."""
+    """Yield all parameters by name: tied ones once for each module, and None for missing ones."""
     return [p for module in model.modules() for p in module._parameters.values()]
 
 
 def _ties(parameters: list[Any]) -> list[int]:
-    """For each parameter, the index of its first occurrence."""
+    """Return the index of the first occurrence of each parameter."""
     first: dict[int, int] = {}
     return [first.setdefault(id(p), index) for index, p in enumerate(parameters)]
 
 
-# The code that a forward pass executes: compat's functions, and the functions of torch that these
-# use. It counts as patched if one of them is not the object that it was on import.
+# The code that a forward pass executes: compat's functions, and the functions of torch that they
+# use. It counts as patched if one of them is not the same object as on import.
 
 _FILES = (linear, conv1d, layers)
 _PARTS = (
@@ -194,7 +195,7 @@ _OPERATORS |= {name.replace("__", "__r", 1) for name in _OPERATORS} | {"__torch_
 
 
 def _classes() -> set[type]:
-    """The classes of the dialects and of the modules that they are built from, with their bases."""
+    """Return the classes of the dialects, of their submodules, and the bases of both."""
     found = {value for file in _FILES for value in vars(file).values() if isinstance(value, type)}
     acts = {kind[0] if isinstance(kind, tuple) else kind for kind in layers.ACTIVATIONS.values()}
     bases = {base for kind in (*found, *acts, *_PARTS) for base in kind.__mro__}
@@ -202,7 +203,7 @@ def _classes() -> set[type]:
 
 
 def _used_names(classes: set[type]) -> set[str]:
-    """The names used in compat's functions, in torch's modules and in the functions they call."""
+    """Return the names used in compat's functions, torch's modules and the functions they call."""
     owners = [*_FILES, *(kind for kind in classes if kind.__module__.startswith("compat."))]
     functions = [value for owner in owners for value in vars(owner).values()]
     functions += [vars(kind).get(name) for kind in classes for name in ("forward", "_call_impl")]
@@ -211,7 +212,7 @@ def _used_names(classes: set[type]) -> set[str]:
 
 
 def _looked_up(values: list[Any]) -> set[str]:
-    """The names in the code of the functions among some values, with that of nested functions."""
+    """Return the names that functions and their nested functions use; other values are skipped."""
     codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
     names = set[str]()
     while codes:
@@ -222,18 +223,18 @@ def _looked_up(values: list[Any]) -> set[str]:
 
 
 def _watched() -> list[tuple[type | ModuleType, str]]:
-    """Pairs of an owner and a name that is looked up in it."""
+    """Return pairs of a class or module and a name that is looked up in it."""
     classes = _classes()
     names = _used_names(classes) | _CALLING | _OPERATORS | {"__init__", "forward"}
     files = {sys.modules[kind.__module__] for kind in classes if issubclass(kind, nn.Module)}
     owners: list[type | ModuleType] = [torch, F, *files, *classes]
     pairs = [(owner, name) for owner in owners for name in sorted(names)]
-    # torch's compiler wraps the initialisation of all modules once it is imported.
+    # Importing torch's compiler wraps nn.Module.__init__.
     return [pair for pair in pairs if pair != (nn.Module, "__init__")]
 
 
 def _code() -> Iterator[object]:
-    """The present objects of all pairs; None where the owner itself does not have the name."""
+    """Return the current object of each pair, or None if the owner itself does not define it."""
     return (vars(owner).get(name) for owner, name in _WATCHED)
 
 

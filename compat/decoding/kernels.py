@@ -1,4 +1,4 @@
-"""Selection of the fastest matrix product on this machine: measured once, then kept on disk."""
+"""Selection of the fastest matrix product on this machine, measured once and cached on disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from compat.decoding.native import (
 from compat.decoding.native_library import note
 from compat.decoding.transformer import Cache, Transformer
 
-# The last candidate of each precision uses documented operators only, and works everywhere.
+# The last candidate of each precision only uses documented operators, and works everywhere.
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
     "float32": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
     "bfloat16": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
@@ -63,7 +63,7 @@ ACTIVATIONS = {
     "int8": torch.float32,
     "draft": torch.float32,
 }
-# Relative RMS error of a product of random numbers: several times the precision's rounding error.
+# The largest relative RMS error of a product of random numbers: several times the rounding error.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "draft": 3e-2}
 CPU = torch.device("cpu")
 REMEASURE_AFTER = 60.0  # seconds for which a measurement on a busy machine is valid
@@ -73,17 +73,17 @@ TOO_SLOW = 8  # times the first decode step of the fastest, which may include wa
 
 
 def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:
-    """Select the fastest of the candidates that work here; on an accelerator, the first.
+    """Select the fastest candidate that works on this machine; on an accelerator, the first.
 
-    If the machine was otherwise idle (`was_idle`) and a second measurement agrees, the result is
-    kept on disk. Otherwise it is valid for a minute and in this process only; an engine that is
-    built later, or by another process, measures again.
+    If the machine was otherwise idle (`was_idle`) and a second measurement agrees, the choice is
+    cached on disk. Otherwise it is valid for a minute in this process, and engines that are built
+    later or by other processes measure again.
 
     Args:
         precision: "float32", "bfloat16", "int8", or "draft", which may be less exact.
-        rows: number of rows that are multiplied at a time.
-        threads: number of torch's threads.
-        device: device of the weights.
+        rows: the number of rows that are multiplied at a time.
+        threads: the number of torch's threads.
+        device: the device of the weights.
     """
     working = _working(precision, device)
     if device != CPU:
@@ -96,7 +96,7 @@ def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU)
 
 
 class _Choice(NamedTuple):
-    """The name of a kernel, and the time of `time.monotonic` until which it is valid."""
+    """The name of a kernel, and the value of `time.monotonic()` until which it is valid."""
 
     name: str
     until: float
@@ -108,7 +108,7 @@ _measuring = Lock()  # two measurements at once would slow each other down
 
 
 def _after_fork() -> None:
-    """Replace the lock, which a thread that does not exist in this process may hold."""
+    """Replace the lock, because a thread of the parent process may hold it."""
     global _measuring
     _measuring = Lock()
 
@@ -137,7 +137,7 @@ def _remembered_or_measured(
 
 
 def _measured(precision: str, rows: int, working: dict[str, Pack]) -> tuple[str, bool]:
-    """The name of the fastest kernel, and whether the machine was otherwise idle."""
+    """Return the name of the fastest kernel, and whether the machine was otherwise idle."""
     wall, running = time.perf_counter(), time.thread_time()
     costs = seconds(list(working.values()), ACTIVATIONS[precision], rows)
     wall, running = time.perf_counter() - wall, time.thread_time() - running
@@ -147,12 +147,13 @@ def _measured(precision: str, rows: int, working: dict[str, Pack]) -> tuple[str,
 def was_idle(wall: float, running: float) -> bool:
     """Whether the machine was otherwise idle during a measurement.
 
-    A computing thread runs all the time, or spins until torch's other threads are done. On a busy
-    machine it waits for a processor, or sleeps until a thread of torch has got one.
+    On an idle machine, a computing thread always runs: it computes, or spins until torch's other
+    threads are done. On a busy machine, it also waits for a processor, or sleeps while torch's
+    other threads wait for one.
 
     Args:
-        wall: seconds that the measurement took.
-        running: seconds in which the measuring thread ran.
+        wall: the wall time of the measurement in seconds.
+        running: the processor time of the measuring thread in seconds.
     """
     return wall - running < 0.1 * wall + 0.01
 
@@ -164,7 +165,7 @@ def forget() -> None:
 
 
 def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
-    """Whether a kernel runs on the device and computes the right product or decode step."""
+    """Whether a kernel runs on the device and its products or decode steps are right."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
@@ -179,7 +180,7 @@ def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
 
 
 def _decodes_as_torch(pack: Pack, precision: str) -> bool:
-    """Whether the native decode step computes what torch computes from the same weights."""
+    """Whether the native decode step agrees with torch's on the same weights."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=96, n_positions=24, vocab_size=50)
     dtype = ACTIVATIONS[precision]
     native, exact = _random_transformers(config, [pack, Blas], dtype)
@@ -198,7 +199,7 @@ def _decodes_as_torch(pack: Pack, precision: str) -> bool:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """The RMS of a difference over the RMS of the tensor; infinite for NaN."""
+    """Return the RMS of a difference over the RMS of the tensor; infinity for NaN."""
     error = (found - expected).double().norm() / expected.double().norm()
     return float(error.nan_to_num(math.inf))
 
@@ -206,8 +207,10 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _random_transformers(
     config: GPT2Config, packs: Sequence[Pack], dtype: torch.dtype
 ) -> list[Transformer]:
-    """A transformer of the same random weights for each kernel. All layers have those of the first,
-    of which each keeps a copy of its own."""
+    """Build a transformer with the same random weights for each kernel.
+
+    All layers have equal weights, and each layer has its own copy.
+    """
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     shapes = expected_shapes(replace(config, n_layer=1))
     drawn = {name: draw(shape) / 20 for name, shape in shapes.items()}
@@ -221,12 +224,13 @@ def _random_transformers(
 
 
 def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 5) -> list[float]:
-    """The cost of a token with each kernel: of a decode step, and of its part in a prefill.
+    """Measure the cost of a token with each kernel: its decode step plus its part of a prefill.
 
-    They run a quarter of gpt2. Each cost is the best of several times, of fewer for the prefill,
-    which takes longer and counts less. The kernels are timed in turns, so that noise affects all
-    of them alike. One that is much slower in its first decode step is not timed further, since on
-    some processors an operator takes a thousand times as long; its cost is infinite.
+    The measurements run a quarter of gpt2. Each cost is the best of several times; of fewer for the
+    prefill, which takes longer and matters less. The kernels are timed in turns, so that noise
+    affects all of them alike. On some processors an operator takes a thousand times as long as
+    others, so a kernel that is much slower in its first decode step is not timed any further. Its
+    cost is infinite.
     """
     config = GPT2Config(n_layer=LAYERS, n_positions=2 * PROMPT, vocab_size=50257 * LAYERS // 12)
     built = _random_transformers(config, packs, dtype)
@@ -244,7 +248,7 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
         transformer(ids[None], past.kv, 0)
         return time.perf_counter() - start
 
-    # The rows of a decode step are tokens of several texts, those of a prefill of one text.
+    # The rows of a decode step belong to several texts, those of a prefill to one text.
     caches = [(transformer, transformer.new_cache(rows)) for transformer in built]
     first = [decode_step(*each) for each in caches]
     kept = [number for number, time_of in enumerate(first) if time_of < TOO_SLOW * min(first)]
@@ -266,13 +270,13 @@ def _machine() -> str:
 
 
 def _memory() -> Path | None:
-    """The file of measured choices; None if no folder for it can be found."""
+    """Return the file of measured choices, or None if there is no folder for it."""
     folder = cache_folder()
     return folder / "kernels.json" if folder else None
 
 
 def _read_memory() -> dict[str, str]:
-    """The choices on disk; none if the file is damaged or was written by another program."""
+    """Read the choices on disk. A damaged file, or one of another program, is ignored."""
     memory = _memory()
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(memory.read_text("utf-8")) if memory and memory.is_file() else {}
@@ -282,7 +286,7 @@ def _read_memory() -> dict[str, str]:
 
 
 def _write_memory(known: dict[str, str]) -> None:
-    """Write the choices atomically; failures are ignored, and cost a measurement later."""
+    """Write the choices atomically. If that fails, later processes have to measure again."""
     memory = _memory()
     if memory is None:
         return

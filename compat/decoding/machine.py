@@ -1,4 +1,4 @@
-"""The processor, and the user's folder for what was measured and compiled for it."""
+"""The processor, and the cache folder for measurements and compiled libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @cache
 def processor() -> dict[str, str]:
-    """Its "model name" and "flags", as far as the system lists them."""
+    """Return the "model name" and "flags" of the processor, as far as the system lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -23,11 +23,11 @@ def processor() -> dict[str, str]:
 
 
 def cache_folder() -> Path | None:
-    """The folder of this package in the user's cache; None if none can be found."""
+    """Return the folder of this package in the user's cache, or None if there is no home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):  # the XDG standard says to ignore these
+    if not os.path.isabs(root):  # the XDG specification requires to ignore relative paths
         try:
             root = str(Path.home() / ".cache")
-        except (RuntimeError, KeyError):  # neither HOME nor a user entry
+        except (RuntimeError, KeyError):  # neither HOME nor an entry in the user database
             return None
     return Path(root) / "gpt2-compat"

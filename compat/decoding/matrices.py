@@ -1,7 +1,7 @@
-"""Packed matrix products: one module for each way to multiply by a weight that does not change.
+"""Packed matrix products: one module for each way to multiply by a constant weight.
 
-Each packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out). Several
-use operators that torch does not document. `kernels` selects these only where they work.
+Each module packs a weight `[in, out]` and a bias `[out]` once, and then maps (M, in) → (M, out).
+Several of them use undocumented operators of torch. `kernels` only selects these if they work.
 
 The tensors are plain attributes, which are faster to read than registered buffers.
 """
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
 
-# Packs a weight and a bias. The module maps x (M, in) to x · weight + bias (M, out). Those of int8
-# take a weight that is quantized already, too.
+# Packs a weight and a bias into a module that maps x (M, in) to x · weight + bias (M, out). The
+# int8 modules also accept a weight that is already quantized.
 Pack = Callable[[Any, Tensor | None], nn.Module]
 QUANTIZED_AT_ONCE = 256  # columns, so that they stay in the processor's cache
 BLOCK_OF_WEIGHTS = 1 << 25  # bytes
@@ -32,15 +32,15 @@ WIDE = 8192  # columns from which on a product is computed in parts
 COLUMNS_AT_ONCE = 1024  # of such a product
 
 
-_of_thread = threading.local()  # the block of which its weights are cut, and how much is used
+_of_thread = threading.local()  # the thread's current block of memory, and how much of it is used
 
 
 def private_memory(size: int) -> mmap.mmap:
-    """Allocate `size` bytes of zeros, of which a forked child process gets a copy of its own.
+    """Allocate `size` bytes of zeros, which a forked child process copies on write.
 
-    The memory comes straight from the system: pages take no space until they are written to, and go
-    back to the system when the last tensor on them is deleted. Python's own default on Unix would
-    be memory that parent and child share. Windows has neither fork nor these flags.
+    The memory comes directly from the operating system: pages take no space until they are written,
+    and are returned when the last tensor on them is deleted. By default, mmap on Unix would share
+    the memory between parent and child. Windows has neither fork nor these flags.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return mmap.mmap(-1, size, **flags)
@@ -49,8 +49,8 @@ def private_memory(size: int) -> mmap.mmap:
 def empty_weight(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Allocate private memory for a weight on the CPU, in huge pages if the system has them.
 
-    Every decode step reads all weights, which takes about a tenth less time in huge pages. Small
-    weights of a thread share a block; it goes back to the system with the last of them.
+    Every decode step reads all weights, which takes about 10% less time in huge pages. The small
+    weights that a thread allocates share a block, which is freed with the last of them.
     """
     size = shape.numel() * dtype.itemsize
     block = _of_thread.block() if hasattr(_of_thread, "block") else None
@@ -65,14 +65,14 @@ def empty_weight(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def contiguous(weight: Tensor) -> Tensor:
-    """The weight if it is contiguous, or else a contiguous copy in memory of `empty_weight`."""
+    """Return the weight if it is contiguous, else a copy in memory from `empty_weight`."""
     if weight.is_contiguous() or not weight.is_cpu or not weight.numel():
         return weight.contiguous()
     return empty_weight(weight.shape, weight.dtype).copy_(weight)
 
 
 class Blas(nn.Module):
-    """torch's matrix product in the layout of the weight, which is not copied."""
+    """torch's matrix product on the weight in its own layout, without a copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Blas(nn.Module):
 
 
 class Concatenated(nn.Module):
-    """Several products side by side, such as q, k and v whose weights are separate tensors."""
+    """The concatenation of several products, such as q, k and v with separate weights."""
 
     def __init__(self, matrices: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Concatenated(nn.Module):
 
 
 class Linear(nn.Module):
-    """`F.linear` on the layout `[out, in]`; a wide float32 product is faster in parts."""
+    """`F.linear` on a weight `[out, in]`; wide float32 products are split, which is faster."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Linear(nn.Module):
 
 
 class OneDnn(nn.Module):
-    """oneDNN on a weight in oneDNN's own blocked layout."""
+    """oneDNN's matrix product on a weight in oneDNN's own blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def quantize(weight: Tensor | Quantized) -> Quantized:
 
 
 class Int8(nn.Module):
-    """int8 weights, converted to the activations' type for every product.
+    """int8 weights that are converted to the type of the activations for every product.
 
     This is slow, but all its operators are documented.
     """
@@ -161,10 +161,10 @@ class Int8(nn.Module):
 
 
 class Int8TwoTerm(nn.Module):
-    """int8 weights and activations of 15 bits, which are split into two int8 terms.
+    """int8 weights and 15-bit activations, which are split into two int8 terms.
 
     x = scale · (high + low / 127), with one scale for each row of x. The kernel multiplies both
-    terms as two rows. While reading the weights takes the time, the second row costs nothing.
+    terms as two rows. If the product is bound by memory bandwidth, the second row costs nothing.
     """
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
@@ -187,14 +187,14 @@ class Int8TwoTerm(nn.Module):
 
 
 def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations (M, K) as int8 terms (2M, K) and scales (M, 1): scale · (high + low / 127)."""
+    """Split activations (M, K) into int8 terms (2M, K) and scales (M, 1), see `Int8TwoTerm`."""
     x_scale = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)
     high = x / x_scale
     return torch.cat([high, high.frac().mul_(127)]).to(torch.int8), x_scale
 
 
 def sum_of_terms(products: Tensor) -> Tensor:
-    """high + low / 127 of products (2M, N) of both terms: float32 (M, N)."""
+    """Combine the products (2M, N) of both terms: high + low / 127, float32 (M, N)."""
     M = len(products) // 2
     return products[:M].add(products[M:], alpha=1 / 127)
 
@@ -218,21 +218,21 @@ class Int8WeightOnly(nn.Module):
 
 
 def int8_weight_only(weight: Tensor | Quantized, bias: Tensor | None) -> nn.Module:
-    """Int8WeightOnly, or Int8 where the number of inputs is not a multiple of 32.
+    """Return an Int8WeightOnly, or an Int8 if the number of inputs is not a multiple of 32.
 
-    torch's kernel reads inputs in blocks of 32, and would read beyond the end of a shorter block.
+    torch's kernel reads inputs in blocks of 32, and would read past the end of a shorter block.
     """
     return (Int8 if weight.shape[0] % 32 else Int8WeightOnly)(weight, bias)
 
 
 def _quantized_tensor(qweight: Tensor, scale: Tensor) -> Tensor:
-    """A weight as torch's own quantized tensor, which torch warns it will remove."""
+    """Convert a weight to torch's quantized tensor type, which is deprecated."""
     zeros = torch.zeros_like(scale, dtype=torch.long)
     return torch._make_per_channel_quantized_tensor(qweight, scale.double(), zeros, 0)
 
 
 def _without_warnings(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function without the warnings of the C++ code that it calls.
+    """Wrap a function so that the C++ code that it calls issues no warnings.
 
     Python drops the warnings of a frame whose module has no name. The filters of `warnings` belong
     to the process, and threads that change them at the same time can leave them changed.

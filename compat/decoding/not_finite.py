@@ -1,4 +1,4 @@
-"""Where the first non-finite value of a forward pass appears."""
+"""Location of the first non-finite value of a forward pass."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def first_not_finite(
     """Find the first tap with a non-finite value.
 
     Args:
-        model: has the taps' modules. A tap whose module was removed is left out.
-        taps: written out for every layer, in execution order.
+        model: the model that contains the taps' modules. Taps of removed modules are skipped.
+        taps: the taps of every layer, in execution order.
         run: executes the model.
 
     Returns:
-        The tap's name, and "NaN" or "an infinity". None if all values are finite.
+        The name of the tap, and "NaN" or "an infinity"; None if all values are finite.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     faults: dict[str, str] = {}
@@ -47,17 +47,17 @@ def first_not_finite(
 
 
 def not_finite_message(found: tuple[str, str] | None, dtype: torch.dtype, n_tokens: int) -> str:
-    """The error message for non-finite logits.
+    """Return the error message for non-finite logits.
 
     Args:
-        found: by `first_not_finite`.
-        dtype: of the model.
-        n_tokens: length of the context.
+        found: the result of `first_not_finite`.
+        dtype: the data type of the model.
+        n_tokens: the length of the context.
     """
     if found is None:
         return (
-            "the model's logits are not finite, although a second forward pass of the same tokens "
-            "is. Please report this."
+            "the model's logits are not finite, but those of a second forward pass of the same "
+            "tokens are. Please report this."
         )
     tap, value = found
     if dtype == torch.float16:

@@ -1,4 +1,4 @@
-"""Decoding by the dialects' own modules."""
+"""Decoding with a model's own `forward`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from compat.tap import expand_taps
 
 
 class PlainDecoder:
-    """A dialect's model run by its own `forward`, with its KV cache and left padding.
+    """Decodes with the `forward` of a dialect's model, its KV cache and left padding.
 
-    If the blocks do not fill the cache, because a part of the model was replaced by one that
-    computes without it, every step computes all positions again.
+    If the blocks do not fill the cache, because a module was replaced by one that does not support
+    it, every step recomputes all positions.
 
     Args:
         model: a dialect's model in eval mode, modified or not.
-        use_cache: False computes all positions again in every step.
+        use_cache: if False, every step recomputes all positions.
 
     Raises:
         GenerationError: the model is in training mode.
@@ -72,7 +72,7 @@ class PlainDecoder:
         return self._forward(self._ids)
 
     def keep(self, rows: Tensor) -> None:
-        """As in `Decoder`. Columns that are padding in all remaining rows are removed."""
+        """Keep only these rows, and remove columns that are padding in all of them."""
         padding = 0
         if self._mask is not None:
             mask = self._mask[rows]
@@ -91,22 +91,22 @@ class PlainDecoder:
         return not_finite_message(found, parameter.dtype, len(context))
 
     def _forward(self, ids: Tensor) -> Tensor:
-        """float32 logits (B, V) of the last position."""
+        """Return float32 logits (B, V) of the last position."""
         if not self.takes_ids_only:
             logits = self.model(ids, self._cache or None, self._mask, logits_to_keep=1)
         elif self._mask is None:
             logits = self.model(ids)
         else:
             raise GenerationError(
-                f"{type(self.model).__name__}.forward was replaced by one that takes no "
-                "attention_mask, which prompts of different lengths need. Pass prompts of one "
-                "length, or one at a time."
+                f"{type(self.model).__name__}.forward was replaced by one without attention_mask, "
+                "which prompts of different lengths require. Pass prompts of the same length, or "
+                "one at a time."
             )
         return logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 def _takes_cache(model: Model) -> bool:
-    """Whether `forward` has the dialects' signature. A replaced one may take ids only."""
+    """Whether `forward` has the dialects' signature. A replacement may accept ids only."""
     try:
         signature(model.forward).bind(None, None, None, logits_to_keep=1)
     except TypeError:
@@ -115,20 +115,20 @@ def _takes_cache(model: Model) -> bool:
 
 
 def _n_blocks(model: Model) -> int:
-    """The number of blocks, which differs from the config once blocks were removed or added."""
+    """Return the number of blocks, which is not the config's if blocks were removed or added."""
     dialect = dialect_of(model)
     if dialect is None:
         return model.config.n_layer
     blocks = model.get_submodule(dialect.block_path.removesuffix(".{i}"))
-    return len(blocks._modules)  # children() would count a block that occurs twice once
+    return len(blocks._modules)  # children() would count a repeated block only once
 
 
 class PlainBlocks:
-    """A model that is to be run by its own `forward`, although a faster decoder could."""
+    """A model that is always run by its own `forward`, even if the fast path supports it."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def decoder(self) -> PlainDecoder:
-        """A decoder with a KV cache of its own."""
+        """Return a new decoder with its own KV cache."""
         return PlainDecoder(self.model)

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens: many texts, and many continuations of a text, in one pass.
+"""Log-probabilities of tokens: many texts, and many continuations of one text, in one pass.
 
-B rows of a pass, T tokens of a row, N tokens that are scored, C channels.
+B rows of a pass, T tokens of a row, N scored tokens, C channels.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ BATCH_POSITIONS = 768  # that are read together; more would be padded more, and 
 ROW_POSITIONS = 4096  # of a context with its continuations, to bound the memory
 LOGITS_AT_ONCE = 256  # positions whose logits are held at once
 
-# The ids of a context, at least one, and of its continuations, at least one each.
+# The ids of a context and of its continuations, each with at least one id.
 Request = tuple[Tensor, Sequence[Tensor]]
 
 
 class Score(NamedTuple):
-    """Of the tokens (T,) of one continuation.
+    """The scores of the T tokens of one continuation.
 
     Attributes:
-        logprobs: float32 (T,), in nats.
-        is_greedy: bool (T,), whether greedy decoding chooses the token there.
+        logprobs: the log-probability of each token in nats, float32 (T,).
+        is_greedy: whether greedy decoding would choose the token, bool (T,).
     """
 
     logprobs: Tensor
@@ -35,17 +35,18 @@ class Score(NamedTuple):
 
 
 class _Row:
-    """A context and some of its continuations, one behind the other.
+    """A context and some of its continuations, concatenated.
 
-    Each continuation has the positions after the context, and attends to the context and itself.
-    So the context is read once. The last token of a continuation is only predicted, and not read.
+    The positions of each continuation start after the context, and it attends to the context and
+    itself, so that the context is processed only once. The last token of a continuation is
+    predicted but not an input.
     """
 
     def __init__(self, context: Tensor) -> None:
         self.context_length = self.length = len(context)
         self.tokens, self.positions = [context], [_count(len(context))]
-        self.owners = [torch.zeros_like(context)]  # 0 for the context, then 1, 2, … of each
-        self.scored: list[tuple[tuple[int, int], Tensor, Tensor]] = []  # key, ids, where predicted
+        self.owners = [torch.zeros_like(context)]  # 0: the context, 1, 2, …: the continuations
+        self.scored: list[tuple[tuple[int, int], Tensor, Tensor]] = []  # key, ids, their logits
 
     def add(self, key: tuple[int, int], ids: Tensor) -> None:
         read, S = _count(len(ids) - 1), self.context_length
@@ -57,16 +58,17 @@ class _Row:
 
 
 def _count(n: int) -> Tensor:
-    """0, 1, … n − 1 on the CPU, whatever torch's default device is."""
+    """Return 0, 1, … n − 1 on the CPU, even if torch's default device is another one."""
     return torch.arange(n, device="cpu")
 
 
 def score_requests(
     transformer: Transformer, requests: Sequence[Request]
 ) -> Iterator[tuple[tuple[int, int], Score]]:
-    """Yield the scores of all continuations, each with the numbers of its request and in it.
+    """Yield the scores of all continuations.
 
-    Rows of similar lengths are read together, the longest first.
+    Each comes with a key: the index of its request, and its own index in the request. Rows of
+    similar lengths are batched, starting with the longest.
     """
     rows = sorted(_rows(requests), key=lambda row: -row.length)
     while rows:
@@ -76,7 +78,7 @@ def score_requests(
 
 
 def _rows(requests: Sequence[Request]) -> Iterator[_Row]:
-    """The requests as rows: several where the continuations of one do not fit into a row."""
+    """Convert requests to rows: several if the continuations of a request do not fit into one."""
     for number, (context, continuations) in enumerate(requests):
         row = _Row(context)
         for i, ids in enumerate(continuations):
@@ -116,11 +118,11 @@ def _score_rows(
 
 
 def _padded(rows: Sequence[Sequence[Tensor]], value: int) -> Tensor:
-    """Rows that are each in parts as (B, T), with the value after the shorter ones."""
+    """Concatenate the parts of each row, and pad the rows with the value to (B, T)."""
     return pad_sequence([torch.cat(list(row)) for row in rows], True, value)
 
 
 def _score(logits: Tensor, following: Tensor) -> Score:
-    """Scores of tokens (N,) after logits (N, V)."""
+    """Score tokens (N,) with the logits (N, V) that predict them."""
     logprobs = logits.log_softmax(-1).gather(-1, following[:, None])[:, 0]
     return Score(logprobs, logits.argmax(dim=-1) == following)

@@ -12,8 +12,8 @@ from compat.decoding.decoder import Choose, PreviewSampling, check_prompts
 from compat.decoding.not_finite import NotFiniteError
 from compat.decoding.transformer import Cache, Transformer
 
-# Proposes draft tokens. Arguments: the tokens so far, the number of drafts, the model's cache,
-# which holds all tokens but the last, and the function that will choose tokens from logits.
+# Proposes draft tokens. Arguments: the tokens so far, the number of draft tokens, the model's cache
+# of all tokens except the last, and a function that chooses tokens from logits.
 Draft = Callable[[list[int], int, Cache, Choose], list[int]]
 
 LOOKUP_LENGTH = 3  # tokens that must match; what followed two of them is seldom what follows again
@@ -21,7 +21,7 @@ INITIAL_RATE = 0.7  # of acceptance
 
 
 class DraftSource:
-    """Proposes draft tokens, and tracks their acceptance rate and what one of them costs.
+    """Proposes draft tokens, and tracks their acceptance rate and cost.
 
     Args:
         draft: proposes the tokens.
@@ -33,7 +33,7 @@ class DraftSource:
         self.draft, self.rate, self.seconds = draft, INITIAL_RATE, 0.0
 
     def propose(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
-        """Up to `count` draft tokens, whose cost is measured."""
+        """Propose up to `count` draft tokens, and measure their cost."""
         start = time.perf_counter()
         tokens = self.draft(ids, count, cache, choose)
         if tokens:
@@ -42,23 +42,23 @@ class DraftSource:
         return tokens
 
     def observe(self, accepted: bool) -> None:
-        """Count a draft token whose predecessors were all accepted."""
+        """Update the acceptance rate with a draft token whose predecessors were all accepted."""
         self.rate = moving_average(self.rate, float(accepted))
 
     def decay(self) -> None:
-        """Move the rate toward its initial value while this source is not used.
+        """Move the acceptance rate towards its initial value while this source is not used.
 
         The text may have become easier to predict.
         """
         self.rate = moving_average(self.rate, INITIAL_RATE, 0.02)
 
     def best(self, pass_seconds: float) -> tuple[float, int]:
-        """The highest expected tokens per second, and the number of draft tokens that gives it.
+        """Return the highest expected tokens per second, and the number of draft tokens for it.
 
         With k draft tokens at acceptance rate r, 1 + r + … + r^k tokens are expected from a forward
         pass (Leviathan et al. 2023, §3.1).
         """
-        # A longer pass takes a little longer, even where drafts are free.
+        # A pass of more tokens takes a little longer, even if draft tokens cost nothing.
         cost = max(self.seconds or pass_seconds / 4, pass_seconds / 40)
         expected, best = 0.0, (0.0, 0)
         for count in range(self.MAX_TOKENS + 1):
@@ -68,22 +68,23 @@ class DraftSource:
 
 
 def moving_average(average: float, value: float, weight: float = 0.05) -> float:
-    """The exponential moving average after a new value."""
+    """Return the exponential moving average after a new value."""
     return average + weight * (value - average)
 
 
 class SpeculativeDecoder:
-    """One sequence, of which several tokens are drafted and then verified in one forward pass.
+    """Decodes one sequence, and verifies several draft tokens in each forward pass.
 
-    The logits of an accepted draft token are already computed; cache entries of rejected ones are
-    overwritten. Tokens are always chosen from the model's own logits, so that greedy and sampled
-    tokens are those without speculation: there is no acceptance test that could shift the
-    distribution. To predict a sampled token, a draft model samples with the same random numbers.
+    The logits after an accepted draft token are already computed. Cache entries of rejected draft
+    tokens are overwritten. Tokens are always chosen from the model's own logits, so the output is
+    the same as without speculation, greedy or sampled: there is no acceptance test that could
+    change the distribution. To predict sampled tokens, a draft model samples with the same random
+    numbers.
 
     Args:
         transformer: computes the logits.
-        sources: of draft tokens. What they learn from one text helps with the next one. At equal
-            expected gain the first is used.
+        sources: the sources of draft tokens, whose acceptance rates carry over to the next text. If
+            two have the same expected gain, the first is used.
     """
 
     def __init__(self, transformer: Transformer, sources: Sequence[DraftSource]) -> None:
@@ -122,15 +123,15 @@ class SpeculativeDecoder:
         return logits[None, 0]
 
     def keep(self, rows: Tensor) -> None:
-        """There is only one row."""
+        """Do nothing: there is only one row."""
 
     def why_not_finite(self, context: Sequence[int]) -> str:
         return self.transformer.why_not_finite(context)
 
     def _propose(self) -> list[int]:
-        """Draft tokens of the source with the highest expected gain that has any.
+        """Return the draft tokens of the source with the highest expected gain that has any.
 
-        There are none until a forward pass was timed.
+        Before the first forward pass was timed, there are none.
         """
         if not self.pass_seconds:
             return []
@@ -149,14 +150,14 @@ class SpeculativeDecoder:
 
 
 def greedy(logits: Tensor, ids: Sequence[int]) -> int:
-    """The most likely token."""
+    """Return the most likely token."""
     return int(logits.argmax())
 
 
 class ModelDraft:
     """Draft tokens of a less exact model that shares the cache.
 
-    Its keys and values of the draft tokens are overwritten by the exact ones right after.
+    The following forward pass of the model overwrites its keys and values of the draft tokens.
     """
 
     def __init__(self, transformer: Transformer) -> None:
@@ -170,14 +171,14 @@ class ModelDraft:
                 last = torch.tensor(ids[-1:], device=self.transformer.device)
                 logits = self.transformer.next_logits(last, cache, len(ids) - 1)
                 ids.append(choose(logits, ids))
-            # Some int8 kernels refuse NaN. The model itself will raise the better error.
+            # Some int8 kernels refuse NaN. The model itself raises the more helpful error.
             except (NotFiniteError, RuntimeError):
                 break
         return ids[n:]
 
 
 def prompt_lookup(ids: list[int], count: int, *_: object) -> list[int]:
-    """Draft tokens from the text itself: what followed the last occurrence of its last tokens.
+    """Propose the tokens that followed the previous occurrence of the last tokens of the text.
 
     Source: Saxena 2023, "Prompt lookup decoding".
     """
@@ -185,7 +186,7 @@ def prompt_lookup(ids: list[int], count: int, *_: object) -> list[int]:
     for at in range(len(ids) - 1, LOOKUP_LENGTH - 1, -1):
         if ids[at - LOOKUP_LENGTH : at] == tail:
             text = list(ids)
-            for step in range(count):  # beyond the end of `ids`, the text repeats itself
+            for step in range(count):  # beyond the end of `ids`, repeat the draft
                 text.append(text[at + step])
             return text[len(ids) :]
     return []

@@ -1,4 +1,4 @@
-"""Batches on a preallocated KV cache."""
+"""Decoding of batches with a preallocated KV cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from compat.decoding.transformer import Transformer
 
 
 class StaticDecoder:
-    """Sequences of any lengths in one batch, padded on the right, where no token attends to them.
+    """Decodes sequences of any lengths in one batch, padded on the right.
 
     Args:
         transformer: computes the logits.
-        max_batch: the largest number of sequences; None for any number.
+        max_batch: the largest number of sequences, or None for any number.
     """
 
     def __init__(self, transformer: Transformer, max_batch: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2 on packed weights with a preallocated KV cache: the forward pass of the engine.
+"""The engine's forward pass: GPT-2 on packed weights with a preallocated KV cache.
 
 B batch, T tokens of a pass, S positions up to the last of them, N positions of the model,
 C channels, H heads, D head size, V vocabulary.
@@ -27,9 +27,8 @@ from compat.layers import activation
 from compat.tap import Tap, expand_taps
 from compat.threads import two_threads
 
-# From Hugging Face's name to the tensor, `[in, out]`. The list has several where a model keeps q, k
-# and v as separate tensors, and is empty for a bias that the model lacks. A matrix may be
-# quantized.
+# Returns the tensors `[in, out]` for a Hugging Face name: one, three if the model has separate
+# tensors for q, k and v, or none for a bias that the model lacks. A matrix may be quantized.
 Read = Callable[[str], list[Any]]
 
 TAPS = (
@@ -52,10 +51,10 @@ TAPS = (
 
 
 class Cache:
-    """Keys and values of every layer, preallocated for all positions and written in place.
+    """The keys and values of every layer, preallocated for all positions and written in place.
 
     Attributes:
-        kv: (L, 2, B, H, N, D).
+        kv: the keys and values (L, 2, B, H, N, D).
     """
 
     def __init__(self, config: GPT2Config, batch: int, like: Tensor) -> None:
@@ -68,14 +67,14 @@ class Cache:
             self.kv = like.new_zeros(shape)
 
     def keep(self, rows: Tensor, length: int) -> None:
-        """Continue with these rows of the batch, of which `length` positions are in use."""
+        """Keep only these rows of the batch, with their first `length` positions."""
         B = len(rows)
         self.kv[:, :, :B, :, :length] = self.kv[:, :, rows, :, :length]
         self.kv = self.kv[:, :, :B]
 
 
 class Norm(nn.Module):
-    """Layer normalization on weights of a checkpoint: (…, C) → (…, C)."""
+    """Layer normalization: (…, C) → (…, C)."""
 
     def __init__(self, eps: float, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -108,15 +107,17 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, into: Tensor, index: Any, seen: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Add the layer's output to x.
+        """Add the outputs of attention and MLP to x in place.
 
         Args:
-            x: (B·T, C).
-            into: part of the cache that takes the new keys and values (2, B, H, T, D) at `index`.
-            index: indices of the new positions in `into`, or `...`.
-            seen: keys and values (2, B, H, S, D) that the tokens may attend to, the new ones too.
-            mask: True where a token may attend, (T, S) or (B, 1, 1, S). None: T is 1, or all
-                positions are new and the mask is causal.
+            x: the residual stream (B·T, C).
+            into: the part of the cache to which the new keys and values (2, B, H, T, D) are
+                written, at `index`.
+            index: the indices of the new positions in `into`, or `...`.
+            seen: the keys and values (2, B, H, S, D) to which the tokens may attend, including the
+                new ones.
+            mask: True where a token may attend, (T, S) or (B, 1, 1, S). If it is None, either T is
+                1, or all positions are new and attention is causal.
         """
         M, B = len(x), into.shape[1]
         qkv = self.c_attn(self.ln_1(x)).to(into.dtype)  # (B·T, 3C)
@@ -137,17 +138,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The forward pass.
+    """GPT-2 on packed weights.
 
     Args:
-        config: of the checkpoint.
-        embedding: rows of tokens (V, C) and of positions (N, C), which several models may share.
-            The cache has their data type, and all tensors are on their device.
-        read: returns the other weights, one after another.
-        pack: makes a matrix product of a weight and a bias.
-        dtype: of the activations.
-        in_order: read one weight at a time, in the order of the layers, as the ranks of a divided
-            model have to. Otherwise two threads read and pack.
+        config: the config of the checkpoint.
+        embedding: the token embedding (V, C) and position embedding (N, C), which several models
+            may share. The cache has their data type, and all tensors are on their device.
+        read: returns the other weights by name.
+        pack: packs a weight and a bias into a matrix product.
+        dtype: the data type of the activations.
+        in_order: read one weight at a time in the order of the layers, as the ranks of a divided
+            model must. Otherwise, two threads read and pack weights.
     """
 
     prefill_chunk = 256  # positions of a prompt that are read at once
@@ -165,7 +166,7 @@ class Transformer(nn.Module):
         self.config, self.dtype = config, dtype
         self.wte, self.wpe = embedding
         self.device = self.wte.device
-        # torch's fused attention hides a NaN in queries and keys. Its plain form shows it.
+        # torch's fused attention hides NaN in queries and keys; the unfused one propagates it.
         self.attention: Callable[[], AbstractContextManager[Any]] = nullcontext
 
         def cast(name: str) -> list[Any]:
@@ -192,7 +193,7 @@ class Transformer(nn.Module):
         def made(part: Callable[[], nn.Module]) -> nn.Module:
             return part()
 
-        # The head is packed first: it needs most memory, and little else is there yet.
+        # The head is packed first, because it needs the most memory while it is packed.
         parts: list[Callable[[], nn.Module]] = [packed_head]
         parts += [partial(Block, config, i, norm, matrix) for i in range(config.n_layer)]
         if in_order:
@@ -207,17 +208,17 @@ class Transformer(nn.Module):
         self.eval()
 
     def new_cache(self, batch: int) -> Cache:
-        """An empty cache for `batch` sequences."""
+        """Return an empty cache for `batch` sequences."""
         return Cache(self.config, batch, self.wte)
 
     def forward(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
-        """Hidden states (B, T, C) of tokens (B, T), whose keys and values are added to the cache.
+        """Return hidden states (B, T, C), and write the keys and values of the tokens to the cache.
 
         Args:
-            tokens: (B, T).
-            kv: the cache of the positions before `start`, as `Cache.kv`.
-            start: position of the first token, or (B,) with T = 1 for sequences of different
-                lengths.
+            tokens: the token ids (B, T).
+            kv: the cache of the positions before `start`, see `Cache.kv`.
+            start: the position of the first token; positions (B,) with T = 1 for sequences of
+                different lengths.
         """
         B, T = tokens.shape
         into: Any = kv
@@ -243,11 +244,11 @@ class Transformer(nn.Module):
         return x.view(B, T, -1)
 
     def read(self, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Hidden states (B, T, C) of whole sequences, whose keys and values are not kept.
+        """Return hidden states (B, T, C) of whole sequences without keeping their keys and values.
 
         Args:
-            tokens, positions: (B, T).
-            mask: True where a token may attend, (B, 1, T, T); None: causal.
+            tokens, positions: the token ids and their positions (B, T).
+            mask: True where a token may attend, (B, 1, T, T); causal by default.
         """
         (B, T), c = tokens.shape, self.config
         kv = self.wte.new_empty(2, B, c.n_head, T, c.d_head)  # of one layer after the other
@@ -262,23 +263,24 @@ class Transformer(nn.Module):
         return (self.wte[tokens].to(self.dtype) + self.wpe[positions]).flatten(0, 1)
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """Hidden states (B, T, C) of prompts of one length, read in chunks to bound the memory."""
-        size = self.prefill_chunk
-        chunks = torch.split(torch.tensor(rows, device=self.device), size, dim=1)
-        return torch.cat([self(ids, cache.kv, n * size) for n, ids in enumerate(chunks)], dim=1)
+        """Return hidden states (B, T, C) of equally long prompts, read in chunks to save memory."""
+        chunks = torch.split(torch.tensor(rows, device=self.device), PREFILL_CHUNK, dim=1)
+        return torch.cat(
+            [self(ids, cache.kv, n * PREFILL_CHUNK) for n, ids in enumerate(chunks)], dim=1
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (…, C) → float32 logits (…, V)."""
+        """Compute float32 logits (…, V) from hidden states (…, C)."""
         x = self.ln_f(hidden).reshape(-1, hidden.shape[-1])
         logits: Tensor = self.lm_head(x).float()
         return logits.view(*hidden.shape[:-1], -1)
 
     def next_logits(self, tokens: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
-        """Decode step: tokens (B,) → float32 logits (B, V) of the token after each."""
+        """Decode step: return float32 logits (B, V) of the token after each of `tokens` (B,)."""
         return self.logits(self(tokens[:, None], cache.kv, start)[:, 0])
 
     def why_not_finite(self, context: Sequence[int]) -> str:
-        """The error message for non-finite logits after a context."""
+        """Return the error message for non-finite logits after a context."""
 
         def run() -> Tensor:  # by the modules, in one pass, whatever a subclass does
             ids = torch.tensor([context], device=self.device)
@@ -290,5 +292,5 @@ class Transformer(nn.Module):
 
 
 def _activation(name: str) -> nn.Module:
-    """The module of an activation: for the tanh form torch's one kernel, which is faster."""
+    """Return the module of an activation; tanh GELU as torch's fused kernel, which is faster."""
     return activation("gelu_pytorch_tanh" if name == "gelu_new" else name)

@@ -95,7 +95,7 @@ class MultiHeadAttention(nn.Module):
 
         scores = self.scores(q, k)  # q·kᵀ/√D, (B, H, T, S)
         S = scores.shape[-1]
-        # True where a key lies in the future of the query.
+        # True where a key is later than the query.
         masked = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
         if attention_mask is not None:
             masked = masked | ~attention_mask[:, None, None, :].bool()  # (B, 1, T, S)

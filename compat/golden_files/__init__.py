@@ -1,4 +1,4 @@
-"""Golden files: what `transformers` computes at every tap, for ports in any language."""
+"""Golden files: hidden states of `transformers`, with which ports in any language are compared."""
 
 from compat.golden_files.file import Golden
 from compat.golden_files.report import GoldenReport

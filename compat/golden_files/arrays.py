@@ -1,7 +1,7 @@
-"""Named arrays in a file or folder of any program: safetensors, .npz, a folder of .npy files.
+"""Named arrays in a .safetensors file, a .npz file or a folder of .npy files.
 
-An array is read one at a time and never unpickled. Values that float64 or bfloat16 tensors cannot
-hold are refused.
+Arrays are read one at a time and are never unpickled. Values that float64 and bfloat16 tensors
+cannot hold are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compat.errors import CompatError, ParityError, described
 from compat.parity.functions import check_kind, tensor_of
 
 MAX_ARRAYS = 100_000
-READ_ERRORS = (  # what readers raise for a damaged file
+READ_ERRORS = (  # the exceptions that readers raise for a damaged file
     OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, ValueError, TypeError,
     RuntimeError, NotImplementedError, MemoryError,
 )  # fmt: skip
@@ -37,12 +37,12 @@ FORMATS = "a .safetensors file, a .npz file or a folder of .npy files"
 
 @dataclass(frozen=True)
 class Array:
-    """One stored array, which is not read yet.
+    """One stored array whose values are only read on demand.
 
     Args:
-        shape: of the array.
-        dtype: its name, such as "float32", ">f8" or "BF16".
-        load: reads it.
+        shape: the shape of the array.
+        dtype: the name of its data type, such as "float32", ">f8" or "BF16".
+        load: reads the values.
     """
 
     shape: tuple[int, ...]
@@ -54,11 +54,11 @@ Arrays = dict[str, Array]
 
 
 def open_arrays(path: Path) -> Arrays:
-    """The arrays in a file or folder by name.
+    """Return the arrays in a file or folder by name.
 
     Raises:
-        ParityError: it is missing, of another format, damaged, or holds something that is not a
-            number.
+        ParityError: the path does not exist, has another format, is damaged, or holds values that
+            are not numbers.
     """
     if path.is_dir():
         return _open_folder(path)
@@ -76,23 +76,23 @@ def open_arrays(path: Path) -> Arrays:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts in the header of a safetensors file, whose header was checked before."""
+    """Return the metadata of a safetensors file whose header was already checked."""
     with safe_open(path, framework="pt") as file:
         found: dict[str, str] | None = file.metadata()
     return found or {}
 
 
 def as_array(name: str, value: object) -> Array:
-    """An array in memory: of NumPy or torch, or anything with `__array__` or `__dlpack__`.
+    """Wrap an array in memory: NumPy, torch, or any object with `__array__` or `__dlpack__`.
 
     Raises:
-        ParityError: it is none of these, or does not hold numbers.
+        ParityError: the value is not an array, or does not hold numbers.
     """
     if isinstance(value, Array):
         return value
     if isinstance(value, Tensor):
         tensor = value.detach()
-        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_of_torch, name, tensor))
+        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_read_torch, name, tensor))
     if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
         with _reading(name):
             array = np.asarray(value)
@@ -106,7 +106,7 @@ def as_array(name: str, value: object) -> Array:
     )
 
 
-def _of_torch(name: str, tensor: Tensor) -> Tensor:
+def _read_torch(name: str, tensor: Tensor) -> Tensor:
     with _reading(name):
         if tensor.is_complex() or tensor.device.type == "meta":
             raise ValueError(f"it is a {tensor.dtype} tensor on {tensor.device}")
@@ -115,7 +115,7 @@ def _of_torch(name: str, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _reading(name: object) -> Iterator[None]:
-    """Turn what readers raise for a damaged file into one sentence."""
+    """Convert the exceptions that readers raise for a damaged file to a ParityError."""
     try:
         yield
     except CompatError:
@@ -164,10 +164,10 @@ def _open_folder(path: Path) -> Arrays:
     files = sorted(path.rglob("*.npy"))
     _check_count(path, len(files))
     if not files:
-        raise ParityError(f"{path} holds no .npy file. Pass {FORMATS}.")
+        raise ParityError(f"{path} contains no .npy files. Pass {FORMATS}.")
     found = {}
     for file in files:
-        # `h.0/act.npy` and `h/0/act.npy` are read like `h.0.act.npy`.
+        # `h.0/act.npy` and `h/0/act.npy` have the same name as `h.0.act.npy`.
         name = ".".join(file.relative_to(path).with_suffix("").parts)
         with _reading(file), file.open("rb") as opened:
             found[name] = _npy(str(file), opened, partial(_open_file, file))
@@ -176,11 +176,11 @@ def _open_folder(path: Path) -> Arrays:
 
 def _check_count(path: Path, count: int) -> None:
     if count > MAX_ARRAYS:
-        raise ParityError(f"{path} holds {count:,} arrays; expected at most {MAX_ARRAYS:,}.")
+        raise ParityError(f"{path} contains {count:,} arrays; expected at most {MAX_ARRAYS:,}.")
 
 
 def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
-    """One array in NumPy's format, of which only the header is read."""
+    """Read the header of an array in NumPy's format."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -206,7 +206,7 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
 
 
 def describe(array: Array) -> str:
-    """Type and shape, such as "float32 [2, 16, 128]"."""
+    """Return the data type and shape as text, such as "float32 [2, 16, 128]"."""
     return f"{array.dtype.removeprefix('torch.')} {list(array.shape)}"
 
 
@@ -214,12 +214,12 @@ def describe(array: Array) -> str:
 
 
 class Writer:
-    """Writes arrays, in any order, into a file that appears only when it is complete.
+    """Writes arrays, in any order, to a file that only appears once it is complete.
 
     Args:
-        path: with the suffix .safetensors or .npz.
-        shapes: of every array, in the order in which they lie in the file, and their data types.
-        metadata: a JSON text for the header.
+        path: the file to write, with the suffix .safetensors or .npz.
+        shapes: the shape and data type of every array, in the order in which the file stores them.
+        metadata: the JSON text for the header.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class Writer:
 def _header(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
 ) -> tuple[bytes, dict[str, int]]:
-    """The length and the JSON with which a safetensors file begins; where each array starts."""
+    """Return the header of a safetensors file, and the offset of each array after it."""
     codes = {
         torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
         torch.int64: "I64",

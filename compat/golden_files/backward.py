@@ -1,7 +1,7 @@
 """The backward pass, one piece at a time.
 
-The gradient at a tap is the sum of the shares that reach it through its readers, the taps that are
-computed from it. A share is a vector-Jacobian product of one piece.
+The readers of a tap are the taps that are computed from it. The gradient at a tap is the sum of
+one vector-Jacobian product for each reader, which is called a share here.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def reaching(name: str, gradient: Tensor) -> Tensor:
-    """A gradient without the entries that reach nothing.
+def causal_part(name: str, gradient: Tensor) -> Tensor:
+    """Zero the entries of a gradient that have no effect on earlier gradients.
 
-    The probabilities of later keys are 0, whatever the scores. Autograd computes gradients for them
-    too, but implementations that skip these keys do not.
+    The attention probabilities of later keys are always 0. Autograd computes gradients for them,
+    but implementations that skip these keys do not.
     """
     return gradient.tril() if name.endswith(".probs") else gradient
 
 
 def readers_of(name: str, config: GPT2Config) -> list[str]:
-    """The taps that are computed from a tap or from a parameter; the loss for the logits."""
+    """Return the taps that are computed from a tap or a parameter, or LOSS for the logits."""
     names = tap_names(config.n_layer)
     if name == "logits":
         return [LOSS]
@@ -78,18 +78,18 @@ def shares(
     arriving: Tensor,
     wanted: Callable[[str], bool],
 ) -> Trace:
-    """What the gradient at a tap adds to those of the taps and parameters that its piece reads.
+    """Backpropagate the gradient at a tap through its piece, to the taps and parameters it reads.
 
     Args:
-        tap: at the end of the piece.
-        pieces: what is differentiated.
-        weights: for the piece.
-        values: of its inputs.
+        tap: the tap that the piece computes.
+        pieces: the forward pass to differentiate.
+        weights: the weights of the piece.
+        values: the inputs of the piece.
         arriving: the gradient at the tap.
-        wanted: selects the taps and parameters.
+        wanted: selects the taps and parameters by name.
 
     Raises:
-        LookupError: the piece reads none of them.
+        LookupError: the piece reads none of the selected taps and parameters.
     """
     leaves: Trace = {}
 
@@ -113,16 +113,18 @@ def shares(
 
 @dataclass(frozen=True)
 class Backward:
-    """Gradients that follow from those at later taps.
+    """Computes gradients from the gradients at later taps.
 
     Args:
-        weights: for the pieces.
+        weights: the weights of the pieces.
         forward: returns a tap of the forward pass in float64.
-        known: the gradients at taps from which others are computed; None where they are not known.
-        golden: the gradients of the reference, from which a chain of unknown ones starts.
-        shape_of: the shape of a parameter.
-        pieces: what the backward pass differentiates.
-        loss: what it starts from.
+        known: returns the gradient at a tap from which earlier ones are computed, or None if it is
+            not known.
+        golden: returns the reference's gradient at a tap, which replaces unknown ones at the end of
+            a block.
+        shape_of: returns the shape of a parameter.
+        pieces: the forward pass to differentiate.
+        loss: the loss at which the backward pass starts.
     """
 
     weights: Weights
@@ -134,23 +136,24 @@ class Backward:
     loss: Loss = next_token_loss
 
     def of(self, pieces: Pieces) -> Backward:
-        """The same with other pieces."""
+        """Return a copy in which these pieces are replaced."""
         return replace(self, pieces={**self.pieces, **pieces})
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient at a tap or of a parameter, the sum of all shares.
+        """Return the gradient at a tap or of a parameter, which is the sum of all shares.
 
         Raises:
             MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
         """
-        return reaching(name, torch.stack(list(self.shares(name).values())).sum(0))
+        return causal_part(name, torch.stack(list(self.shares(name).values())).sum(0))
 
     def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
-        """What reaches a tap or a parameter through each of its readers.
+        """Return the share of each reader in the gradient at a tap or of a parameter.
 
         Args:
-            name: of the tap or parameter.
-            only: (B, T), the tokens whose gradients at the readers count; by default all.
+            name: the name of the tap or parameter.
+            only: a mask (B, T) of the tokens whose gradients at the readers are used; by default
+                all.
         """
         return {
             reader: self._share(name, reader, only)
@@ -179,14 +182,14 @@ class Backward:
         return table.index_add_(0, self.weights.ids.flatten(), found[TOKENS].flatten(0, 1))
 
     def _parameter(self, name: str) -> Tensor:
-        """A tensor. A gradient is linear in its own matrix, so that zeros serve as well."""
+        """Read a parameter, or return zeros: the gradient of a weight does not depend on it."""
         try:
             return self.weights.read(name)
         except MissingWeightError:
             return torch.zeros(self.shape_of(name))
 
     def _arriving(self, tap: str) -> Tensor:
-        """The gradient at a reader: as it is known, or from that of the block's result."""
+        """Return the known gradient at a reader, or compute it from that of the block's output."""
         if (found := self.known(tap)) is not None:
             return found
         i, name = split_name(tap)

@@ -1,9 +1,10 @@
-"""How far an array may be from the reference's, and how that is calibrated.
+"""The largest difference from the reference that passes, and its calibration.
 
-A correct port adds the terms of a sum in another order than the reference, and in C usually one by
-one into a float32. The writer of a golden file therefore measures three errors against float64: the
-reference's own, from the ids on and of every piece alone, and the error of such plain sums in the
-projections. A bound allows a port twice the larger of them, and the reference its own error.
+A correct port adds the terms of a dot product in another order than the reference; in C, usually
+one after the other in float32. The writer of a golden file therefore measures three errors against
+float64: the reference's accumulated error, its error in every piece alone, and the error of
+projections that are summed sequentially. The bound is twice the larger error for the port, plus the
+reference's own error.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from torch import Tensor
 from compat.golden_files.pieces import Weights, split_name
 from compat.parity.compare import MAX_ERROR_RATIO
 
-# In half precision, implementations differ in what they round: some keep a product in float32 until
-# its bias is added, others round inside of a norm. The simulated run is one of them.
+# In half precision, implementations round at different places: some keep a product in float32
+# until its bias is added, others round inside a norm. The simulation is only one of them.
 HALF_ROUNDINGS = 4.0
-# The worst position may have this many times the error of the reference at its worst position.
+# The largest ratio of the error at the worst position to the reference's at its worst position.
 MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
-# An array of zeros has the error 1. Where rounding may cause half of that, nothing can be judged.
+# An array of zeros has the error 1. If rounding alone may cause half of that, nothing is judged.
 LARGEST_BOUND = 0.5
-SMALLEST_ROW = 1e-3  # over the RMS of all rows; the error of a smaller row is related to this size
-ELEMENTS = 1 << 22  # that are compared in float64 at once
-SAMPLED, SAMPLED_COLUMNS = 8, 4096  # of a projection's input and weight, for its plain sums
+SMALLEST_ROW = 1e-3  # the error of a smaller row is divided by this share of the RMS of all rows
+ELEMENTS = 1 << 22  # compared in float64 at once
+SAMPLED, SAMPLED_COLUMNS = 8, 4096  # rows and columns of a projection that are summed sequentially
 PROJECTIONS = {"q": 0, "k": 1, "v": 2, "attn": None, "fc": None, "mlp": None, "logits": None}
 
 
 @dataclass(frozen=True)
 class Error:
-    """The difference of two arrays.
+    """The difference between two arrays.
 
     Args:
-        rms: of the difference, over the RMS of the second array.
+        rms: the RMS of the difference over the RMS of the second array.
         worst: the same for the row with the largest error; a row is a vector along the last axis.
         max_abs: the largest absolute difference.
         identical: whether no element differs.
@@ -48,7 +49,7 @@ class Error:
 
 
 def error(ours: Tensor, reference: Tensor) -> Error:
-    """The difference of two arrays of one shape. With a NaN in either, it is NaN."""
+    """Measure the difference between two arrays of one shape. It is NaN if either contains NaN."""
     rows = [t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1) for t in (ours, reference)]
     step = max(1, ELEMENTS // rows[0].shape[1])
     squares = torch.zeros(2, dtype=torch.float64)
@@ -73,15 +74,15 @@ def error(ours: Tensor, reference: Tensor) -> Error:
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest differences that pass at one tap, in one data type of the candidate.
+    """The largest differences that pass at one tap, for one data type of the candidate.
 
-    All but the first are NaN where a correct run in half precision is too far off to be judged.
+    All but `own` are NaN if the rounding errors of half precision are too large to judge the tap.
 
     Args:
-        own: the reference's own error against float64, to which differences are related in reports.
-        rms: of the difference from the reference, see `Error`.
-        worst: of the row with the largest error.
-        local: of the difference from float64, where the piece runs on the candidate's own inputs.
+        own: the reference's own error against float64, by which reports divide differences.
+        rms: the largest `Error.rms` of the difference from the reference.
+        worst: the largest `Error.worst` of the difference from the reference.
+        local: the largest difference from the piece in float64 on the candidate's own inputs.
     """
 
     own: float
@@ -91,39 +92,39 @@ class Bound:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative error of a result that is rounded to a type, and of the sums before it."""
+    """Return the relative error of rounding to a data type, plus that of sums in float32."""
     return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 class Calibration:
-    """The bounds of the taps of one run, in execution order.
+    """Computes the bounds of the taps of one run, in execution order.
 
     Args:
-        dtype: of the run.
+        dtype: the data type of the run.
         half: whether the run is a simulation of half precision.
     """
 
     def __init__(self, dtype: torch.dtype, half: bool) -> None:
         self.rounding, self.half = rounding(dtype), half
         self.accumulated = self.rounding
-        self.sums = 1.0  # the largest error of plain sums over the reference's, up to here
+        self.sums = 1.0  # the largest error of sequential sums over the reference's, so far
 
     def bound(
         self, found: Tensor, exact: Tensor, local: float = 0.0, plain: float | None = None
     ) -> Bound:
-        """The bound of the next tap.
+        """Return the bound of the next tap.
 
         Args:
             found: the tap in the run.
             exact: the tap in float64.
-            local: the error of the piece that ends at the tap.
-            plain: the error of the same piece with plain sums, if it is a projection.
+            local: the error of the piece that computes the tap.
+            plain: the error of the same piece with sequential sums, if it is a projection.
         """
         own = error(found.double(), exact)
         local = max(local, self.rounding)
         if plain is not None:
             self.sums = max(self.sums, plain / local)
-        # With few values, an error can happen to be smaller than those before it.
+        # If a tap has few values, its error can be smaller by chance than that of earlier taps.
         self.accumulated = max(self.accumulated, own.rms)
         worst = max(own.worst, self.accumulated)
         factor = HALF_ROUNDINGS if self.half else self.sums
@@ -135,10 +136,10 @@ class Calibration:
 
 
 def plain_sum_error(tap: str, weights: Weights, x: Tensor) -> float | None:
-    """The error of a projection whose sums are added one term after the other in float32.
+    """Measure the error of a projection that adds its products one after the other in float32.
 
-    Measured on some rows of the piece's input (B, T, in), of which the first is always one. None if
-    the tap is not the result of a projection.
+    The error is measured on a sample of rows of the piece's input (B, T, in), which includes the
+    first row. It is None if the tap is not the result of a projection.
     """
     i, name = split_name(tap)
     if name not in PROJECTIONS:
@@ -159,7 +160,7 @@ def plain_sum_error(tap: str, weights: Weights, x: Tensor) -> float | None:
 
 
 def _matrix(weights: Weights, i: int, name: str) -> tuple[Tensor, Tensor | None]:
-    """The weight [in, out] and the bias of a projection."""
+    """Return the weight [in, out] and the bias of a projection."""
     if name == "logits":
         tied = weights.config.tie_word_embeddings
         return weights.read("wte.weight" if tied else "lm_head.weight").T, None

@@ -1,4 +1,4 @@
-"""A candidate's arrays under the names and in the layout of the golden arrays."""
+"""Matching a candidate's arrays with the names and layouts of the golden arrays."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from compat.golden_files.pieces import split_name
 from compat.tap import BLOCK_TAPS, tap_names
 from compat.user_code import exception_summary
 
-FUSED = ("qkv", "c_attn")  # names of q, k and v side by side
+FUSED = ("qkv", "c_attn")  # names of q, k and v in one array
 HEADS = ("wte.weight", "lm_head.weight")
-# In TransformerLens, a norm's weight and bias come before this point, after it, or are folded away.
+# TransformerLens applies a norm's weight and bias before this hook, after it, or folds them away.
 PLAIN_NORMS = [label for label in LENS.taps if label.endswith(".hook_normalized")]
-KEPT = 32  # arrays in memory
-FEWEST = 64  # values from which a data type can be recognised
+KEPT = 32  # arrays in the cache
+FEWEST = 64  # the fewest values from which a data type is inferred
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -48,15 +48,16 @@ class Entry:
 
     Args:
         label: its name in the candidate's file.
-        array: as it is stored.
-        layouts: the orders of axes that its shape allows; empty for a scalar.
-        chosen: the number of the one that is read.
+        array: the stored array.
+        layouts: the layouts that its shape allows; empty for a scalar.
+        shape: the shape without the padding of a padded vocabulary.
         third: 0, 1 or 2 for q, k or v of a fused array.
-        shape: of the values that count; a padded vocabulary has more rows or columns.
         last_only: whether it holds the logits of the last position only.
-        short: whether it lacks the last position, whose id is only a target when a model trains.
-        padding: as of `torch.nn.functional.pad`, for a gradient that lacks it: it is zero there.
-        norm: a norm whose weight and bias may not have been applied yet.
+        short: whether it lacks the last position, whose id is only a target in training.
+        padding: the zeros to append to a gradient that lacks the last position, as
+            `torch.nn.functional.pad` expects them.
+        norm: the tap of a norm whose weight and bias may not have been applied yet.
+        chosen: the index of the layout in which the array is read.
     """
 
     label: str
@@ -71,15 +72,19 @@ class Entry:
     chosen: int = 0
 
     def read(self, chosen: int) -> Tensor:
-        """The values in the golden file's order of axes, stored in one of the layouts.
+        """Read the values in the golden file's layout.
+
+        Args:
+            chosen: the index of the layout in which they are stored.
 
         Raises:
-            ParityError: they are not floating-point numbers.
+            ParityError: the values are not floating-point numbers.
         """
         tensor = self.array.load()
         if not tensor.is_floating_point():
             raise ParityError(
-                f"{self.label} holds {tensor.dtype} values; expected floating-point numbers."
+                f"{self.label} has {tensor.dtype} values; expected floating-point numbers. Store "
+                "it as float32."
             )
         if not self.layouts:
             return tensor.reshape(())
@@ -90,12 +95,12 @@ class Entry:
 
 @dataclass
 class Candidate:
-    """The arrays of a candidate by the name of the golden array.
+    """The arrays of a candidate by the names of the golden arrays.
 
     Args:
-        name: of the candidate.
-        entries: by golden name.
-        notes: what was accepted, as sentences.
+        name: the name of the candidate.
+        entries: its arrays by golden name.
+        notes: how the arrays were interpreted, for the report.
     """
 
     name: str
@@ -106,7 +111,7 @@ class Candidate:
         self._read = lru_cache(KEPT)(lambda name, number: self.entries[name].read(number))
 
     def read(self, name: str) -> Tensor:
-        """An array in the chosen layout and in its own data type. The last ones are kept."""
+        """Read an array in its own data type. The most recent arrays are cached."""
         return self._read(name, self.entries[name].chosen)
 
 
@@ -118,8 +123,8 @@ def as_candidate(
     """Read the names and shapes of a candidate's arrays, and match them with the golden ones.
 
     Raises:
-        ParityError: a name is unknown or occurs twice, a shape is wrong, the ids are others, or
-            there is nothing to compare.
+        ParityError: a name is unknown or occurs twice, a shape is wrong, the ids differ, or there
+            is nothing to compare.
     """
     if isinstance(candidate, (str, Path)):
         name, arrays = Path(candidate).name or str(candidate), open_arrays(Path(candidate))
@@ -142,23 +147,24 @@ def as_candidate(
         if golden_name not in (IDS, DECODE_IDS):
             try:
                 held = _entries(golden, golden_name, label, array, notes)
-                faults += [f"{entries[n].label} and {label} both hold {n}" for n in held
+                faults += [f"{entries[n].label} and {label} both contain {n}" for n in held
                            if n in entries]  # fmt: skip
                 entries |= held
             except ParityError as error:
                 faults.append(str(error))
     if faults:
-        text = lines("these arrays are not what their names say:", collapse_layers(faults))
-        raise ParityError(f"{text}{_of_more_tokens(golden, named)}")
+        text = lines("these arrays do not match their names:", collapse_layers(faults))
+        raise ParityError(f"{text}{_hint_about_extra_tokens(golden, named)}")
     if not any(entry in golden.judged for entry in entries):
         raise ParityError(
-            f"{name} has none of the golden arrays. Name its arrays like taps, such as h.0.act or "
-            f"logits, or pass a map of names. A block has the taps {listed(BLOCK_TAPS, 20)}."
+            f"{name} contains none of the golden arrays. Name its arrays after taps, such as "
+            "h.0.act or logits, or pass a map of their names as rename (--rename). A block has the "
+            f"taps {listed(BLOCK_TAPS, 20)}."
         )
     found = Candidate(name, entries, notes)
     extra = [entry for entry in entries if entry not in golden.judged]
     if extra:
-        notes.append(f"not compared, because the golden arrays lack them: {listed(extra)}")
+        notes.append(f"not compared, because the golden file does not have them: {listed(extra)}")
     return found
 
 
@@ -166,20 +172,21 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
     for name in candidate:
         if not isinstance(name, str):
             raise ParityError(
-                f"an array has the name {described(name)}; expected the name of a tap."
+                f"an array has the name {described(name)}; expected the name of a tap as a string, "
+                'such as "h.0.act".'
             )
     return {name: as_array(name, value) for name, value in candidate.items()}
 
 
 def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
-    """What a function returns for the golden ids."""
+    """Call a function on the golden ids and return its arrays."""
     ids: Any = golden.ids.clone() if isinstance(function, nn.Module) else golden.ids.numpy().copy()
     try:
         with torch.no_grad():
             found = function(ids)
     except (KeyboardInterrupt, CompatError):
         raise
-    except BaseException as error:  # such as exit() in the user's code
+    except BaseException as error:  # for example SystemExit from exit() in the user's code
         raise ParityError(
             f"{exception_summary(error)}. Call the function with an array of ids of shape "
             f"{list(ids.shape)} to see the whole traceback."
@@ -192,10 +199,10 @@ def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
 def _named(
     arrays: Arrays, rename: Mapping[str, str | None], golden: Golden, notes: list[str]
 ) -> dict[str, tuple[str, Array]]:
-    """The arrays by golden name, each with the name that it has in the candidate.
+    """Return the arrays by golden name, each with its name in the candidate.
 
     Raises:
-        ParityError: a name is unknown, or two arrays get the same one.
+        ParityError: a name is unknown, or two arrays have the same golden name.
     """
     known, n_layer = _known_names(golden), golden.config.n_layer
     found: dict[str, tuple[str, Array]] = {}
@@ -210,12 +217,12 @@ def _named(
             for own, part, layer in _by_layer(label, array, name, n_layer):
                 if own in found:
                     raise ParityError(
-                        f"{found[own][0]} and {part} are both {own}. Rename one of them, or "
+                        f"{found[own][0]} and {part} both stand for {own}. Rename one of them, or "
                         "ignore it by renaming it to null."
                     )
                 found[own] = part, layer
             continue
-        # A name in the map that is not a tap is an error, and is not interpreted any further.
+        # A new name that is not a tap is an error: only original names are recognised.
         readings = recognise(label, n_layer) if name == label else ()
         for reading in readings:
             if reading.golden is None:
@@ -238,7 +245,7 @@ def _named(
         ]
         notes.append(f"names were recognised, such as {listed(read, 2)}")
     if others:
-        notes.append(f"not compared, because others hold the same: {_shown(others)}")
+        notes.append(f"not compared, because other arrays contain the same tap: {_shown(others)}")
     if ignored:
         notes.append(f"not compared, because they are not taps: {_shown(ignored)}")
     return found
@@ -247,7 +254,7 @@ def _named(
 def _add_recognised(
     found: dict[str, tuple[str, Array]], recognised: dict[str, list[tuple[int, str, Array]]]
 ) -> list[str]:
-    """Add the arrays whose names were recognised, and return those that others hold as well."""
+    """Add the arrays whose names were recognised, and return the labels of duplicates."""
     others: list[str] = []
     for own, entries in sorted(recognised.items(), key=lambda item: item[0].endswith(FUSED)):
         entries.sort(key=lambda entry: entry[0])
@@ -263,10 +270,10 @@ def _add_recognised(
 def _by_layer(
     label: str, array: Array, name: str, n_layer: int
 ) -> Iterator[tuple[str, str, Array]]:
-    """An array, or its parts if the first axis is the layer: golden name, own name and array.
+    """Yield golden name, label and array; one for each layer if the first axis is the layer.
 
     Raises:
-        ParityError: the first axis has another size.
+        ParityError: the first axis has another size than the number of layers.
     """
     if "{i}" not in name:
         yield name, label, array
@@ -290,15 +297,15 @@ def _load_layer(array: Array, i: int) -> Tensor:
 
 
 def _unknown_names(unknown: list[tuple[str, str]], known: set[str]) -> ParityError:
-    """The error about names that are not taps, each with one that may be meant."""
+    """Return the error about names that are not taps, with a suggestion for each."""
     collapsed = dict.fromkeys(collapse_layers([label for label, _ in unknown]))
     if len(collapsed) < len(unknown):
         faults = list(collapsed)
     else:
         faults = [_unknown(label, name, known) for label, name in unknown]
     head = "these arrays have names that are not taps:"
-    tail = 'Rename them, as with --rename map.json and {"their name": "h.{i}.act"}, where {i} is ' \
-           "the layer; null ignores an array."  # fmt: skip
+    tail = 'Rename them with --rename map.json, such as {"their name": "h.{i}.act"}, where {i} ' \
+           "is the layer; null ignores an array."  # fmt: skip
     return ParityError(f"{lines(head, faults)}\n{tail}")
 
 
@@ -311,9 +318,9 @@ def _known_names(golden: Golden) -> set[str]:
 
 
 def _new_name(label: str, rename: Mapping[str, str | None]) -> str | None:
-    """The name that a map gives an array; `{i}` stands for the same number on both sides.
+    """Return the new name of an array; `{i}` stands for the same number in both names.
 
-    A `{i}` that only the new name has stands for all layers, see `_by_layer`.
+    If only the new name contains `{i}`, the array holds all layers, see `_by_layer`.
     """
     if label in rename:
         return rename[label]
@@ -330,14 +337,14 @@ def _unknown(label: str, name: str, known: set[str]) -> str:
 
 
 def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
-    """Raise an error if the candidate states other ids than those of the golden arrays."""
+    """Raise an error if the candidate contains ids that differ from the golden ones."""
     for name in (IDS, DECODE_IDS):
         if name not in named or name not in golden.arrays:
             continue
         label, array = named[name]
         ours = golden.read(name)
         if name == IDS and math.prod(array.shape) == ours[:, :-1].numel():
-            ours = ours[:, :-1]  # as when a model trains
+            ours = ours[:, :-1]  # the inputs of a training step
         if math.prod(array.shape) != ours.numel():
             raise ParityError(
                 f"{label} has shape {list(array.shape)}; expected {list(ours.shape)}. Run the "
@@ -348,18 +355,18 @@ def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
         if len(wrong):
             b, t = wrong[0].tolist()
             raise ParityError(
-                f"{label}[{b}, {t}] is {theirs[b, t].item():g}, but the golden arrays were "
-                f"computed for {ours[b, t].item()}. Run the candidate on the golden file's ids."
+                f"{label}[{b}, {t}] is {theirs[b, t].item():g}; expected {ours[b, t].item()}. Run "
+                "the candidate on the ids of the golden file."
             )
 
 
 def _entries(
     golden: Golden, name: str, label: str, array: Array, notes: list[str]
 ) -> dict[str, Entry]:
-    """The golden arrays that one array of the candidate holds.
+    """Return the entries for one array of the candidate: three for fused q, k and v, else one.
 
     Raises:
-        ParityError: its shape fits no layout.
+        ParityError: the shape does not fit any layout.
     """
     prefix = GRADIENT if name.startswith(GRADIENT) else ""
     tap, config, sizes = name.removeprefix(prefix), golden.config, _sizes(golden)
@@ -389,14 +396,14 @@ def _entries(
         entry.layouts = layouts_of(tap, with_time, {**sizes, "T": 1})
         entry.last_only = bool(entry.layouts)
         if entry.last_only:
-            notes.append(f"{label}: only the logits of the last position were compared")
+            notes.append(f"{label} contains the last position only, so only that was compared")
     if not entry.layouts:
         kind = kind if tap == DECODE_LOGITS else split_name(kind)[1]
         texts = LAYOUTS.get(kind, STREAM)
         raise _wrong_shape(label, array, [Layout(t, texts[0], sizes).shape for t in texts[:2]])
     if not fused:
         return {name: entry}
-    note = "fused arrays were divided into q, k and v"
+    note = "fused arrays were split into q, k and v"
     notes += [] if note in notes else [note]
     return {
         f"{prefix}{block}.{part}": replace(entry, third=third) for third, part in enumerate("qkv")
@@ -406,34 +413,34 @@ def _entries(
 def _without_padding(
     label: str, shape: tuple[int, ...], axis: int, size: int, notes: list[str]
 ) -> tuple[int, ...]:
-    """A shape without the ids that only pad the vocabulary."""
+    """Return the shape without the padding of the vocabulary, and add a note about it."""
     what = "columns" if axis else "rows"
     extra = shape[axis] - size
-    notes.append(f"{label}: the last {extra:,} {what} were ignored (a padded vocabulary)")
+    notes.append(f"the last {extra:,} {what} of {label} were ignored (a padded vocabulary)")
     return (*shape[:-1], size) if axis else (size, *shape[1:])
 
 
 def _sizes(golden: Golden) -> dict[str, int]:
-    """The size of every axis, see `compat.golden_files.layouts`."""
+    """Return the size of every axis, see `compat.golden_files.layouts`."""
     B, T = golden.ids.shape
     N = golden.arrays[DECODE_IDS].shape[1] if DECODE_IDS in golden.arrays else 0
     return {**sizes_of(golden.config, B, T), "N": N, "3": 3}
 
 
-def _of_more_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
-    """A sentence if the arrays are right but for one token that each sequence has more."""
+def _hint_about_extra_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
+    """Return a hint if every sequence of the arrays is one token too long, else an empty string."""
     T, own = golden.ids.shape[1] + 1, set(golden.taps)
     for name, (_, array) in named.items():
         if name in own and layouts_of(name, array.shape, {**_sizes(golden), "T": T, "S": T}):
             return (
-                f"\nThey have {T} positions, and input_ids {T - 1}. Run the candidate without a "
-                "token before the text, such as with prepend_bos=False."
+                f"\nThey have {T} positions, but input_ids has {T - 1}. Run the candidate without "
+                "a BOS token, for example with prepend_bos=False."
             )
     return ""
 
 
 def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[str]) -> Entry:
-    """The gradient of a parameter, which may be stored [out, in]."""
+    """Return the entry for the gradient of a parameter, which may be stored as [out, in]."""
     expected, shape = golden.arrays[name].shape, array.shape
     if name.endswith(HEADS) and len(shape) == 2 and shape[0] > expected[0]:
         shape = _without_padding(label, shape, 0, expected[0], notes)
@@ -450,9 +457,10 @@ def _wrong_shape(label: str, array: Array, expected: list[tuple[int, ...]]) -> P
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """The narrowest data type that holds all values, if there are enough to tell.
+    """Return the narrowest data type that represents all values exactly.
 
-    A port in half precision may store its arrays as float32.
+    A port in half precision may store its arrays as float32. An array with few non-zero values
+    keeps its own data type.
     """
     if tensor.dtype in NARROW or tensor.count_nonzero() < FEWEST:
         return tensor.dtype

@@ -1,4 +1,4 @@
-"""Comparing a candidate's arrays with golden ones: verdict, local differences, deviations."""
+"""Comparison of a candidate's arrays with golden ones: verdict, local differences, findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source
 from compat.errors import ParityError, listed
-from compat.golden_files.backward import Backward, reaching, readers_of
+from compat.golden_files.backward import Backward, causal_part, readers_of
 from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
 from compat.golden_files.contents import GRADIENT, LOSS
@@ -41,7 +41,7 @@ def check(
     model: Source | None = None,
     rename: Mapping[str, str | None] | None = None,
 ) -> GoldenReport:
-    """Compare a candidate's arrays with golden ones; see `Golden.check`."""
+    """Compare a candidate's arrays with golden ones, see `Golden.check`."""
     found = as_candidate(golden, candidate, rename)
     checkpoint = _checkpoint(golden, model)
     comparison = Comparison(golden, found, golden.weights(checkpoint))
@@ -54,8 +54,8 @@ def check(
         logits.ids_tried = len(torch.unique(golden.ids))
     if checkpoint is None and not all(result.local for result in results):
         notes.append(
-            "without the checkpoint, pieces with a matrix were not checked on the candidate's own "
-            f"inputs; pass it as model (--model {golden.source})"
+            "pieces with a matrix were not checked on the candidate's own inputs, because the "
+            f"checkpoint was not passed; pass it as model (--model {golden.source})"
         )
     return GoldenReport(
         source=golden.source,
@@ -75,7 +75,7 @@ def check(
 
 
 def _checkpoint(golden: Golden, model: Source | None) -> Checkpoint | None:
-    """The checkpoint that was passed, or else the recorded one if it needs no download."""
+    """Open the checkpoint that was passed, or the recorded one if that needs no download."""
     if model is not None:
         return golden.open_model(model)
     if golden.source == "demo":
@@ -84,35 +84,36 @@ def _checkpoint(golden: Golden, model: Source | None) -> Checkpoint | None:
 
 
 class Comparison:
-    """One candidate beside one set of golden arrays.
+    """The comparison of a candidate with golden arrays.
 
     Args:
         golden: the golden arrays.
-        candidate: its arrays.
-        weights: for the pieces.
+        candidate: the arrays of the candidate.
+        weights: the weights of the pieces.
     """
 
     def __init__(self, golden: Golden, candidate: Candidate, weights: Weights) -> None:
         B, T = golden.ids.shape
         short = any(entry.short for entry in candidate.entries.values())
-        self.length = T - 1 if short else T  # of the sequences
+        self.length = T - 1 if short else T  # of the sequences that are compared
         self.golden, self.candidate, self.golden_weights = golden, candidate, weights
         self.weights = weights.cut(B, self.length)
         self.notes: list[str] = []
         if short:
             self.notes.append(
-                f"compared at {T - 1} of {T} positions, as of a model that gets input_ids[:, :-1]"
+                f"compared at {T - 1} of {T} positions: the candidate seems to have run on "
+                "input_ids[:, :-1]"
             )
-        self._plain: list[str] = []  # norms without weight and bias
+        self._plain: list[str] = []  # norms stored before weight and bias are applied
         self.logits: Difference | None = None
         self.bounds: dict[str, Bound] = {}
-        self._precision = torch.float64  # the narrowest one up to here, in execution order
+        self._precision = torch.float64  # the narrowest one so far, in execution order
         self._narrowed = ""
         self._unjudged: list[str] = []
         self._layouts: dict[str, list[str]] = {}
 
     def results(self) -> list[TapResult]:
-        """The comparison of every array that both have, in execution order."""
+        """Compare every array that both have, in execution order."""
         found = []
         for name in self.golden.judged:
             if name in self.candidate.entries:
@@ -124,20 +125,23 @@ class Comparison:
         if self._narrowed:
             dtype = str(self._precision).removeprefix("torch.")
             self.notes.append(
-                f"{self._narrowed} holds {dtype} values, so that it and what follows are judged by "
-                f"bounds for {dtype}, which hide small deviations"
+                f"{self._narrowed} has {dtype} values, so the bounds for {dtype} apply to it and "
+                "to all later arrays, and small deviations stay undetected"
             )
         if self._unjudged:
             dtype = str(self._precision).removeprefix("torch.")
-            text = f"rounding to {dtype} alone may change half of {listed(self._unjudged, 4)}"
+            text = (
+                f"rounding to {dtype} alone may cause an error of 50% in "
+                f"{listed(self._unjudged, 4)}"
+            )
             if not found:
                 raise ParityError(
-                    f"nothing can be compared: {text}. Compute and store them in float32."
+                    f"no array can be compared, because {text}. Compute and store them in float32."
                 )
             self.notes.append(f"not compared, because {text}")
         if self._plain:
             self.notes.append(
-                "weight and bias were applied to norms that are stored without them: "
+                "weight and bias were applied to norms that were stored without them: "
                 + listed(self._plain, 3)
             )
         for text, names in self._layouts.items():
@@ -158,10 +162,10 @@ class Comparison:
         for number in options:
             entry.chosen = number
             value = self._value(name)
-            if name.startswith(GRADIENT):  # what reaches nothing is not compared
-                value = reaching(name, value) + (expected - reaching(name, expected))
+            if name.startswith(GRADIENT):  # entries without an effect are not compared
+                value = causal_part(name, value) + (expected - causal_part(name, expected))
             measured.append((error(value, expected), number))
-        # Several layouts have the same shape where sizes are equal, such as B and T.
+        # Several layouts have the same shape if sizes are equal, such as B and T.
         best, entry.chosen = measured[0]
         for other, second in measured[1:]:
             if not best.rms <= other.rms:
@@ -199,12 +203,12 @@ class Comparison:
         return entry is not None and not entry.last_only
 
     def value(self, name: str) -> Tensor:
-        """The candidate's array in float64."""
+        """Return the candidate's array in float64."""
         value = self._value(name).double()
-        return reaching(name, value) if name.startswith(GRADIENT) else value
+        return causal_part(name, value) if name.startswith(GRADIENT) else value
 
     def expected(self, name: str) -> Tensor:
-        """The golden array, at the positions that are compared."""
+        """Return the golden array at the positions that are compared."""
         expected = self.golden.read(name)
         if name in self.golden.taps:
             expected = cut(name, expected, len(expected), self.length)
@@ -221,7 +225,7 @@ class Comparison:
 
     @cached_property
     def _stored_as(self) -> str | None:
-        """The layout of the candidate's matrices, from those that are not square."""
+        """The layout of the candidate's matrices, as shown by those that are not square."""
         texts = [
             [x.text for x in entry.layouts]
             for name, entry in self.candidate.entries.items()
@@ -232,7 +236,7 @@ class Comparison:
 
     @cached_property
     def backward(self) -> Backward:
-        """The backward pass from the golden hidden states and the candidate's gradients."""
+        """The backward pass on the golden hidden states and the candidate's gradients."""
         golden = self.golden
 
         def known(tap: str) -> Tensor | None:
@@ -248,18 +252,18 @@ class Comparison:
         )
 
     def segment(self, tap: str) -> list[str]:
-        """The taps to compute from the candidate's own for a tap, itself included."""
+        """Return the taps to compute for a tap from the candidate's own ones, itself included."""
         return segment(tap, GPT2, self.weights.config.n_layer, self.known)
 
     def computed(self, names: Sequence[str]) -> Tensor | None:
-        """The last tap of a segment by GPT-2's formulas; None if a weight is not available."""
+        """Compute a segment by GPT-2's formulas; None if a weight is not available."""
         try:
             return run_segment(list(names), GPT2, self.weights, self.value)
         except MissingWeightError:
             return None
 
     def _local(self, name: str, within: bool) -> Difference | None:
-        """The difference of a tap from GPT-2's formula on the candidate's own arrays."""
+        """Measure the difference of a tap from GPT-2's formula on the candidate's own inputs."""
         n_layer = self.weights.config.n_layer
         if name.startswith(GRADIENT) and not within:
             return self._local_gradient(name)
@@ -267,7 +271,7 @@ class Comparison:
             return None
         names = self.segment(name)
         if "embed" in names and len(names) > 1:
-            return None  # it would be the whole model from the ids on
+            return None  # the segment would start at the ids, so the difference is not local
         expected = self.computed(names)
         if expected is None:
             return None
@@ -276,26 +280,26 @@ class Comparison:
         found = error(self.value(name), expected)
         judged = _judged(found, bound.own, largest, math.inf)
         if within and not judged.within:
-            # Only the accumulated difference decides.
+            # The accumulated difference alone determines the verdict.
             judged = replace(judged, bound=None, within=True)
         return judged
 
     def _local_gradient(self, name: str) -> Difference | None:
-        """The difference of a wrong gradient from that which follows from the later ones."""
+        """Measure the difference of a wrong gradient from the one that later gradients imply."""
         own = name.removeprefix(GRADIENT)
         readers = readers_of(own, self.weights.config)
         if not all(reader == LOSS or self.backward.known(reader) is not None for reader in readers):
             return None
         try:
             expected = self.backward.gradient(own)
-        except LookupError:  # a weight or a tap is not recorded
+        except LookupError:  # a weight or a tap was not recorded
             return None
         bound = self.bounds[name]
         return _judged(error(self.value(name), expected), bound.own, bound.rms, math.inf)
 
 
 def _judged(found: Error, own: float, largest: float, worst: float) -> Difference:
-    """A difference with the number that is nearest to its bound, or farthest above it."""
+    """Return the difference, with the error and the bound whose ratio is largest."""
     judged, bound = found.rms, largest
     if found.worst * largest > found.rms * worst:
         judged, bound = found.worst, worst

@@ -1,4 +1,4 @@
-"""What a golden file contains: its names, its metadata, and the meaning of every tap."""
+"""The contents of a golden file: names of arrays, metadata, and the meaning of every tap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compat.tap import BLOCK_TAPS, tap_names
 FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
 IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"
 WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
-# The rows and columns of the array `bound.NAME`.
+# The rows after the first, and the columns, of the array `bound.NAME`.
 HALF = (torch.float16, torch.bfloat16)
 COLUMNS = ("own", "rms", "worst", "local")
 
@@ -48,7 +48,7 @@ MEANING = {
 
 
 def sizes_of(config: GPT2Config, B: int, T: int) -> dict[str, int]:
-    """The size of every axis of a tap for ids (B, T)."""
+    """Return the size of every axis of a tap for ids (B, T)."""
     return {
         "B": B, "T": T, "S": T, "C": config.n_embd, "H": config.n_head, "D": config.d_head,
         "F": config.d_inner, "V": config.vocab_size,
@@ -56,20 +56,20 @@ def sizes_of(config: GPT2Config, B: int, T: int) -> dict[str, int]:
 
 
 def shape_of(tap: str, config: GPT2Config, B: int, T: int) -> tuple[int, ...]:
-    """The shape of a tap for ids (B, T)."""
+    """Return the shape of a tap for ids (B, T)."""
     return tuple(sizes_of(config, B, T)[axis] for axis in axes_of(tap).split())
 
 
 def axes_of(tap: str) -> str:
-    """The axes of a tap, such as "B T C"."""
+    """Return the axes of a tap, such as "B T C"."""
     return AXES.get(split_name(tap)[1], "B T C")
 
 
 def select_taps(pattern: str, n_layer: int) -> list[str]:
-    """The taps that "all", "layers" or patterns such as "h.0.*,logits" select.
+    """Return the taps that "all", "layers" or patterns such as "h.0.*,logits" select.
 
     Raises:
-        ParityError: a pattern selects none.
+        ParityError: a pattern does not match any tap.
     """
     names = tap_names(n_layer)
     if pattern == "all":
@@ -89,9 +89,10 @@ def select_taps(pattern: str, n_layer: int) -> list[str]:
 
 
 def checkpoint_hash(checkpoint: Checkpoint) -> str:
-    """The SHA-256 of all tensors, independent of the file format.
+    """Return the SHA-256 of all tensors, which does not depend on the file format.
 
-    Hashed are, in alphabetical order of the names: name, data type, shape and bytes of each tensor.
+    The name, data type, shape and bytes of each tensor are hashed, in alphabetical order of the
+    names.
     """
     digest = hashlib.sha256()
     for name in sorted(checkpoint.infos):
@@ -111,7 +112,7 @@ def metadata_of(
     taps: Iterable[str],
     notes: list[str],
 ) -> dict[str, Any]:
-    """What the header of a golden file says."""
+    """Return the metadata for the header of a golden file."""
     name = str(dtype).removeprefix("torch.")
     return {
         "format": FORMAT,

@@ -1,7 +1,7 @@
-"""Deviations of one piece: what a wrong implementation computes in place of GPT-2's formula.
+"""Deviations of one piece: what a wrong implementation computes instead of GPT-2's formula.
 
-Each is a hypothesis: a code, and one piece of GPT-2 or several with a change. `diagnose` runs it on
-the candidate's own arrays. The codes and messages are those of `adapt`, or in `codes`.
+Each deviation is a hypothesis: a code, and one or more pieces of GPT-2 with a change. `diagnose`
+runs it on the candidate's own arrays. The codes and messages are those of `adapt` or of `codes`.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ ORDERS = ("kqv", "qvk", "vkq", "kvq", "vqk")
 CODE_OF_ORDER = {"kqv": "qk_swapped", "qvk": "kv_swapped"}
 SPLIT = "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)"
 SPLIT_FIRST = f"{SPLIT}; then split each into heads"
-UNSHARED = "k and v have as many heads as q: do not repeat them."
-NEIGHBOURS = ((1, "before"), (-1, "after"))  # how far each token's value is moved
+UNSHARED = "Use as many heads of k and v as of q, and do not repeat any."
+NEIGHBOURS = ((1, "before"), (-1, "after"))  # by how many tokens the values are shifted
 Values = dict[str, Any]
 Codes = list[tuple[str, Values]]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What the candidate may compute instead.
+    """A computation that the candidate may perform instead of GPT-2's.
 
     Args:
-        codes: the deviations, with the values of their texts.
-        pieces: those that are replaced, by the name of their tap.
-        fix: replaces the fix of the first code.
+        codes: the deviations, each with the values for the placeholders of its message and fix.
+        pieces: the replaced pieces, by the name of their tap.
+        fix: replaces the fix of the first code, if it is not None.
     """
 
     codes: Codes
@@ -76,7 +76,7 @@ class Hypothesis:
 def one(
     code: str, pieces: Mapping[str, Piece], fix: str | None = None, /, **values: Any
 ) -> Hypothesis:
-    """A hypothesis with one code and the values of its texts."""
+    """Return a hypothesis with one code and the values for its placeholders."""
     return Hypothesis([(code, values)], pieces, fix)
 
 
@@ -85,13 +85,13 @@ class Situation:
     """A tap of the candidate that does not follow from the taps before it.
 
     Args:
-        weights: for the pieces.
-        tap: such as "h.3.act".
-        layer: its layer.
+        weights: the weights of the pieces.
+        tap: the name of the tap, such as "h.3.act".
+        layer: the layer of the tap.
         found: the candidate's array.
-        inputs: the candidate's inputs of the piece that ends at the tap, by tap name without the
-            layer; empty if it lacks one.
-        moved: the block whose weights other pieces of the layer use, if it is not their own.
+        inputs: the candidate's inputs of the piece that computes the tap, by tap name without the
+            layer; empty if one of them is missing.
+        moved: the block whose weights other pieces of the layer use, or None if they use their own.
     """
 
     weights: Weights
@@ -107,10 +107,10 @@ GENERATORS: dict[str, list[tuple[Generator, bool]]] = {}
 
 
 def about(*names: str, needs_inputs: bool = False) -> Callable[[Generator], Generator]:
-    """Register hypotheses about the pieces that end at these taps.
+    """Register a generator of hypotheses about the pieces that compute these taps.
 
     Args:
-        names: of the taps, without the layer.
+        names: the names of the taps, without the layer.
         needs_inputs: whether the hypotheses are derived from the inputs of the piece.
     """
 
@@ -123,7 +123,7 @@ def about(*names: str, needs_inputs: bool = False) -> Callable[[Generator], Gene
 
 
 def hypotheses(name: str, situation: Situation) -> Iterator[Hypothesis]:
-    """Everything that is known to go wrong in the piece that ends at a tap."""
+    """Yield the known deviations of the piece that computes a tap."""
     for generator, needs_inputs in GENERATORS.get(name, []):
         if situation.inputs or not needs_inputs:
             yield from generator(situation)
@@ -138,7 +138,7 @@ def embeddings(s: Situation) -> Iterator[Hypothesis]:
     root, positions = math.sqrt(config.n_embd), torch.arange(T)
 
     def embedded(run: Callable[..., Tensor]) -> Pieces:
-        """The token embeddings (B, T, C) and the position embeddings (T, C) put together."""
+        """Replace the sum of the token embeddings (B, T, C) and position embeddings (T, C)."""
         return {"embed": Piece((), lambda w, i: run(w[TOKENS], w["wpe.weight"][:T]))}
 
     yield one("no_pos", embedded(lambda tokens, wpe: tokens))
@@ -165,7 +165,7 @@ def embeddings(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _sinusoids(T: int, C: int) -> Iterator[Tensor]:
-    """The fixed position embeddings of Vaswani et al. 2017, §3.5, in two orders of channels."""
+    """Yield the fixed position embeddings of Vaswani et al. 2017, §3.5, in two channel orders."""
     rates = 10000 ** (-torch.arange(0, C, 2, dtype=torch.float64) / C)
     angles = torch.arange(T, dtype=torch.float64)[:, None] * rates
     yield torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :C]
@@ -193,7 +193,7 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
         other = [("eps_value", values)] if found != eps else []
         if other:
             yield Hypothesis(other, by(plain))
-            if len(kinds) > 1:  # in the whole model, only one deviation at a time is tried
+            if len(kinds) > 1:  # in long segments, only one deviation at a time is tried
                 continue
         yield Hypothesis([("unbiased_var", {}), *other], by(unbiased))
         yield one("eps_outside_sqrt", by(outside), **values)
@@ -217,8 +217,8 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
     if in_blocks:
         missing = {kind: _identity(*GPT2[kind].inputs) for kind in in_blocks}
         yield one("missing_ln", missing, tensors=name)
-        fix = "Load the weights of ln_1 into the norm before attention, and ln_2 before the MLP."
-        yield one("swapped_ln", each(in_blocks, _of_other_norm), fix)
+        fix = "Load ln_1 into the norm before attention, and ln_2 into the norm before the MLP."
+        yield one("swapped_ln", each(in_blocks, _with_parameters_of_other_norm), fix)
 
 
 def _identity(tap: str) -> Piece:
@@ -229,8 +229,8 @@ def _twice(piece: Piece) -> Piece:
     return Piece(piece.inputs, lambda w, i, x: piece.run(w, i, piece.run(w, i, x)))
 
 
-def _of_other_norm(piece: Piece) -> Piece:
-    """A norm of a block with the weight and the bias of the other one."""
+def _with_parameters_of_other_norm(piece: Piece) -> Piece:
+    """Replace the weight and bias of a block's norm by those of its other norm."""
     other = {"ln_1": "ln_2", "ln_2": "ln_1"}
     return piece.renamed(lambda name: re.sub("ln_[12]", lambda match: other[match[0]], name))
 
@@ -241,7 +241,7 @@ def _normalized(axis: int, eps: float, x: Tensor) -> Tensor:
 
 
 def _fitted_eps(s: Situation) -> list[float]:
-    """The eps with which the candidate's norm follows from its input, in four kinds of norms."""
+    """Fit the eps with which the candidate's norm follows from its input, for four formulas."""
     if not s.inputs:
         return []
     [x] = s.inputs.values()
@@ -288,24 +288,24 @@ def qkv(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _in_order(order: str) -> tuple[str, Values]:
-    """The deviation of q, k and v in another order."""
+    """Return the deviation that q, k and v are in another order, with its values."""
     found = f"{order[0]}, {order[1]} and {order[2]}"
     return CODE_OF_ORDER.get(order, "qkv_order"), {"found": found}
 
 
 def _by_head(config: GPT2Config, x: Tensor) -> Tensor:
-    """q, k and v side by side, read as those of the first head, then of the second, and so on."""
+    """Reorder concatenated q, k and v as if they were stored head by head."""
     heads = x.view(*x.shape[:-1], config.n_head, 3, config.d_head)
     return heads.transpose(-3, -2).flatten(-3)
 
 
 def _with_heads_changed(change: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
-    """Queries or keys whose heads (B, H, T, D) are changed."""
+    """Apply a change to the heads (B, H, T, D) of the queries or keys."""
     return piece.then(lambda w, q: merge_heads(change(split_heads(w, q))))
 
 
 def _rotated(x: Tensor, halves: bool) -> Tensor:
-    """Rotary position embeddings, of halves as in GPT-NeoX or of neighbours as in GPT-J."""
+    """Apply rotary position embeddings, to halves as in GPT-NeoX or to pairs as in GPT-J."""
     D = x.shape[-1] // 2 * 2
     rates = 10000 ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * rates
@@ -316,7 +316,7 @@ def _rotated(x: Tensor, halves: bool) -> Tensor:
 
 @about("probs", "heads")
 def reading_of_qkv(s: Situation) -> Iterator[Hypothesis]:
-    """Right q, k and v side by side, which attention divides in another way."""
+    """The arrays q, k and v are right, but attention splits their concatenation differently."""
     config = s.weights.config
 
     def pieces(divide: Callable[..., Sequence[Tensor]]) -> Pieces:
@@ -366,10 +366,10 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
                 # Without q and k, only one deviation at a time is tried.
                 if codes and (s.inputs or len(codes) == 1):
                     yield Hypothesis(codes, {"probs": pattern(by_formula(formula))})
-                    if not allowed.any(-1).all():  # a query without a key has no weights
+                    if not allowed.any(-1).all():  # some query attends to no key
                         blind = pattern(by_formula(formula, blind=0.0))
                         yield Hypothesis(codes, {"probs": blind})
-    # One more key, whose score is 0.
+    # An additional key with the score 0.
     plus_one = pattern(lambda x, usual: F.pad(masked(x, usual), (1, 0)).softmax(-1)[..., 1:])
     found = "1 is added to the sum of exponentials"
     yield one("other_softmax", {"probs": plus_one}, found=found)
@@ -402,7 +402,7 @@ def _distinct(masks: list[Tensor]) -> list[Tensor]:
 
 
 def by_formula(formula: AttentionFormula, blind: float | None = None) -> Softmax:
-    """A softmax by a formula; `blind` is the weight of every key where a query has no key."""
+    """Return a softmax by a formula; a query without keys has the probability `blind` for all."""
 
     def softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
         T = scores.shape[-1]
@@ -415,7 +415,7 @@ def by_formula(formula: AttentionFormula, blind: float | None = None) -> Softmax
 
 
 def masked(scores: Tensor, usual: AttentionFormula) -> Tensor:
-    """Scores with GPT-2's scale, of which those of later keys are −∞."""
+    """Apply GPT-2's scale, and set the scores of later keys to −∞."""
     return (scores * usual.scale).masked_fill(~usual.allowed, -math.inf)
 
 
@@ -428,11 +428,11 @@ def _with_hidden_lowered(value: float, scores: Tensor, usual: AttentionFormula) 
     return torch.where(usual.allowed, scaled, scaled + value).softmax(-1)
 
 
-# How heads are divided: (B, T, C) → (B, H, T, D).
+# Other ways to split heads: (B, T, C) → (B, H, T, D).
 
 
 def _moved(shift: int, w: Weights, x: Tensor) -> Tensor:
-    """Every token has the values of the one before it, or after it; zeros at the end."""
+    """Shift the heads along the tokens, and fill with zeros."""
     empty = torch.zeros_like(x[:, :1])
     moved = torch.cat([empty, x[:, :-1]] if shift > 0 else [x[:, 1:], empty], dim=1)
     return split_heads(w, moved)
@@ -447,13 +447,13 @@ def _interleaved(w: Weights, x: Tensor) -> Tensor:
 
 
 def _unsplit(w: Weights, x: Tensor) -> Tensor:
-    """Without a transpose."""
+    """Split the heads without a transpose."""
     B, T, C = x.shape
     return x.reshape(B, w.config.n_head, T, C // w.config.n_head)
 
 
 def _shared_heads(config: GPT2Config) -> Iterator[tuple[Tensor, Values]]:
-    """Which head of k and v each head of q may use, where heads share them."""
+    """Yield the head of k and v that each head of q may use if heads share them."""
     H = config.n_head
     heads = torch.arange(H)
     for groups in (g for g in range(1, H) if H % g == 0):
@@ -463,7 +463,7 @@ def _shared_heads(config: GPT2Config) -> Iterator[tuple[Tensor, Values]]:
 
 
 def _fitted_scale(probs: Tensor, scores: Tensor) -> float | None:
-    """The factor of the scores, by least squares from the logarithms of probabilities."""
+    """Fit the scale of the scores to the logarithms of the probabilities by least squares."""
     T = probs.shape[-1]
     used = (probs > 1e-6) & torch.ones(T, T, dtype=torch.bool).tril()
     count = used.sum(-1, keepdim=True)
@@ -480,8 +480,8 @@ def _fitted_scale(probs: Tensor, scores: Tensor) -> float | None:
 def _fitted_mask_values(
     probs: Tensor, scores: Tensor, formula: AttentionFormula
 ) -> Iterator[float]:
-    """The value to which hidden scores were set, or that was added to them."""
-    logs = probs[..., 0, :].clamp(min=1e-300).log()  # the first query sees only itself
+    """Fit the value to which masked scores were set, or that was added to them."""
+    logs = probs[..., 0, :].clamp(min=1e-300).log()  # the first query attends to itself only
     scaled = scores[..., 0, :] * formula.scale
     if (probs[..., 0, 1:] > 1e-12).all():
         yield round((logs - logs[..., :1] + scaled[..., :1])[..., 1:].mean().item(), 4)
@@ -491,7 +491,7 @@ def _fitted_mask_values(
 def _codes_of(
     formula: AttentionFormula, usual: AttentionFormula, weights: Weights
 ) -> list[tuple[str, Values]]:
-    """The deviations of a formula of attention."""
+    """Return the deviations of an attention formula from the usual one."""
     config, T = weights.config, len(usual.allowed)
     codes: list[tuple[str, Values]] = []
     allowed, scale = formula.allowed, formula.scale
@@ -540,7 +540,7 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     config = s.weights.config
 
     def together(probs: Piece, heads: Piece) -> Pieces:
-        """Both steps of attention, from q, k and v."""
+        """Replace both steps of attention: `heads` from q, k and v."""
 
         def run(w: Weights, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return heads.run(w, i, probs.run(w, i, q, k), v)
@@ -627,7 +627,7 @@ def activations(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _leaky_slope(s: Situation) -> float | None:
-    """The slope of the activation for negative values, if it is one."""
+    """Measure the slope of the activation for negative inputs."""
     if not s.inputs or not (negative := s.inputs["fc"] < -0.1).any():
         return None
     return float(f"{(s.found[negative] / s.inputs['fc'][negative]).median().item():.3g}")
@@ -712,16 +712,16 @@ def unit_weights(piece: Piece) -> Piece:
 
 
 def reshaped(piece: Piece) -> Piece:
-    """A piece that reads the memory of its matrix [in, out] as [out, in]."""
+    """Reinterpret the memory of a piece's matrix [in, out] as [out, in]."""
     return piece.with_weights(lambda name, x: x.reshape(x.shape[::-1]).T if x.ndim == 2 else x)
 
 
 @about("embed", "v", "attn", "mlp")
 def processed_weights(s: Situation) -> Iterator[Hypothesis]:
-    """What TransformerLens makes of a checkpoint by default (`load_and_process_state_dict`)."""
+    """The default weight processing of TransformerLens (`load_and_process_state_dict`)."""
 
     def value_bias(w: Weights, i: int) -> Tensor:
-        """The bias of the values, with what the bias of the norm adds to them."""
+        """Return the bias of the values, plus the projected bias of the norm."""
         return GPT2["v"].run(w, i, w[f"h.{i}.ln_1.bias"])
 
     def unbiased(w: Weights, i: int, x: Tensor) -> Tensor:
@@ -735,7 +735,7 @@ def processed_weights(s: Situation) -> Iterator[Hypothesis]:
     for tap, piece in (
         ("embed", GPT2["embed"]), ("attn", Piece(("heads",), biased)), ("mlp", GPT2["mlp"])
     ):  # fmt: skip
-        found = "the channels of what is written to the residual stream have the mean 0"
+        found = "what is added to the residual stream has the mean 0 over its channels"
         centred = piece.then(lambda w, x: _centred(x))
         yield one("processed_weights", {tap: centred}, found=found)
 
@@ -745,7 +745,7 @@ def processed_weights(s: Situation) -> Iterator[Hypothesis]:
 
 @about(*PRODUCTS)
 def low_precision(s: Situation) -> Iterator[Hypothesis]:
-    """Products of matrices whose factors are rounded first, as GPUs and TPUs do by default."""
+    """Matrix products whose operands are rounded first, as on GPUs and TPUs by default."""
     fix = (
         "Compute products in float32: torch.backends.cuda.matmul.allow_tf32 = False, or "
         'jax.config.update("jax_default_matmul_precision", "highest")'
@@ -753,29 +753,29 @@ def low_precision(s: Situation) -> Iterator[Hypothesis]:
     for found, bits in (("TF32", 10), ("bfloat16", 7)):
         for to_integer in (torch.round, _ties_away, torch.trunc):
             narrow = partial(_with_mantissa, bits, to_integer)
-            pieces = each(PRODUCTS, partial(_of_rounded_factors, narrow))
+            pieces = each(PRODUCTS, partial(_with_rounded_operands, narrow))
             yield one("low_precision", pieces, fix, found=found, expected="float32")
     matrices = [name for name in PRODUCTS if name not in ("probs", "heads")]
     for bits, axis, size, scope in (
         (8, None, 0, "one scale"),
-        (8, 0, 0, "a scale for each output"),
-        (8, 1, 0, "a scale for each input"),
-        *((b, 1, n, f"a scale for {n} inputs") for b in (8, 4) for n in (32, 64, 128)),
+        (8, 0, 0, "one scale for each output"),
+        (8, 1, 0, "one scale for each input"),
+        *((b, 1, n, f"one scale for each {n} inputs") for b in (8, 4) for n in (32, 64, 128)),
     ):
-        change = partial(_of_few_bits, bits, axis, size)
+        change = partial(_quantized, bits, axis, size)
         pieces = each(matrices, lambda piece, change=change: piece.with_weights(change))
         yield one("quantized_weights", pieces, found=scope, bits=bits)
 
 
-def _of_few_bits(bits: int, axis: int | None, size: int, name: str, tensor: Tensor) -> Tensor:
-    """A matrix that is rounded to integers times a scale.
+def _quantized(bits: int, axis: int | None, size: int, name: str, tensor: Tensor) -> Tensor:
+    """Quantize a matrix to integers times a scale, and return the dequantized matrix.
 
     Args:
-        bits: of an integer.
-        axis: of [in, out], along which the weights share a scale; None if all do.
-        size: the number of inputs that share a scale; 0 stands for a whole axis.
-        name: of the tensor.
-        tensor: of the checkpoint, any.
+        bits: the width of the integers.
+        axis: the axis of [in, out] along which weights share a scale; None if all weights do.
+        size: the number of inputs that share a scale, or 0 for the whole axis.
+        name: the name of the tensor.
+        tensor: a tensor of the checkpoint; vectors are returned unchanged.
     """
     if tensor.ndim != 2:
         return tensor
@@ -789,13 +789,13 @@ def _of_few_bits(bits: int, axis: int | None, size: int, name: str, tensor: Tens
     return rounded.mT if is_head else rounded
 
 
-def _of_rounded_factors(narrow: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
+def _with_rounded_operands(narrow: Callable[[Tensor], Tensor], piece: Piece) -> Piece:
     narrowed = piece.before(lambda w, x: narrow(x))
     return narrowed.with_weights(lambda name, x: narrow(x) if x.ndim == 2 else x)
 
 
 def _with_mantissa(bits: int, to_integer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Numbers with a mantissa of so many bits."""
+    """Round numbers to a mantissa of `bits` bits."""
     mantissa, exponent = torch.frexp(x)
     factor = 2.0 ** (bits + 1)
     return torch.ldexp(to_integer(mantissa * factor) / factor, exponent)

@@ -1,4 +1,4 @@
-"""Naming the deviations of a candidate: which piece is wrong, and what it computes instead."""
+"""Diagnosis of a candidate: which piece is wrong, and what it computes instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compat.golden_files.bounds import error
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import DECODE_IDS, DECODE_LOGITS, GRADIENT, LOSS
 from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
-from compat.golden_files.gradient_deviations import Case, Proposal, loss_values, proposals
+from compat.golden_files.gradient_deviations import Proposal, WrongGradient, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -37,20 +37,20 @@ from compat.tap import tap_names
 if TYPE_CHECKING:
     from compat.golden_files.check import Comparison
 
-# A hypothesis is accepted with an error of SLACK times the bound, or if it explains the difference
-# but for one part in EXPLAINED: some formulas amplify rounding errors more than GPT-2's.
+# A hypothesis is accepted if its error is at most SLACK times the bound, or at most 1/EXPLAINED of
+# the difference: some formulas amplify rounding errors more than GPT-2's.
 SLACK, EXPLAINED = 2.0, 100.0
-# It also has to make the difference smaller by this factor, so that rounding is not named.
+# It also has to reduce the difference by this factor, so that rounding errors are not explained.
 LEAST = 2.0
-# A piece of more than LONG taps is computed in float32 for a part of the ids. GPT-2 is causal, so
-# that a prefix is enough for hypotheses about pieces that compute each token from earlier ones.
+# A segment of more than LONG taps is computed in float32 for a part of the ids. GPT-2 is causal, so
+# a prefix is sufficient for hypotheses about pieces that compute each token from earlier ones.
 LONG, PREFIX = 16, (2, 32)
 ACROSS_TOKENS = {"embed", "probs", "heads"}
-# The pieces in which ports deviate most often, which are tried first where that takes long.
+# The pieces in which ports deviate most often. They are tried first in long segments.
 MOST_FREQUENT = "act ln_f embed logits probs attn resid_mid q "
 JOINED = ("tensors", "part", "pairs")  # values that differ between the layers of one finding
 SHOWN = 6  # tensors in a message
-PROBED = 16  # values with which a tap is searched among the others
+PROBED = 16  # values that are compared first in the search for an array's tap
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Named:
     """A deviation at one tap.
 
     Args:
-        tap: where it was found.
-        code: of the deviation.
-        values: for the placeholders of its texts.
-        evidence: a sentence.
-        fix: replaces the fix of the code.
+        tap: the tap at which it was found.
+        code: the code of the deviation.
+        values: the values for the placeholders of the code's message and fix.
+        evidence: the sentence that confirms it.
+        fix: replaces the fix of the code, if it is not None.
     """
 
     tap: str
@@ -73,16 +73,16 @@ class Named:
 
 
 def diagnose(comparison: Comparison, results: Sequence[TapResult]) -> list[Finding]:
-    """The deviations that explain the differences, in execution order."""
+    """Find the deviations that explain the differences, in execution order."""
     taps = set(tap_names(comparison.weights.config.n_layer))
     forward = [result for result in results if result.tap in taps]
     search, found = _Search(comparison, forward), list[Named]()
     failing = [result for result in forward if not result.accumulated.within]
     for result in failing:
-        # Otherwise the arrays before it are wrong already.
+        # A tap whose piece is right differs only because of earlier taps.
         if not result.local.within if result.local is not None else not found:
             found += search.explain(result)
-    if not failing:  # otherwise wrong steps and gradients are a consequence
+    if not failing:  # otherwise wrong decode steps and gradients are a consequence
         for result in results:
             if not (result.accumulated.within or (result.local and result.local.within)):
                 found += _wrong_gradient_or_step(comparison, result, found)
@@ -90,7 +90,7 @@ def diagnose(comparison: Comparison, results: Sequence[TapResult]) -> list[Findi
     return [_finding(group, compared) for group in _groups(found)]
 
 
-# Gradients and steps through a KV cache, of a right forward pass
+# Gradients and decode steps of a candidate whose forward pass is right
 
 
 def _wrong_gradient_or_step(
@@ -100,7 +100,7 @@ def _wrong_gradient_or_step(
         return [_wrong_loss(comparison)]
     if result.tap == DECODE_LOGITS:
         return [_wrong_steps(comparison, result)]
-    # Without the later gradients, only the first wrong one is certainly no consequence.
+    # If later gradients are unknown, all but the first wrong one may be its consequences.
     only = before[0].code if before and result.local is None else None
     return _wrong_gradient(comparison, result, only)
 
@@ -108,7 +108,7 @@ def _wrong_gradient_or_step(
 def _first_within(
     tap: str, value: Tensor, proposals: Iterable[Proposal], limit: float, evidence: str
 ) -> Named | None:
-    """The first proposal that is as near to an array as `limit`; `evidence` says how near."""
+    """Return the first proposal whose difference from an array is at most `limit`."""
     for proposal in proposals:
         if (reached := error(value, proposal.value).rms) <= limit:
             return Named(tap, proposal.code, proposal.values, evidence.format(reached))
@@ -116,11 +116,11 @@ def _first_within(
 
 
 def _wrong_loss(c: Comparison) -> Named:
-    # The logits are right here. Those of the reference are at all positions.
+    # The candidate's logits are right, but unlike the reference's they may lack positions.
     recorded = "logits" in c.golden.arrays
     logits = c.golden.read("logits").double() if recorded else c.value("logits")
     proposals, limit = loss_values(logits, c.golden.ids), SLACK * c.bounds[LOSS].rms
-    evidence = "the difference from that is {:.1g} of it"
+    evidence = "the relative difference from that is {:.1g}"
     fix = "loss = cross_entropy(logits[:, :-1], ids[:, 1:])"
     return _first_within(LOSS, c.value(LOSS), proposals, limit, evidence) or Named(
         LOSS, "unexplained", {"found": "the loss does not follow from the logits"}, "", fix
@@ -134,36 +134,36 @@ def _wrong_steps(c: Comparison, result: TapResult) -> Named:
     first = next((n for n, found in enumerate(each) if not found <= bound), 0)
     step = {"step": f"decode.logits[:, {first}]"}
     limit = max(SLACK * bound, result.accumulated.rel_rms / EXPLAINED)
-    evidence = "the difference from such steps is {:.1g} of their RMS"
+    evidence = "the difference from such steps is {:.1g} of the RMS of the logits"
     try:
         proposals = step_logits(c.golden_weights, c.golden.read(DECODE_IDS), step)
         if named := _first_within(DECODE_LOGITS, value, proposals, limit, evidence):
             return named
         evidence = ""
     except MissingWeightError:
-        evidence = "known deviations of a cache were not tried: pass the checkpoint with --model"
-    found = f"the difference is {each[first]:.2g} of the RMS of its logits"
+        evidence = "common mistakes of a KV cache were not tried: pass the checkpoint with --model"
+    found = f"the difference is {each[first]:.2g} of the RMS of the logits"
     return Named(DECODE_LOGITS, "kv_cache", {**step, "found": found}, evidence)
 
 
 def _wrong_gradient(c: Comparison, result: TapResult, only: str | None) -> list[Named]:
-    """What a gradient holds instead; deviations of one code if `only` is one."""
+    """Find the deviation that explains a wrong gradient; of the code `only`, if it is not None."""
     name, value = result.tap.removeprefix(GRADIENT), c.value(result.tap)
     plain = (result.local or result.accumulated).error
     limit = max(SLACK * c.bounds[result.tap].rms, plain / EXPLAINED)
     try:
         expected = c.backward.gradient(name)
-    except LookupError:  # a weight or a tap is not recorded
+    except LookupError:  # a weight or a tap was not recorded
         expected = c.golden.read(result.tap).double()
-    tried = proposals(Case(c.backward, name, value, expected), only)
+    tried = proposals(WrongGradient(c.backward, name, value, expected), only)
     evidence = "the difference from that is {:.1g} of its RMS"
     if named := _first_within(result.tap, value, tried, limit, evidence):
         return [named]
     if only is not None:
         return []
-    found = f"the gradient of {name} does not follow from those of "
+    found = f"the gradient of {name} does not follow from the gradients of "
     found += listed(readers_of(name, c.weights.config))
-    fix = f"Compare the backward pass at {name} with GPT-2's."
+    fix = f"Compare your backward pass at {name} with GPT-2's."
     evidence = f"the difference is {plain:.2g} of its RMS"
     return [Named(result.tap, "unexplained", {"found": found}, evidence, fix)]
 
@@ -177,13 +177,13 @@ class _Search:
     def __init__(self, comparison: Comparison, results: Sequence[TapResult]) -> None:
         self.comparison = comparison
         self.n_layer = comparison.weights.config.n_layer
-        self.first: dict[str, Hypothesis] = {}  # the last one that explained a tap of this name
+        self.first: dict[str, Hypothesis] = {}  # by name of the tap: the last one that was accepted
         self.compared = [result.tap for result in results]
         self.agreeing = [result.tap for result in results if result.accumulated.within]
-        self.moved: dict[int, int] = {}  # layers that use the weights of another one
+        self.moved: dict[int, int] = {}  # the layer whose weights a layer uses instead of its own
 
     def explain(self, result: TapResult) -> list[Named]:
-        """What happens between a tap and the candidate's taps before it."""
+        """Find the deviations between a tap and the candidate's taps before it."""
         tap, c = result.tap, self.comparison
         value = c.value(tap)
         names, bound = c.segment(tap), c.bounds[tap]
@@ -207,8 +207,8 @@ class _Search:
         )
         if readers := self._readers(tap):
             evidence += (
-                f"; {readers[0]} agrees nevertheless, so that the array may have been recorded at "
-                "another place than it was computed"
+                f"; {readers[0]} agrees nevertheless, so only the recorded array may be wrong, and "
+                "not the computation"
             )
         return [
             Named(tap, code, _in_layer(values, tap), evidence, None if number else hypothesis.fix)
@@ -218,18 +218,18 @@ class _Search:
     def _best(
         self, tap: str, names: Sequence[str], value: Tensor, limit: float, enough: float
     ) -> tuple[Hypothesis, float] | None:
-        """The hypothesis that explains a tap where it is finite, and its error.
+        """Return the hypothesis that explains the finite values of a tap, and its error.
 
         Args:
-            tap: of the candidate.
-            names: its segment.
-            value: the tap.
+            tap: the name of the tap.
+            names: the segment of the tap.
+            value: the candidate's array.
             limit: the largest error that is accepted.
-            enough: an error with which the search ends.
+            enough: the error at which the search ends early.
         """
         kind = split_name(tap)[1]
         tried = self._hypotheses(tap, names, value)
-        if (same := self.first.get(kind)) is not None:  # as in the layers before
+        if (same := self.first.get(kind)) is not None:  # accepted in an earlier layer
             tried = chain([same], tried)
         accepted: list[tuple[float, int, Hypothesis]] = []
         for number, hypothesis in enumerate(tried):
@@ -241,14 +241,14 @@ class _Search:
             reached = error(part.masked_fill(broken, 0), computed.masked_fill(broken, 0)).rms
             if reached <= limit:
                 accepted.append((reached, number, hypothesis))
-                # Formulas of norms can be close to each other, so that all are tried once.
+                # Formulas of norms can give close results, so all of them are tried.
                 if reached <= enough and ("ln_" not in tap or hypothesis is same):
                     break
         if not accepted:
             return None
         smallest = min(accepted, key=lambda entry: entry[0])[0]
         near = [entry for entry in accepted if entry[0] <= 1.2 * smallest]
-        usual = [h.codes for h in self.first.values()]  # of norms that cannot tell them apart
+        usual = [h.codes for h in self.first.values()]  # decides between close formulas of norms
         reached, _, hypothesis = min(
             near, key=lambda e: (e[2].codes not in usual, len(e[2].codes), e[1])
         )
@@ -256,7 +256,7 @@ class _Search:
         return hypothesis, reached
 
     def _hypotheses(self, tap: str, names: Sequence[str], value: Tensor) -> Iterator[Hypothesis]:
-        """Those about the pieces of a segment, nearest to the tap first."""
+        """Yield the hypotheses about the pieces of a segment, starting with the last piece."""
         kinds = list(dict.fromkeys(split_name(name)[1] for name in reversed(names)))
         if len(names) > LONG:
             kinds.sort(key=lambda kind: MOST_FREQUENT.find(kind) % len(MOST_FREQUENT))
@@ -268,7 +268,7 @@ class _Search:
             yield from hypotheses(kind, situation)
 
     def _run(self, tap: str, hypothesis: Hypothesis, long: bool) -> Tensor | None:
-        """The tap under a hypothesis; None if it cannot be computed or is not affected."""
+        """Compute the tap under a hypothesis; None if that fails or does not affect the tap."""
         c, pieces = self.comparison, {**GPT2, **hypothesis.pieces}
         names = segment(tap, pieces, self.n_layer, c.known)
         if not {split_name(name)[1] for name in names} & hypothesis.pieces.keys():
@@ -285,11 +285,11 @@ class _Search:
 
         try:
             return run_segment(names, pieces, weights, known).double()
-        except (MissingWeightError, LookupError, RuntimeError):  # such as shapes that do not fit
+        except (MissingWeightError, LookupError, RuntimeError):  # for example mismatched shapes
             return None
 
     def _sources(self, tap: str, names: Sequence[str]) -> str:
-        """The candidate's taps from which a segment starts."""
+        """Return the candidate's taps from which a segment is computed, as text."""
         return listed(self._inputs(names)) or "the ids"
 
     def _inputs(self, names: Sequence[str]) -> list[str]:
@@ -299,7 +299,7 @@ class _Search:
         return list(dict.fromkeys(inputs))
 
     def _elsewhere(self, tap: str, value: Tensor) -> Named | None:
-        """A golden tap of another name that the array holds."""
+        """Check whether the array contains the values of another golden tap."""
         c = self.comparison
         for other in c.golden.taps:
             if other == tap or c.golden.arrays[other].shape != c.golden.arrays[tap].shape:
@@ -314,16 +314,16 @@ class _Search:
         return None
 
     def _altered(self, tap: str, names: Sequence[str], value: Tensor, limit: float) -> Named | None:
-        """A factor, a dropout or a shift between the array and what it should hold."""
+        """Check whether the array differs by a factor, by dropout, by zeros or by a time shift."""
         expected = self.comparison.computed(names)
         if expected is None:
             expected = self.comparison.expected(tap).double()
         if expected.shape != value.shape:
             return None
         if (factor := _factor(value, expected)) and _is(value, factor * expected, 2 * limit):
-            evidence = f"the rest is {error(value, factor * expected).rms:.1g} of it"
+            evidence = f"the remaining error is {error(value, factor * expected).rms:.1g} of it"
             code = "scaled_logits"
-            if tap != "logits":  # what follows is right if only the recorded array has a factor
+            if tap != "logits":  # later taps agree if only the recorded array has the factor
                 followed = any(tap in inputs_of(n, GPT2, self.n_layer) for n in self.compared)
                 wrong = followed and not self._readers(tap)
                 code = "extra_factor" if wrong else "scaled_tap"
@@ -332,7 +332,7 @@ class _Search:
         share = 1 - kept.double().mean().item()
         if 0 < share < 0.9 and (factor := _factor(value[kept], expected[kept])):
             if _is(value, factor * expected * kept, 2 * limit):
-                evidence = f"{share:.0%} of the values are 0, and the others {factor:.3g} times it"
+                evidence = f"{share:.0%} of the values are 0, the others {factor:.3g} times GPT-2's"
                 if abs(factor - 1) > 1e-3:
                     return Named(tap, "dropout_always_on", {}, evidence)
                 values = {"found": self._zeroed(tap, ~kept), "tensors": tap}
@@ -350,10 +350,10 @@ class _Search:
         return None
 
     def _zeroed(self, tap: str, zeros: Tensor) -> str:
-        """What is 0 everywhere, as the subject of a sentence."""
+        """Return the heads, channels or positions that are 0, as the subject of a sentence."""
         kind, heads = split_name(tap)[1], zeros.new_zeros(1)
         if kind == "probs":
-            heads = zeros[:, :, -1].all(-1).all(0)  # (H,); the last query sees all keys
+            heads = zeros[:, :, -1].all(-1).all(0)  # (H,); the last query attends to all keys
         elif kind in ("q", "k", "v", "heads"):
             n_head = self.comparison.weights.config.n_head
             heads = zeros.view(*zeros.shape[:2], n_head, -1).all(-1).flatten(0, 1).all(0)
@@ -368,7 +368,7 @@ class _Search:
         return "a part"
 
     def _readers(self, tap: str) -> list[str]:
-        """The candidate's taps that are computed from a tap and nevertheless agree."""
+        """Return the candidate's taps that are computed from a tap and are within their bounds."""
         return [name for name in self.agreeing if tap in inputs_of(name, GPT2, self.n_layer)]
 
     def _not_finite(
@@ -376,7 +376,7 @@ class _Search:
     ) -> list[Named]:
         sources = [self.comparison.value(name) for name in self._inputs(names)]
         if not all(source.isfinite().all() for source in sources):
-            return []  # the arrays before it have such values already
+            return []  # the non-finite values come from an earlier tap
         wrong = (~value.isfinite()).nonzero()
         kind = "NaN" if value.isnan().any() else "infinite"
         found = (
@@ -387,9 +387,9 @@ class _Search:
         follows = expected is None or _is(
             value.masked_fill(broken, 0), expected.masked_fill(broken, 0), limit
         )
-        if len(wrong) < value.numel() and not follows:  # not all, and the others are wrong too
+        if len(wrong) < value.numel() and not follows:  # some values are finite, and wrong too
             if best := self._best(tap, names, value, limit, limit):
-                evidence = f"{found}; where it is finite, it follows with this change"
+                evidence = f"{found}; with this change, its finite values are right"
                 codes = best[0].codes
                 return [
                     Named(tap, code, _in_layer(values, tap), evidence) for code, values in codes
@@ -398,7 +398,7 @@ class _Search:
         return [Named(tap, "unexplained", {"found": found}, "", fix)]
 
     def _may_be_rounding(self, result: TapResult) -> bool:
-        """Whether a tap is in half precision and differs by less than twice what passes."""
+        """Whether a tap is in half precision and its error is less than twice the bound."""
         c, found = self.comparison, result.accumulated
         is_half = c.bounds[result.tap] != c.golden.bound(result.tap, c.golden.dtype)
         return is_half and found.bound is not None and found.error < 2 * found.bound
@@ -406,27 +406,27 @@ class _Search:
     def _unexplained(self, result: TapResult, names: Sequence[str]) -> Named:
         tap = result.tap
         if result.local is None:
-            found = f"{tap} is the first array that differs, for a reason that compat does not know"
+            found = f"{tap} is the first array that differs, and no known deviation explains it"
             evidence = "its piece could not be run on your own arrays, because "
             if self.comparison.computed(names) is None:
                 evidence += "the golden file has no matrices; pass the checkpoint with --model"
             else:
-                evidence += f"{listed(list(names[:-1]), 4)} are not among them"
+                evidence += f"{listed(list(names[:-1]), 4)} are missing"
         else:
             sources = self._sources(tap, names)
             found = f"{tap} does not follow from {sources} by GPT-2's formula"
             evidence = f"the difference is {result.local.error:.2g} of its RMS"
             if self._may_be_rounding(result):
                 evidence += (
-                    ", which rounding to half precision inside this piece may cause; compare in "
-                    "float32 to be sure"
+                    ", which may be caused by rounding to half precision inside this piece; "
+                    "compare in float32 to be sure"
                 )
-        fix = f"Compare the code that computes {tap} with GPT-2's."
+        fix = f"Compare your code for {tap} with GPT-2's."
         return Named(tap, "unexplained", {"found": found}, evidence, fix)
 
 
 def _factor(value: Tensor, expected: Tensor) -> float:
-    """The factor of `expected` that is nearest to `value`, by least squares."""
+    """Return the factor by which `expected` is closest to `value`, by least squares."""
     size = (expected * expected).sum().item()
     return (value * expected).sum().item() / size if size else 0.0
 
@@ -436,11 +436,11 @@ def _is(value: Tensor, expected: Tensor, limit: float) -> bool:
 
 
 def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
-    """The values, with the layer of the tap in the names of tensors."""
+    """Return the values with the layer of the tap in the names of tensors."""
     layer, values = split_name(tap)[0], dict(values)
     if "other" in values:
         part, other = values.pop("part_of"), values.pop("other")
-        subject = f"{tap} has the {part}" if part else f"h.{layer} has those"
+        subject = f"{tap} uses the {part}" if part else f"h.{layer} uses those"
         values["pairs"] = f"{subject} of h.{other}"
     if "tensors" in values:
         values["tensors"] = re.sub(r"\bh\.\d+\.", f"h.{layer}.", str(values["tensors"]))
@@ -450,7 +450,7 @@ def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
 
 
 def _groups(found: Sequence[Named]) -> list[list[Named]]:
-    """The deviations of one kind in all layers."""
+    """Group the deviations that only differ in their layer."""
     groups: dict[str, list[Named]] = {}
     for each in found:
         groups.setdefault(f"{each.code} {_kind(each)}", []).append(each)
@@ -458,14 +458,14 @@ def _groups(found: Sequence[Named]) -> list[list[Named]]:
 
 
 def _kind(each: Named) -> object:
-    """What deviations have in common that become one finding."""
+    """Return a key that is equal for deviations that are reported as one finding."""
     if each.code == "scaled_gradient":
         return f"{each.values['found']:.3g}{each.values['cause']}"
     if each.code in ("unexplained", "scaled_tap"):
         return re.sub(r"\bh\.\d+\.", "", each.tap)
     if each.code == "extra_factor":
         return f"{each.values['found']:.4g}"
-    if each.code == "wrong_tap":  # of the same place in another layer, or of the layer before
+    if each.code == "wrong_tap":  # the same tap of another layer, or the input of the block
         (i, found), (j, expected) = (split_name(each.values[k]) for k in ("found", "expected"))
         return ("out", expected, 1) if found == "embed" and j == 0 else (found, expected, j - i)
     return {k: v for k, v in each.values.items() if k not in JOINED}
@@ -476,11 +476,11 @@ def _collapsed(names: Sequence[str]) -> str:
 
 
 def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
-    """One finding for a deviation in several layers.
+    """Return one finding for a deviation in several layers.
 
     Args:
-        group: the deviation in each of them.
-        compared: layer and name of all taps that were compared.
+        group: the deviation in each layer.
+        compared: the layer and name of every tap that was compared.
     """
     first, code = group[0], CODES[group[0].code]
     joined = {"wrong_tap": ("found", "expected"), "extra_factor": ("expected",)}.get(

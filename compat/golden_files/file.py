@@ -1,4 +1,4 @@
-"""Golden arrays, in a file or in memory, and their comparison with a candidate's."""
+"""Golden arrays in a file or in memory."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Golden(HtmlPage):
     """What `transformers` computes for some ids: taps, gradients and decode steps, with bounds.
 
     Args:
-        metadata: what the header of the file says, see the README of `compat.golden_files`.
-        arrays: by name, read when they are needed.
-        path: of the file, or None for arrays in memory.
+        metadata: the metadata in the header, see the README of `compat.golden_files`.
+        arrays: the arrays by name, which are read on demand.
+        path: the file, or None for arrays in memory.
     """
 
     _height = 480
@@ -55,10 +55,10 @@ class Golden(HtmlPage):
 
     @classmethod
     def open(cls, path: str | Path) -> Golden:
-        """Open a golden file, of which only the header is read.
+        """Open a golden file and read its header.
 
         Raises:
-            ParityError: it is missing, damaged, or not a golden file.
+            ParityError: the file is missing, damaged, or not a golden file.
         """
         path = Path(path)
         arrays = open_arrays(path)
@@ -73,7 +73,7 @@ class Golden(HtmlPage):
         return golden
 
     def _check_complete(self) -> None:
-        """Raise an error unless every array is there, with its bounds."""
+        """Raise an error unless the file contains every array and its bounds."""
         try:
             B, T = self.metadata["input_shape"]
             taps = {name: tuple(tap["shape"]) for name, tap in self.metadata["taps"].items()}
@@ -82,8 +82,8 @@ class Golden(HtmlPage):
             self.config  # noqa: B018
         except (LookupError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise ParityError(
-                f"{self.path} has metadata that is incomplete: {short_repr(error)}. Write the file "
-                "again with gpt2-compat golden."
+                f"{self.path} has incomplete metadata: {short_repr(error)}. Write the file again "
+                "with gpt2-compat golden."
             ) from None
         expected: dict[str, tuple[int, ...]] = {IDS: (B, T)}
         for name, shape in taps.items():
@@ -109,12 +109,12 @@ class Golden(HtmlPage):
 
     @property
     def source(self) -> str:
-        """The checkpoint, as it was named when the arrays were recorded."""
+        """The name of the checkpoint from which the arrays were recorded."""
         return str(self.metadata["source"])
 
     @cached_property
     def ids(self) -> Tensor:
-        """The ids (B, T)."""
+        """The token ids (B, T)."""
         return self.read(IDS)
 
     @property
@@ -124,16 +124,17 @@ class Golden(HtmlPage):
 
     @cached_property
     def judged(self) -> list[str]:
-        """All arrays with bounds: taps, the loss, gradients in backward order, decode steps."""
+        """The arrays that have bounds: taps, loss, gradients in backward order, decode steps."""
         bounded = [name.removeprefix(BOUND) for name in self.arrays if name.startswith(BOUND)]
         backward = [name for name in bounded if name.startswith(GRADIENT)]
         names = [*self.taps, LOSS, *sorted(backward, key=self._backward_order), DECODE_LOGITS]
         return [name for name in names if name in bounded]
 
     def _backward_order(self, name: str) -> tuple[int, str]:
-        """Where a gradient is computed, from the logits to the embedding; after it the parameters'.
+        """Return a key that sorts gradients from the logits to the embedding.
 
-        The gradient of the tied embedding is complete at the end.
+        The gradients of a piece's parameters follow that of the tap it computes. The gradient of
+        the tied embedding comes last.
         """
         own, order = name.removeprefix(GRADIENT), tap_names(self.config.n_layer)
         if own in order:
@@ -141,35 +142,35 @@ class Golden(HtmlPage):
         return -min(order.index(reader) for reader in readers_of(own, self.config)), own
 
     def read(self, name: str) -> Tensor:
-        """One array."""
+        """Read one array."""
         return self.arrays[name].load()
 
     def bound(self, name: str, dtype: torch.dtype) -> Bound:
-        """The bounds of an array for a candidate in a data type."""
+        """Return the bounds of an array for a candidate of a data type."""
         rows: list[str] = self.metadata["bounds"]["rows"]
         narrow = str(dtype).removeprefix("torch.")
         row = rows.index(narrow) if narrow in rows[1:] and dtype != self.dtype else 0
         return Bound(*self.read(BOUND + name)[row].tolist())
 
     def open_model(self, source: Source) -> Checkpoint:
-        """Open a checkpoint, provided that its tensors are those of the golden arrays.
+        """Open a checkpoint and verify that the golden arrays were recorded from its tensors.
 
         Raises:
-            ParityError: it is another checkpoint.
-            CompatError: it cannot be opened.
+            ParityError: the arrays were recorded from another checkpoint.
+            CompatError: the checkpoint cannot be opened.
         """
         checkpoint = open_checkpoint(source)
-        # The diagnosis reads the weights many times. Their values are those of the hash.
+        # The diagnosis reads the weights many times. The hash already verifies their values.
         checkpoint = replace(checkpoint, check_finite=False, mmap=True)
         if checkpoint_hash(checkpoint) != self.metadata["checkpoint_sha256"]:
             raise ParityError(
-                f"{checkpoint.source} is not the checkpoint of the golden arrays, which is "
-                f"{self.source}: their tensors differ. Pass the same checkpoint, or none."
+                f"the golden arrays were recorded from {self.source}, but the tensors of "
+                f"{checkpoint.source} differ from it. Pass the same checkpoint, or none."
             )
         return checkpoint
 
     def weights(self, checkpoint: Checkpoint | None) -> Weights:
-        """The weights of pieces: those in the arrays, and all others from a checkpoint."""
+        """Return the weights of the pieces, from the arrays or else from the checkpoint."""
 
         def read(name: str) -> Tensor:
             if WEIGHT + name in self.arrays:
@@ -194,10 +195,10 @@ class Golden(HtmlPage):
         )
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
-        """The metadata as plain values.
+        """Return the metadata as plain values.
 
         Args:
-            full: also shape, axes and meaning of every tap, instead of their names.
+            full: include the shape, axes and meaning of every tap instead of its name only.
         """
         return {**self.metadata, "taps": self.metadata["taps"] if full else self.taps}
 
@@ -205,7 +206,7 @@ class Golden(HtmlPage):
         """Write the arrays to a file, .safetensors or .npz.
 
         Raises:
-            ParityError: it cannot be written.
+            ParityError: the file cannot be written.
         """
         path = Path(path)
         if path.suffix not in (".safetensors", ".npz"):
@@ -229,28 +230,28 @@ class Golden(HtmlPage):
         """Compare a candidate's arrays with these, and name the deviations.
 
         Args:
-            candidate: a file (.safetensors, .npz) or a folder of .npy files; arrays by name, of
-                NumPy or torch or anything with `__array__` or `__dlpack__`; or a function that gets
-                the ids, a NumPy array (B, T), and returns logits or arrays by name.
-            model: the checkpoint of these arrays. With it, pieces with matrices are also compared
-                on the candidate's own inputs.
-            rename: names of the candidate's arrays and the taps that they are; `{i}` stands for the
-                layer, and None ignores an array.
+            candidate: a file (.safetensors, .npz) or a folder of .npy files; arrays by name, from
+                NumPy, torch or any library with `__array__` or `__dlpack__`; or a function that
+                takes the ids as a NumPy array (B, T) and returns logits or arrays by name.
+            model: the checkpoint from which these arrays were recorded. If it is passed, pieces
+                with matrices are also compared on the candidate's own inputs.
+            rename: maps names of the candidate's arrays to taps; `{i}` stands for the layer, and
+                None ignores an array.
 
         Returns:
             The report, which is true if every array of the candidate is within its bounds.
 
         Raises:
-            ParityError: an array cannot be read, has an unknown name, the wrong shape, or was
+            ParityError: an array cannot be read, has an unknown name or the wrong shape, or was
                 computed from other ids.
         """
-        from compat.golden_files.check import check  # it imports what only comparisons need
+        from compat.golden_files.check import check  # only comparisons need these imports
 
         return check(self, candidate, model=model, rename=rename)
 
 
 def _parsed(path: Path, text: str | None) -> dict[str, Any]:
-    """The metadata of a golden file."""
+    """Parse the metadata of a golden file."""
     try:
         found = json.loads(text) if text is not None else None
     except (ValueError, RecursionError):
@@ -263,6 +264,6 @@ def _parsed(path: Path, text: str | None) -> dict[str, Any]:
     if found.get("version") != FORMAT_VERSION:
         raise ParityError(
             f"{path} has version {short_repr(found.get('version'))} of the golden format; expected "
-            f"{FORMAT_VERSION}. Write the file again, or update compat."
+            f"version {FORMAT_VERSION}. Write the file again, or update compat."
         )
     return found

@@ -1,4 +1,4 @@
-"""Deviations of the backward pass that can be read off gradients."""
+"""Deviations of the backward pass that gradients show."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compat.golden_files.deviations import NORMS, Situation, hypotheses, masked
 from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
-# What it means if a share is missing, by the tap that the gradient should have come through.
+# By the tap through which a share of the gradient arrives: the part of the model it comes from.
 BRANCHES = {
     "ln_1": "the attention branch",
     "resid_mid": "the residual connection past attention",
@@ -37,12 +37,12 @@ BRANCHES = {
 
 @dataclass(frozen=True)
 class Proposal:
-    """What may have been computed instead of a gradient.
+    """A value that the candidate may have computed instead of GPT-2's.
 
     Args:
-        code: of the deviation.
-        value: the gradient that follows.
-        values: for the placeholders of the code's texts.
+        code: the code of the deviation.
+        value: the tensor that the deviation gives.
+        values: the values for the placeholders of the code's message and fix.
     """
 
     code: str
@@ -51,7 +51,7 @@ class Proposal:
 
 
 def losses(T: int) -> dict[str, Loss]:
-    """Other losses, as they are described in a message."""
+    """Return losses that differ from GPT-2's, by their description in a message."""
 
     def total(logits: Tensor, ids: Tensor) -> Tensor:
         return next_token_loss(logits, ids) * ids[:, 1:].numel()
@@ -59,7 +59,7 @@ def losses(T: int) -> dict[str, Loss]:
     def against(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    each, every = "the sum over the positions", "the sum over all positions"
+    each, every = "the sum over the positions", "the sum over all tokens"
     found: dict[str, Loss] = {
         every: total,
         f"{each}, averaged over the sequences": lambda x, ids: total(x, ids) / len(ids),
@@ -67,11 +67,13 @@ def losses(T: int) -> dict[str, Loss]:
             lambda x, ids: total(x, ids) / ids.numel()
         ),
         "measured in bits": lambda x, ids: next_token_loss(x, ids) / math.log(2),
-        "computed against the same ids, not the next ones": against,
-        "computed with the first id as the one after the last": (
+        "computed against the input ids instead of the next ids": against,
+        "computed with the first id as the target of the last position": (
             lambda x, ids: against(x, ids.roll(-1, 1))
         ),
-        "computed against the ids after the next": lambda x, ids: against(x[:, :-2], ids[:, 2:]),
+        "computed against the ids two positions ahead": (
+            lambda x, ids: against(x[:, :-2], ids[:, 2:])
+        ),
     }
     if T == 2:
         found.popitem()
@@ -79,20 +81,20 @@ def losses(T: int) -> dict[str, Loss]:
 
 
 def loss_values(logits: Tensor, ids: Tensor) -> Iterator[Proposal]:
-    """The values of other losses."""
+    """Yield the values of losses that differ from GPT-2's."""
     for found, loss in losses(ids.shape[1]).items():
         yield Proposal("other_loss", loss(logits, ids), {"found": found})
 
 
 @dataclass(frozen=True)
-class Case:
-    """A gradient that does not follow from the later ones.
+class WrongGradient:
+    """A gradient that does not follow from the gradients at later taps.
 
     Args:
-        backward: GPT-2's, from the candidate's gradients at later taps.
-        name: of the tap or parameter.
+        backward: GPT-2's backward pass, on the candidate's gradients at later taps.
+        name: the name of the tap or parameter.
         found: the candidate's gradient.
-        expected: the one that GPT-2 computes from the later ones.
+        expected: the gradient by GPT-2's backward pass.
     """
 
     backward: Backward
@@ -105,12 +107,12 @@ class Case:
         return self.name not in tap_names(self.backward.weights.config.n_layer)
 
 
-def proposals(case: Case, only: str | None = None) -> Iterator[Proposal]:
-    """What is known to go wrong with a gradient, as far as its weights and taps are recorded.
+def proposals(case: WrongGradient, only: str | None = None) -> Iterator[Proposal]:
+    """Yield the known deviations of a gradient whose weights and taps are recorded.
 
     Args:
-        case: the gradient.
-        only: a code; others are not computed.
+        case: the wrong gradient.
+        only: the code to try, or None for all.
     """
     if not case.found.any():
         yield Proposal("no_gradient", torch.zeros_like(case.expected), {"tensors": case.name})
@@ -121,14 +123,14 @@ def proposals(case: Case, only: str | None = None) -> Iterator[Proposal]:
                 yield from kind(case)
 
 
-def _other_losses(case: Case) -> Iterator[Proposal]:
+def _other_losses(case: WrongGradient) -> Iterator[Proposal]:
     if case.name == "logits":
         for text, loss in losses(case.backward.weights.ids.shape[1]).items():
             value = replace(case.backward, loss=loss).gradient(case.name)
             yield Proposal("other_loss", value, {"found": text})
 
 
-def _missing_shares(case: Case) -> Iterator[Proposal]:
+def _missing_shares(case: WrongGradient) -> Iterator[Proposal]:
     if len(readers_of(case.name, case.backward.weights.config)) < 2:
         return
     shares = case.backward.shares(case.name)
@@ -140,7 +142,7 @@ def _missing_shares(case: Case) -> Iterator[Proposal]:
             yield Proposal("missing_gradient", value, {"found": words, "tensors": case.name})
 
 
-def _factor(case: Case) -> Iterator[Proposal]:
+def _factor(case: WrongGradient) -> Iterator[Proposal]:
     size = case.expected.square().sum().item()
     if factor := (case.found * case.expected).sum().item() / size if size else 0.0:
         weights = case.backward.weights
@@ -150,7 +152,7 @@ def _factor(case: Case) -> Iterator[Proposal]:
         yield Proposal("scaled_gradient", factor * case.expected, values)
 
 
-def _decay(case: Case) -> Iterator[Proposal]:
+def _decay(case: WrongGradient) -> Iterator[Proposal]:
     if case.is_parameter:
         weight = case.backward.weights.read(case.name).double()
         rest = case.found - case.expected
@@ -159,12 +161,12 @@ def _decay(case: Case) -> Iterator[Proposal]:
         yield Proposal("weight_decay", case.expected + decay * weight, values)
 
 
-def _of_some_tokens(case: Case) -> Iterator[Proposal]:
-    """The gradient of some tokens only, as if the others were overwritten."""
+def _gradients_of_some_tokens(case: WrongGradient) -> Iterator[Proposal]:
+    """Yield gradients of some tokens only, as if the other tokens' were overwritten."""
     if not case.is_parameter:
         return
     B, T = case.backward.weights.ids.shape
-    last = slice(max(T - 2, 0), T)  # the last id is only a target, and its position has no gradient
+    last = slice(max(T - 2, 0), T)  # the last id is only a target, so its position has no gradient
     for words, b, t in (
         ("the last sequence", slice(B - 1, B), slice(T)),
         ("the first sequence", slice(0, 1), slice(T)),
@@ -177,8 +179,8 @@ def _of_some_tokens(case: Case) -> Iterator[Proposal]:
         yield Proposal("partial_gradient", value, {"found": words, "tensors": case.name})
 
 
-def _typed_derivatives(case: Case) -> Iterator[Proposal]:
-    """Errors that are made when the derivative of tanh GELU is written out."""
+def _typed_derivatives(case: WrongGradient) -> Iterator[Proposal]:
+    """Yield the effects of mistakes in a hand-written derivative of tanh GELU."""
     readers = readers_of(case.name, case.backward.weights.config)
     if [split_name(reader)[1] for reader in readers] != ["act"]:
         return
@@ -187,7 +189,7 @@ def _typed_derivatives(case: Case) -> Iterator[Proposal]:
         return
     root = math.sqrt(2 / math.pi)
     tanh = torch.tanh(root * (x + 0.044715 * x**3))
-    inner = root * (1 + 3 * 0.044715 * x**2)  # the derivative of what the tanh is applied to
+    inner = root * (1 + 3 * 0.044715 * x**2)  # the derivative of the argument of the tanh
     slope = root * (1 + 0.044715 * x**2)
     for found, value in (
         ("without the factor 3 of the cube", 1 + tanh + x * (1 - tanh**2) * slope),
@@ -201,33 +203,33 @@ def _typed_derivatives(case: Case) -> Iterator[Proposal]:
         yield Proposal("wrong_backward", 0.5 * value * arriving, values)
 
 
-def _other_functions(case: Case) -> Iterator[Proposal]:
+def _other_functions(case: WrongGradient) -> Iterator[Proposal]:
     for text, pieces in _other_pieces(case.backward, case.name):
-        with suppress(LookupError, RuntimeError):  # such as shapes that do not fit
+        with suppress(LookupError, RuntimeError):  # for example mismatched shapes
             value = case.backward.of(pieces).gradient(case.name)
             yield Proposal("wrong_backward", value, {"found": text, "tensors": case.name})
 
 
-KINDS: tuple[tuple[str, Callable[[Case], Iterator[Proposal]]], ...] = (
+KINDS: tuple[tuple[str, Callable[[WrongGradient], Iterator[Proposal]]], ...] = (
     ("other_loss", _other_losses),
     ("missing_gradient", _missing_shares),
     ("scaled_gradient", _factor),
     ("weight_decay", _decay),
-    ("partial_gradient", _of_some_tokens),
+    ("partial_gradient", _gradients_of_some_tokens),
     ("wrong_backward", _typed_derivatives),
     ("wrong_backward", _other_functions),
 )
 
 
 def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
-    """What a factor suggests, as the end of a sentence."""
+    """Return the likely cause of a factor, as the end of a sentence."""
     known = {
-        B * (T - 1): "as if the loss were summed over all positions",
+        B * (T - 1): "as if the loss were summed over all tokens",
         T - 1: "as if the loss were summed over the positions",
         (T - 1) / T: "as if the loss were divided by B · T instead of B · (T − 1)",
         1 / (B * T): "as if it were averaged over the tokens instead of summed",
         1 / B: "as if it were averaged over the sequences instead of summed",
-        B: "as if it were summed over the sequences once more",
+        B: "as if it were summed over the sequences twice",
     }
     if name.endswith((".q", ".k")):
         root = math.sqrt(D)
@@ -238,14 +240,14 @@ def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
             return f", {cause}"
     steps = round(1 / factor) if 0 < factor < 1 else 0
     if steps > 1 and math.isclose(1 / factor, steps, rel_tol=1e-4):
-        return f", as by {steps} steps of gradient accumulation"
+        return f", as with {steps} steps of gradient accumulation"
     if factor > 1.5 and math.isclose(factor, round(factor), rel_tol=1e-4):
         return f", as if the gradients of {round(factor)} backward passes were added up"
-    return ", as by clipping or loss scaling"
+    return ", as with gradient clipping or loss scaling"
 
 
 def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]:
-    """Pieces whose derivative may have been used, with a description."""
+    """Yield pieces whose derivative may have been used instead, with a description."""
     config = backward.weights.config
     kinds = [split_name(reader)[1] for reader in readers_of(name, config) if reader != LOSS]
     if name not in tap_names(config.n_layer):  # the gradient arrives through later pieces too
@@ -279,19 +281,19 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
 
 
 def _later(kind: str, n_layer: int) -> list[str]:
-    """The taps between one of a block and the block's result."""
+    """Return the taps between a tap of a block and the output of the block."""
     order = ["ln_1", "q", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp"]
     return [f"h.0.{k}" for k in order[order.index(kind) + 1 :]] if kind in order else []
 
 
 def _normalized(mean: bool, variance: bool, eps: float, x: Tensor) -> Tensor:
-    """A norm with statistics that autograd does not see."""
+    """Normalize with a mean or variance through which no gradient flows."""
     mu, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     mu, var = (mu.detach() if mean else mu), (var.detach() if variance else var)
     return (x - mu) / (var + eps).sqrt()
 
 
 def _softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
-    """A softmax with a denominator that autograd does not see."""
+    """Compute a softmax with a denominator through which no gradient flows."""
     scores = masked(scores, usual)
     return (scores - scores.logsumexp(-1, keepdim=True).detach()).exp()

@@ -1,4 +1,4 @@
-"""The loss of GPT-2 and its gradients, at every tap and of every parameter, block by block."""
+"""GPT-2's loss and its gradients at every tap and of every parameter, block by block."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from compat.tap import BLOCK_TAPS, tap_names
 
 
 def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The loss and its gradients, by the name of the tap or of the parameter, in backward order.
+    """Yield the loss and its gradients by the name of the tap or parameter, in backward order.
 
-    Only the residual stream is kept from the forward pass, and each block is computed again, so
-    that the memory does not grow with the depth.
+    Only the residual stream is kept from the forward pass. Each block is recomputed, so the peak
+    memory is that of one block plus the residual stream.
     """
     config, rounded = weights.config, weights.rounded
     names = tap_names(config.n_layer)
-    stream: Trace = {}  # what enters each block, the final norm and the head
+    stream: Trace = {}  # the inputs of the blocks, the final norm and the head
     for tap, value in chain(weights):
         if tap in ("embed", "ln_f", "logits") or tap.endswith(".out"):
             stream[tap] = value
@@ -32,7 +32,7 @@ def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         loss = next_token_loss(logits, weights.ids)
         arriving: Trace = {"logits": rounded(torch.autograd.grad(loss, logits)[0])}
     yield LOSS, rounded(loss.detach())
-    at_logits = arriving["logits"]  # from which the embedding's gradient is computed at the end
+    at_logits = arriving["logits"]  # for the gradient of the tied embedding, at the end
     blocks = [[f"h.{i}.{tap}" for tap in BLOCK_TAPS] for i in range(config.n_layer)]
     for taps in [["ln_f", "logits"], *reversed(blocks), ["embed"]]:
         values = dict(stream)
@@ -43,7 +43,7 @@ def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
             gradient = arriving.pop(tap)
             yield tap, gradient
             inputs = {name: values[name] for name in inputs_of(tap, GPT2, config.n_layer)}
-            # The share of a tied embedding, the largest parameter, is computed at the end.
+            # The gradient of a tied embedding, the largest parameter, is computed at the end.
             found = shares(tap, GPT2, weights, inputs, gradient, lambda name: name != EMBEDDING)
             for name, share in found.items():
                 total = arriving if name in names else parameters

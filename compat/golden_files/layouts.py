@@ -1,4 +1,4 @@
-"""The orders of axes in which candidates store an array, and how each becomes the golden one."""
+"""The layouts in which candidates store arrays, and their conversion to the golden layout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from compat.golden_files.pieces import split_name
 
-# Axes in the order in which they are stored; those in parentheses are stored as one. Axes: B batch,
-# T time, C channels, H heads, D head size, S keys, F inner width, V vocabulary, N decode steps,
-# 3 q, k and v. The first layout is that of the golden file. B may be absent if it is 1.
+# A layout lists the axes in the order in which they are stored; axes in parentheses are flattened
+# into one. Axes: B batch, T time, C channels, H heads, D head size, S keys, F inner width,
+# V vocabulary, N decode steps, 3 for q, k and v, I inputs, O outputs. The first layout is that of
+# the golden file. B may be absent if it is 1.
 STREAM = ("B T C", "T B C", "(B T) C")
 HEADS = ("B T (H D)", "T B (H D)", "(B T) (H D)", "B T H D", "B H T D", "T B H D", "(B H) T D",
          "(B T) H D")  # fmt: skip
@@ -36,12 +37,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One order of axes.
+    """One layout of an array.
 
     Args:
-        text: as in LAYOUTS.
+        text: the layout, as in LAYOUTS.
         canonical: the layout of the golden file.
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
 
     text: str
@@ -57,7 +58,7 @@ class Layout:
         return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.groups)
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """The tensor in the golden file's order of axes."""
+        """Convert a tensor to the layout of the golden file."""
         axes = [axis for group in self.groups for axis in group]
         flat = tensor.reshape([self.sizes[axis] for axis in axes])
         wanted = _groups(self.canonical)
@@ -73,12 +74,12 @@ def _groups(text: str) -> list[list[str]]:
 
 
 def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Layout]:
-    """The layouts that an array of this shape may have, the golden file's first.
+    """Return the layouts that an array of this shape may have, the golden file's first.
 
     Args:
-        name: of the array, such as "h.0.q" or "logits", or a key of LAYOUTS.
-        shape: of the candidate's array.
-        sizes: of all axes.
+        name: the name of the array, such as "h.0.q" or "logits", or a key of LAYOUTS.
+        shape: the shape of the candidate's array.
+        sizes: the sizes of all axes.
     """
     known = LAYOUTS.get(name if name in LAYOUTS else split_name(name)[1], STREAM)
     found = [Layout(text, known[0], sizes) for text in known]

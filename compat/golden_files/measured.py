@@ -1,7 +1,7 @@
-"""Deviations with a number, an index or a tensor that is read off the candidate's own array.
+"""Deviations whose parameters are measured on the candidate's own arrays.
 
-Such as the positions that were added to the token embeddings, the constants of an activation, or
-the block whose weights a piece computes with.
+Examples are the positions whose embeddings were added, the constants of an activation, and the
+block whose weights a piece uses.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from compat.golden_files.pieces import (
 )
 
 SHOWN = 8  # ids or positions in a message
-FEWEST = 16  # values from which a constant is fitted
-NEAR = 1e-3  # relative distance to a tensor of the checkpoint that identifies it
-BLOCKS = 12  # in checkpoints with more, only the neighbouring blocks' weights are tried
+FEWEST = 16  # the fewest values from which a constant is fitted
+NEAR = 1e-3  # the largest relative distance at which a tensor of the checkpoint is identified
+BLOCKS = 12  # in checkpoints with more blocks, only the weights of adjacent blocks are tried
 
 
 # Embeddings
@@ -54,7 +54,7 @@ BLOCKS = 12  # in checkpoints with more, only the neighbouring blocks' weights a
 
 @about("embed")
 def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
-    """The rows of wpe.weight or wte.weight whose sum with the right other one is the array."""
+    """Other rows of wpe.weight or of wte.weight, if only one of the two summands is wrong."""
     if s.tap != "embed":
         return
     tokens, wpe, T = s.weights["token_embedding"], s.weights["wpe.weight"], s.found.shape[1]
@@ -68,7 +68,7 @@ def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
     )
     try:
         table, of_row = s.weights.read("wte.weight"), None
-    except MissingWeightError:  # then only the ids of the file are known
+    except MissingWeightError:  # only the rows of the file's ids are available
         table, of_row = tokens.flatten(0, 1), s.weights.ids.flatten()
     nearest = _nearest(s.found - wpe[:T], table)
     others = table[nearest].to(tokens.dtype)
@@ -81,12 +81,12 @@ def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _nearest(rows: Tensor, table: Tensor) -> Tensor:
-    """The index of the row of a table (N, C) that is nearest to each of (B, T, C): (B, T)."""
+    """Return the index (B, T) of the row of a table (N, C) that is nearest to each of (B, T, C)."""
     return torch.cdist(rows.float(), table.float()).argmin(-1)
 
 
 def _shown(numbers: Tensor) -> str:
-    """The first numbers of each row: "0, 2, 3, … | 4, 5, 6, …"."""
+    """Return the first numbers of each row as text: "0, 2, 3, … | 4, 5, 6, …"."""
     rows = numbers.reshape(-1, numbers.shape[-1])[:2].tolist()
     return " | ".join(
         ", ".join(map(str, row[:SHOWN])) + (", …" if len(row) > SHOWN else "") for row in rows
@@ -94,16 +94,16 @@ def _shown(numbers: Tensor) -> str:
 
 
 def _described(found: Tensor, ids: Tensor) -> str:
-    """Which ids (B, T) were used in the place of the right ones."""
+    """Describe which ids (B, T) were used instead of the right ones."""
     rows = [row.tolist() for row in ids]
     order = [rows.index(row) if (row := mine.tolist()) in rows else -1 for mine in found]
     if -1 not in order:
         names = listed([str(b) for b in order]), listed([str(b) for b in range(len(ids))])
-        return f"the sequences {names[0]} in the place of {names[1]}"
+        return f"the sequences {names[0]} instead of {names[1]}"
     offset = int(found[0, 0] - ids[0, 0])
     if torch.equal(found, ids + offset):
         return f"each id {'plus' if offset > 0 else 'minus'} {abs(offset)}"
-    return f"the ids {_shown(found)} in the place of {_shown(ids)}"
+    return f"the ids {_shown(found)} instead of {_shown(ids)}"
 
 
 # Activations
@@ -111,9 +111,9 @@ def _described(found: Tensor, ids: Tensor) -> str:
 
 @about("act", needs_inputs=True)
 def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
-    """GELU by tanh or by a sigmoid, with constants that are not GPT-2's."""
+    """GELU approximated by tanh or a sigmoid, with constants that are not GPT-2's."""
     x, y = s.inputs["fc"].flatten(), s.found.flatten()
-    share = y / x  # of x that passes
+    share = y / x  # Φ(x) in GELU(x) = x · Φ(x)
     used = (x.abs() > 0.05) & (x.abs() < 4) & (share > 0.02) & (share < 0.98)
     if used.sum() < FEWEST:
         return
@@ -142,7 +142,7 @@ def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _formula(root: float, square: float, cube: float) -> str:
-    """tanh GELU with these coefficients of x, x² and x³, as it is usually written."""
+    """Write tanh GELU with these coefficients of x, x² and x³ in its usual form."""
     powers = zip((square, cube), ("x²", "x³"), strict=True)
     terms = ["x", *(f"{c / root:.5g}·{power}" for c, power in powers if c and root)]
     inner = f"({' + '.join(terms)})" if len(terms) > 1 else "x"
@@ -169,7 +169,7 @@ def other_blocks(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _in_block(j: int, part: str, name: str) -> str:
-    """The parameter of block j of the same name, if the name ends with `part`."""
+    """Return the name of the same parameter in block j, if the name ends with `part`."""
     return re.sub(r"^h\.\d+\.", f"h.{j}.", name) if name.endswith(part) else name
 
 
@@ -178,7 +178,7 @@ def _in_block(j: int, part: str, name: str) -> str:
 
 @about("q", "k", "v", "attn", "fc", "mlp", "logits", needs_inputs=True)
 def other_biases(s: Situation) -> Iterator[Hypothesis]:
-    """A vector that is added to the results of all tokens."""
+    """A vector that is added to the result at every token."""
     kind = split_name(s.tap)[1]
     try:
         plain = GPT2[kind].run(s.weights, s.layer, *s.inputs.values())
@@ -197,7 +197,7 @@ def weights_of_sums(s: Situation) -> Iterator[Hypothesis]:
     terms = torch.stack([term.flatten() for term in s.inputs.values()], dim=-1)
     fitted = torch.linalg.lstsq(terms, s.found.flatten()[:, None]).solution[:, 0].tolist()
     a, b = (float(f"{c:.6g}") for c in fitted)
-    if not math.isclose(a, b, rel_tol=1e-5):  # a factor of both is another deviation
+    if not math.isclose(a, b, rel_tol=1e-5):  # a common factor is another deviation
         piece = Piece(GPT2[kind].inputs, lambda w, i, x, y: a * x + b * y)
         yield one("residual_weights", {kind: piece}, found=f"{a:g}", branch=f"{b:g}")
 
@@ -218,7 +218,7 @@ def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
 
 @about(*NORMS, needs_inputs=True)
 def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
-    """A right norm whose weight and bias, by least squares, are other tensors than its own."""
+    """A norm whose weight or bias, fitted by least squares, is another tensor than its own."""
     [x], name, own = s.inputs.values(), s.tap, split_name(s.tap)[1]
     normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(x).flatten(0, -2)
     y = s.found.flatten(0, -2)
@@ -248,7 +248,7 @@ def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
 
 
 def _same(found: Tensor, known: Mapping[str, Tensor]) -> str | None:
-    """The name of the tensor that equals a fitted one."""
+    """Return the name of the tensor that equals a fitted one, or None."""
     size = found.square().mean().sqrt()
     for name, tensor in known.items():
         distance = (found - tensor).square().mean().sqrt()
@@ -258,7 +258,7 @@ def _same(found: Tensor, known: Mapping[str, Tensor]) -> str | None:
 
 
 def _relative(found: str, own: str) -> str:
-    """ "ln_1.bias of the same block" for "h.3.ln_1.bias" in h.3."""
+    """Shorten a name in the same block: "ln_1.bias of the same block" for "h.3.ln_1.bias"."""
     layer, kind = split_name(own)
     inside = found.removeprefix(f"h.{layer}.")
     return f"{inside} of the same block" if inside != found and kind != "ln_f" else found
@@ -269,7 +269,7 @@ def _relative(found: str, own: str) -> str:
 
 @about("probs", needs_inputs=True)
 def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
-    """A mask for each sequence, and a bias that grows with the distance (ALiBi)."""
+    """Masks that differ between sequences, and biases that depend on the distance (ALiBi)."""
     usual = attention_formula(s.weights, s.layer)
     q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
     scores = q @ k.mT * usual.scale
@@ -293,14 +293,14 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
     slopes = -bias[:, 1] if T > 1 else bias[:, 0]
     if torch.allclose(bias, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
         text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
-        found = f"the scores of the heads decrease by {text} for each token of distance (ALiBi)"
+        found = f"the scores of the heads decrease by {text} per token of distance (ALiBi)"
     else:
-        found = "a bias for each distance of query and key is added to the scores"
+        found = "a bias that depends on the distance of query and key is added to the scores"
     yield one("position_bias", {"probs": biased}, found=found)
 
 
 def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:
-    """What is added to the scores at each distance, (H, T), relative to the distance 0."""
+    """Return the bias (H, T) that is added to the scores at each distance, 0 at distance 0."""
     T = probs.shape[-1]
     log = probs.clamp(min=1e-300).log() - scores  # up to a constant for each query
     bias = torch.zeros(probs.shape[1], T, dtype=probs.dtype)

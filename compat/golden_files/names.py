@@ -1,7 +1,7 @@
-"""The names that other implementations give to taps, so that their arrays need no map.
+"""The names of taps in other implementations, whose arrays therefore need no map of names.
 
-Sources: `llm.c/train_gpt2.c`, HookedTransformer of TransformerLens, and the modules of
-`transformers`, its Flax models and nanoGPT, which forward hooks and `capture_intermediates` name.
+Sources: `llm.c/train_gpt2.c`, HookedTransformer of TransformerLens, and the module names of
+`transformers`, its Flax models and nanoGPT, as used by forward hooks and `capture_intermediates`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Convention:
     """The names of one family of implementations.
 
     Args:
-        name: as it is shown.
-        taps: golden names by the names of the family. `{i}` is the layer; if only the golden name
-            has it, one array holds all layers along its first axis. Of several names of one tap,
-            the first one that is present is compared.
+        name: the name of the family.
+        taps: maps the family's names to golden names. `{i}` is the layer; if only the golden name
+            contains it, one array holds all layers along its first axis. If a tap has several
+            names, the first one that is present is compared.
         parameters: the same for gradients of parameters.
-        others: names of arrays that are not taps.
+        others: the names of arrays that are not taps.
     """
 
     name: str
@@ -120,21 +120,21 @@ LENS = Convention(
 )  # fmt: skip
 CONVENTIONS = (MODULES, LLM_C, LENS)
 
-# What frameworks put around the names of modules, and what they call gradients.
+# Prefixes and suffixes that frameworks add to module names, and prefixes of gradients.
 WRAPPERS = re.compile(r"^(?:(?:_orig_mod|module|model|transformer|acts)\.)+")
 CALL = re.compile(r"\.__call__(?:\.0)?$")
 GRADIENTS = re.compile(r"^(?:grads_acts|gradients|grads?)\.")
-FLAX = re.compile(r"\.(?:kernel|scale|embedding)$")  # what Flax calls `weight`
+FLAX = re.compile(r"\.(?:kernel|scale|embedding)$")  # Flax's names for `weight`
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a name stands for.
+    """The meaning of a name.
 
     Args:
         golden: the golden name, with `{i}` for an array of all layers; None for an array that is
             not a tap.
-        rank: the smallest of several names of one tap is compared.
+        rank: if several names stand for one tap, the one with the smallest rank is compared.
     """
 
     golden: str | None
@@ -142,25 +142,25 @@ class Recognised:
 
 
 def recognise(label: str, n_layer: int) -> Iterator[Recognised]:
-    """What the name of an array may stand for, the likeliest first.
+    """Yield the possible meanings of an array's name, the most likely one first.
 
     Args:
-        label: in the candidate's file.
+        label: the name in the candidate's file.
         n_layer: the number of blocks.
     """
     plain = label.replace("/", ".")
     prefix = ""
     if GRADIENTS.match(plain):
         prefix, plain = GRADIENT, GRADIENTS.sub("", plain)
-        yield from _of_llm_c(plain, prefix)
+        yield from _recognise_llm_c(plain, prefix)
     elif plain.startswith("d"):
-        yield from _of_llm_c(plain[1:], GRADIENT)
+        yield from _recognise_llm_c(plain[1:], GRADIENT)
     plain = CALL.sub("", WRAPPERS.sub("", plain))
     plain = FLAX.sub(".weight", plain) if prefix else plain
     if plain != label:
         yield Recognised(prefix + plain)
     if match := re.fullmatch(r"hidden_states\.(\d+)", plain):
-        i = int(match[1])  # the last one is the result of the final norm
+        i = int(match[1])  # the last hidden state is the output of the final norm
         found = "ln_f" if i == n_layer else f"h.{i - 1}.out" if i else "embed"
         yield Recognised(prefix + found, len(MODULES.taps))
     for convention in CONVENTIONS:
@@ -172,8 +172,8 @@ def recognise(label: str, n_layer: int) -> Iterator[Recognised]:
             yield Recognised(None)
 
 
-def _of_llm_c(name: str, prefix: str) -> Iterator[Recognised]:
-    """Gradients of llm.c, whose names are those of the values."""
+def _recognise_llm_c(name: str, prefix: str) -> Iterator[Recognised]:
+    """Recognise a gradient of llm.c, which has the name of its value."""
     for names in (LLM_C.parameters, LLM_C.taps):
         if name in names:
             yield Recognised(prefix + names[name])
@@ -182,9 +182,10 @@ def _of_llm_c(name: str, prefix: str) -> Iterator[Recognised]:
 
 
 def layer_of(name: str, pattern: str) -> str | None:
-    """The number that `{i}` stands for if a pattern matches; "" without one, None if it does not.
+    """Match a name with a pattern in which `{i}` always stands for the same number.
 
-    `{i}` stands for the same number in all places.
+    Returns:
+        The number as text, "" if the pattern does not contain `{i}`, or None if it does not match.
     """
     if "{i}" not in pattern:
         return "" if name == pattern else None

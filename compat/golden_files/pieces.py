@@ -1,10 +1,9 @@
 """The pieces of GPT-2: each tap as a function of the taps before it.
 
-A piece is what lies between two taps, such as the activation between `fc` and `act`. The writer of
-a golden file chains all pieces in float64, and the comparison applies one piece to a candidate's
-own arrays. A deviation replaces one piece by another, which is made from GPT-2's: it reads other
-taps or weights, has changed inputs or a changed result, or another step inside (`normed`,
-`pattern` and `mixture`).
+A piece computes one tap from earlier taps, such as the activation `act` from `fc`. The writer of a
+golden file chains all pieces in float64, and the comparison applies single pieces to a candidate's
+own arrays. A deviation replaces a piece by a variant of it, which reads other taps or weights,
+changes its inputs or its result, or changes a step inside (`normed`, `pattern` and `mixture`).
 
 Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 """
@@ -30,16 +29,16 @@ from compat.parity.trace import Trace
 from compat.tap import tap_names
 
 TOKENS = "token_embedding"  # stands for the rows of wte.weight that the ids select
-KEPT = 24  # tensors in memory, about those of a block
+KEPT = 24  # tensors in the cache, about as many as in two blocks
 Read = Callable[[str], Tensor]
 
 
 class MissingWeightError(LookupError):
-    """A piece needs a tensor that is neither in the golden file nor in an open checkpoint."""
+    """A piece needs a weight that is neither in the golden file nor in an open checkpoint."""
 
 
-def keeping(read: Read, ids: Tensor) -> Read:
-    """The same tensors, of which the last ones are kept, and the rows that the ids select."""
+def cached_reads(read: Read, ids: Tensor) -> Read:
+    """Cache the most recent tensors, and provide the token embeddings of the ids as TOKENS."""
 
     @lru_cache(KEPT)
     def kept(name: str) -> Tensor:
@@ -50,14 +49,14 @@ def keeping(read: Read, ids: Tensor) -> Read:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where pieces get their weights, their sizes and their ids from.
+    """The weights, config and token ids with which pieces run.
 
     Args:
-        config: of the checkpoint.
-        ids: (B, T).
+        config: the config of the checkpoint.
+        ids: the token ids (B, T).
         read: returns a tensor by its Hugging Face name, or raises MissingWeightError. The name
-            TOKENS stands for the rows (B, T, C) of wte.weight that the ids select.
-        dtype: in which pieces are computed.
+            TOKENS stands for the token embeddings (B, T, C) of the ids.
+        dtype: the data type in which pieces are computed.
         rounded: applied to the result of every operation, to simulate a narrower data type.
     """
 
@@ -71,7 +70,7 @@ class Weights:
         return self.read(name).to(self.dtype)
 
     def cut(self, rows: int, length: int) -> Weights:
-        """The same for the first rows and positions of the ids."""
+        """Return a copy with the first rows and positions of the ids only."""
 
         def read(name: str) -> Tensor:
             tensor = self.read(name)
@@ -90,30 +89,30 @@ class Piece:
     """One piece.
 
     Args:
-        inputs: the taps that it reads: "x" is the residual stream that enters the block, "last" the
-            one that leaves the last block, and all others are of the same block.
-        run: computes the tap from the weights, the number of the layer and the inputs.
+        inputs: the taps that it reads. "x" is the residual stream at the input of the block, "last"
+            that at the output of the last block; all others are taps of the same block.
+        run: computes the tap from the weights, the index of the layer and the inputs.
     """
 
     inputs: tuple[str, ...]
     run: Run
 
     def of(self, *inputs: str) -> Piece:
-        """The same function of other taps."""
+        """Return the same function of other taps."""
         return replace(self, inputs=inputs)
 
     def before(self, change: Change) -> Piece:
-        """The same function of changed inputs."""
+        """Return the piece with a change that is applied to each input."""
         run = self.run
         return replace(self, run=lambda w, i, *inputs: run(w, i, *(change(w, x) for x in inputs)))
 
     def then(self, change: Change) -> Piece:
-        """The same function with a changed result."""
+        """Return the piece with a change that is applied to its result."""
         run = self.run
         return replace(self, run=lambda w, i, *inputs: change(w, run(w, i, *inputs)))
 
     def with_config(self, **changes: Any) -> Piece:
-        """The same function by a changed configuration."""
+        """Return the piece with changes of the config."""
         run = self.run
 
         def changed(w: Weights, i: int, *inputs: Tensor) -> Tensor:
@@ -122,11 +121,11 @@ class Piece:
         return replace(self, run=changed)
 
     def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> Piece:
-        """The same function of changed weights: `change(name, tensor)` replaces each tensor."""
+        """Return the piece with changed weights: `change(name, tensor)` replaces each tensor."""
         return self._reading(lambda read, name: change(name, read(name)))
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
-        """The same function of other weights: `rename(name)` is read in place of each name."""
+        """Return the piece with other weights: `rename(name)` is read instead of each name."""
         return self._reading(lambda read, name: read(rename(name)))
 
     def _reading(self, get: Callable[[Read, str], Tensor]) -> Piece:
@@ -142,7 +141,7 @@ Pieces = Mapping[str, Piece]  # by the name of a tap without its layer
 
 
 def normed(kind: str, formula: Callable[[Tensor], Tensor] | None = None) -> Piece:
-    """The piece `ln_1`, `ln_2` or `ln_f`: weight and bias after a formula, by default GPT-2's."""
+    """Return the piece `ln_1`, `ln_2` or `ln_f`: a formula, by default GPT-2's, weight and bias."""
     layer = "" if kind == "ln_f" else "h.{}."
 
     def run(w: Weights, i: int, x: Tensor) -> Tensor:
@@ -154,12 +153,12 @@ def normed(kind: str, formula: Callable[[Tensor], Tensor] | None = None) -> Piec
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """A projection with the weight [in, out] of the checkpoint, (B, T, in) → (B, T, out)."""
+    """Apply a projection with the checkpoint's weight [in, out]: (B, T, in) → (B, T, out)."""
     return weights.rounded(x @ weights[f"{name}.weight"]) + weights[f"{name}.bias"]
 
 
 def project(weights: Weights, i: int, x: Tensor, third: int) -> Tensor:
-    """q, k or v, which are the thirds of c_attn's columns: (B, T, C) → (B, T, C)."""
+    """Compute q, k or v with one third of c_attn's columns: (B, T, C) → (B, T, C)."""
     name, C = f"h.{i}.attn.c_attn", weights.config.n_embd
     columns = slice(third * C, (third + 1) * C)
     weight, bias = weights.read(f"{name}.weight"), weights.read(f"{name}.bias")
@@ -178,7 +177,7 @@ def merge_heads(heads: Tensor) -> Tensor:
 
 
 def attention_formula(weights: Weights, i: int) -> AttentionFormula:
-    """The mask and the scale of GPT-2's attention in one layer."""
+    """Return the mask and the scale of GPT-2's attention in one layer."""
     return causal(weights.ids.shape[1], weights.config.attention_scale(i))
 
 
@@ -187,12 +186,12 @@ def pattern(
     split_q: Change = split_heads,
     split_k: Change = split_heads,
 ) -> Piece:
-    """The piece `probs`, the weights of attention (B, H, T, T) from q and k (B, T, C).
+    """Return the piece `probs`: attention probabilities (B, H, T, T) from q and k (B, T, C).
 
     Args:
-        softmax: of the scores before mask and scale.
-        split_q: divides q into heads (B, H, T, D).
-        split_k: the same for k.
+        softmax: computes the probabilities from the scores before scale and mask.
+        split_q: splits q into heads (B, H, T, D).
+        split_k: splits k into heads (B, H, T, D).
     """
 
     def run(w: Weights, i: int, q: Tensor, k: Tensor) -> Tensor:
@@ -204,17 +203,17 @@ def pattern(
 def mixture(
     split_v: Change = split_heads, merge: Callable[[Tensor], Tensor] = merge_heads
 ) -> Piece:
-    """The piece `heads`, (B, T, C) from the weights of attention and v (B, T, C).
+    """Return the piece `heads`: the context (B, T, C) from the probabilities and v (B, T, C).
 
     Args:
-        split_v: divides v into heads (B, H, T, D).
-        merge: puts the results of all heads side by side.
+        split_v: splits v into heads (B, H, T, D).
+        merge: concatenates the results of all heads.
     """
     return Piece(("probs", "v"), lambda w, i, probs, v: merge(probs @ split_v(w, v)))
 
 
 def embedding(positions: Tensor | None = None) -> Piece:
-    """The piece `embed`, with rows of the position embedding that are not the first T."""
+    """Return the piece `embed`, with the positions 0 to T − 1 or other ones."""
 
     def run(w: Weights, i: int) -> Tensor:
         rows = slice(w.ids.shape[1]) if positions is None else positions
@@ -225,14 +224,14 @@ def embedding(positions: Tensor | None = None) -> Piece:
 
 def _act(w: Weights, i: int, x: Tensor) -> Tensor:
     name, rounded = canonical_activation(w.config), w.rounded
-    if name == "gelu_new":  # written out, as in many ports, for the sake of its roundings
+    if name == "gelu_new":  # written out as in many ports, so that it rounds like them
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
         return rounded(x / 2) * rounded(1 + rounded(torch.tanh(inner)))
     return ACTIVATIONS[name](x)
 
 
 def head_name(config: GPT2Config) -> str:
-    """The parameter of the head, which is the token embedding if they are tied."""
+    """Return the name of the head's weight, which is the token embedding if they are tied."""
     return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
 
 
@@ -257,23 +256,23 @@ GPT2: Pieces = {
 
 
 def each(names: Iterable[str], change: Callable[..., Piece]) -> Pieces:
-    """GPT-2's pieces of these names, each changed in the same way."""
+    """Return GPT-2's pieces of these names, each with the same change."""
     return {name: change(GPT2[name]) for name in names}
 
 
 def split_name(tap: str) -> tuple[int, str]:
-    """The layer and the name within it: (3, "act") for "h.3.act", (0, "ln_f") for "ln_f"."""
+    """Split a tap into layer and name: (3, "act") for "h.3.act", (0, "ln_f") for "ln_f"."""
     _, layer, name = tap.split(".") if tap.startswith("h.") else ("", "0", tap)
     return int(layer), name
 
 
 def cut(tap: str, value: Tensor, rows: int, length: int) -> Tensor:
-    """A tap for the first rows and positions of the ids: GPT-2 is causal."""
+    """Select the first rows and positions of a tap, which do not depend on later positions."""
     return value[:rows, :, :length, :length] if tap.endswith("probs") else value[:rows, :length]
 
 
 def inputs_of(tap: str, pieces: Pieces, n_layer: int) -> list[str]:
-    """The full names of the taps that a tap is computed from."""
+    """Return the full names of the taps from which a tap is computed."""
     i, name = split_name(tap)
     entering = f"h.{i - 1}.out" if i else "embed"
     named = {"x": entering, "last": f"h.{n_layer - 1}.out"}
@@ -281,12 +280,12 @@ def inputs_of(tap: str, pieces: Pieces, n_layer: int) -> list[str]:
 
 
 def labelled_inputs(tap: str, n_layer: int) -> dict[str, str]:
-    """The full names of the inputs of GPT-2's piece by their names in the piece."""
+    """Return the full names of the inputs of GPT-2's piece, by their names in the piece."""
     return dict(zip(GPT2[split_name(tap)[1]].inputs, inputs_of(tap, GPT2, n_layer), strict=True))
 
 
 def run_piece(tap: str, pieces: Pieces, weights: Weights, values: Mapping[str, Tensor]) -> Tensor:
-    """One tap from the values of its inputs.
+    """Compute one tap from the values of its inputs.
 
     Raises:
         MissingWeightError: a weight is not available.
@@ -297,15 +296,15 @@ def run_piece(tap: str, pieces: Pieces, weights: Weights, values: Mapping[str, T
 
 
 def chain(weights: Weights, pieces: Pieces = GPT2) -> Iterator[tuple[str, Tensor]]:
-    """Every tap in execution order, computed from the ids on.
+    """Run the whole model and yield every tap in execution order.
 
     Args:
-        weights: of the checkpoint.
-        pieces: what to compute.
+        weights: the weights, and the ids from which the model runs.
+        pieces: the pieces of the model.
     """
     values: Trace = {}
     for tap in tap_names(weights.config.n_layer):
-        if tap.endswith(".ln_1"):  # a new block, of which only the residual stream is known
+        if tap.endswith(".ln_1"):  # a new block: keep the residual stream only
             n_layer = weights.config.n_layer
             values = {name: values[name] for name in inputs_of(tap, GPT2, n_layer)}
         values[tap] = weights.rounded(run_piece(tap, pieces, weights, values))
@@ -313,9 +312,9 @@ def chain(weights: Weights, pieces: Pieces = GPT2) -> Iterator[tuple[str, Tensor
 
 
 def segment(tap: str, pieces: Pieces, n_layer: int, known: Callable[[str], bool]) -> list[str]:
-    """The taps to compute for a tap, itself included, up to those whose values are known.
+    """Return the taps to compute for a tap from the known ones, itself included.
 
-    In execution order.
+    They are in execution order.
     """
     needed, wanted = {tap}, [tap]
     while wanted:
@@ -332,10 +331,10 @@ def run_segment(
     """Compute the taps of a segment and return the last one.
 
     Args:
-        names: from `segment`.
-        pieces: what to compute.
-        weights: of the checkpoint.
-        known: returns the values from which the segment starts.
+        names: the taps of the segment, as returned by `segment`.
+        pieces: the pieces of the model.
+        weights: the weights of the pieces.
+        known: returns the known taps from which the segment is computed.
 
     Raises:
         MissingWeightError: a weight is not available.

@@ -1,4 +1,4 @@
-"""The report of a comparison with golden arrays: that of a parity check, with named deviations."""
+"""The report of a comparison with golden arrays: a parity report with named deviations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from compat.parity import ParityReport
 class GoldenReport(ParityReport):
     """The result of `Golden.check`; `to_json` has the same fields.
 
-    The accumulated difference of a tap is that of the candidate's array from the golden one, and
-    the local difference that of the array from GPT-2's formula, applied to the candidate's own
-    arrays before it. Only accumulated differences decide, and local ones say which piece is wrong.
+    The accumulated difference at a tap is the difference between the candidate's array and the
+    golden one. The local difference is that between the candidate's array and the result of GPT-2's
+    formula on the candidate's own inputs. Accumulated differences alone determine the verdict;
+    local differences show which piece is wrong.
 
     Args:
         findings: the deviations from GPT-2 that explain the differences, in execution order.
-        recorded: how many arrays the golden file has bounds for.
+        recorded: the number of arrays for which the golden file has bounds.
         has_logits: whether the logits were compared.
     """
 
@@ -30,12 +31,12 @@ class GoldenReport(ParityReport):
 
     @property
     def passed(self) -> bool:
-        """Whether there are arrays, and every one is within its bounds."""
+        """Whether arrays were compared and all of them are within their bounds."""
         return bool(self.taps) and all(tap.accumulated.within for tap in self.taps)
 
     @property
     def first_divergence(self) -> str | None:
-        """The first array, in the order in which arrays are computed, that is out of bounds."""
+        """The first array in execution order that is not within its bounds."""
         return next((tap.tap for tap in self.taps if not tap.accumulated.within), None)
 
     @property
@@ -49,28 +50,28 @@ class GoldenReport(ParityReport):
             text = f"{self.model_name} agrees with transformers on {self.source}: {count}"
             if self.has_logits:
                 return f"{text}; max|Δlogits| = {self.max_abs_diff:.2g}."
-            return f"{text}. Its logits are among those that were not compared."
+            return f"{text}. The logits were not compared."
         text = f"{self.model_name} diverges from transformers on {self.source} at {wrong[0].tap}: "
         found = wrong[0].accumulated
         if math.isfinite(found.error) and found.bound:
             text += f"the difference is {found.rel_rms:.2g} of the array's RMS, "
             times = found.error / found.bound
-            text += f"{times:,.{0 if times >= 10 else 1}f} times what passes"
+            text += f"{times:,.{0 if times >= 10 else 1}f} times the bound"
         else:
             text += "it has NaN or infinite values"
         return f"{text}; {count}."
 
     def __repr__(self) -> str:
-        """The verdict, the sentence that gives the reason, and the deviations."""
+        """Return the verdict, the headline, and one line for each finding."""
         lines = [f"<GoldenReport {'✓' if self.passed else '✗'} {self.headline}"]
         lines += [f"  {each.tap} {each.code}: {each.message}" for each in self.findings]
         return "\n".join(lines) + ">"
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
-        """The report as plain values; a number that is not finite becomes None.
+        """Return the report as plain values; a non-finite number becomes None.
 
         Args:
-            full: every array, instead of the verdict and those out of bounds.
+            full: include every array, instead of the verdict and the arrays out of bounds.
         """
         return {
             **super().to_json(full=full),

@@ -1,4 +1,4 @@
-"""Deviations of the steps through the KV cache, where the whole sequence is computed rightly."""
+"""Deviations of decode steps through a KV cache, if the forward pass without a cache is right."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from compat.golden_files.pieces import (
     Pieces,
     Weights,
     attention_formula,
+    cached_reads,
     chain,
     embedding,
-    keeping,
     mixture,
     pattern,
     split_heads,
@@ -28,19 +28,19 @@ from compat.golden_files.pieces import (
 
 
 def step_logits(weights: Weights, steps: Tensor, values: Values) -> Iterator[Proposal]:
-    """What wrong caches compute, the logits (B, N, V).
+    """Yield the logits (B, N, V) of the decode steps under each known deviation.
 
     Args:
-        weights: of the checkpoint, with the ids before the steps.
-        steps: the ids (B, N) that are fed one by one.
-        values: for the texts of the code.
+        weights: the weights of the checkpoint, and the ids before the decode steps.
+        steps: the ids (B, N) of the decode steps.
+        values: the values for the placeholders of the code's message and fix.
 
     Raises:
         MissingWeightError: a weight is not available.
     """
     (_, T), N = weights.ids.shape, steps.shape[1]
     ids = torch.cat([weights.ids, steps], dim=1)
-    extended = replace(weights, ids=ids, read=keeping(weights.read, ids), dtype=torch.float32)
+    extended = replace(weights, ids=ids, read=cached_reads(weights.read, ids), dtype=torch.float32)
     for found, pieces in _deviations(extended, T, N):
         for tap, value in chain(extended, {**GPT2, **pieces}):
             if tap == "logits":
@@ -52,14 +52,14 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
     for found, positions in (
         ("every step has position 0", 0 * n),
         (f"every step has position {T}", T + 0 * n),
-        ("the positions of the steps begin at 0 again", n),
-        (f"the first step has position {T - 1}, but in GPT-2 {T}", T - 1 + n),
-        (f"the first step has position {T + 1}, but in GPT-2 {T}", T + 1 + n),
+        ("the positions of the steps start at 0 again", n),
+        (f"the first step has position {T - 1}, but in GPT-2 position {T}", T - 1 + n),
+        (f"the first step has position {T + 1}, but in GPT-2 position {T}", T + 1 + n),
     ):
         if positions.max() < w.config.n_positions:
             yield found, {"embed": embedding(torch.cat([past, positions]))}
     if T + N < w.config.n_positions:
-        found = "with a cache, the positions of the text and of the steps begin at 1"
+        found = "with a cache, the positions start at 1"
         yield found, {"embed": embedding(1 + torch.cat([past, T + n]))}
     usual = attention_formula(w, 0).allowed  # (T + N, T + N)
     own = torch.eye(T + N, dtype=torch.bool)
@@ -67,15 +67,15 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
     step = row >= T
     for found, hidden in (
         ("a step attends to itself only", step),
-        ("a step attends to the text and to itself, but not to the steps before it",
+        ("a step attends to the prompt and to itself, but not to earlier steps",
          step & (column >= T)),
-        ("a step attends to the steps only, but not to the text", step & (column < T)),
+        ("a step attends to the steps only, and not to the prompt", step & (column < T)),
         ("a step does not attend to the first token", step & (column == 0)),
-        ("a step does not attend to the last token of the text", step & (column == T - 1)),
+        ("a step does not attend to the last token of the prompt", step & (column == T - 1)),
     ):  # fmt: skip
         yield found, {"probs": pattern(partial(_with_mask, usual & (~hidden | own)))}
-    for token, found in ((0, "the first token"), (T - 1, "the last token of the text")):
-        yield f"keys and values of {found} are 0 in the cache", _with_zeros(T, token)
+    for token, found in ((0, "the first token"), (T - 1, "the last token of the prompt")):
+        yield f"the keys and values of {found} are 0 in the cache", _with_zeros(T, token)
 
 
 def _with_mask(allowed: Tensor, scores: Tensor, usual: AttentionFormula) -> Tensor:
@@ -83,7 +83,7 @@ def _with_mask(allowed: Tensor, scores: Tensor, usual: AttentionFormula) -> Tens
 
 
 def _with_zeros(T: int, token: int) -> Pieces:
-    """For the positions from T on, key and value of a token are zero."""
+    """Replace the key and value of a token by zeros, for the queries from position T on."""
 
     def without(w: Weights, x: Tensor) -> Tensor:
         return split_heads(w, x.index_fill(1, torch.tensor([token]), 0.0))

@@ -1,4 +1,4 @@
-"""A model's hidden states and gradients one at a time, while the model runs."""
+"""Streams of a model's hidden states and gradients while the model runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = Callable[[str, Tensor], None]
 
 
 class _Stopped(Exception):
-    """Raised in the model's thread when nobody reads what it records any more."""
+    """Raised in the model's thread when the reader has stopped."""
 
 
 def stream_taps(model: nn.Module, taps: Sequence[Tap], ids: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -47,16 +47,15 @@ def stream_gradients(
     """Run a reference forward and backward, and yield every gradient as soon as it is computed.
 
     Args:
-        model: returns logits; its parameters have Hugging Face's names, and require gradients
-            from then on.
-        taps: where gradients are recorded.
-        ids: (B, T).
+        model: a model of transformers. Its parameters are set to require gradients.
+        taps: the taps whose gradients are recorded.
+        ids: the token ids (B, T).
 
     Yields:
-        "loss", the mean cross-entropy of ids[:, 1:] given the ids before each; and its gradients by
-        the name of the tap or of the parameter.
+        "loss" with the mean cross-entropy of the next ids, and then the name of a tap or parameter
+        with its gradient.
     """
-    # q, k and v are views that the model does not read, so their whole tensor is watched.
+    # The model does not read the views q, k and v, so the gradient of their fused tensor is used.
     places = {tap.name: [tap] for tap in taps if tap.part is None}
     for tap in taps:
         if tap.part is not None:
@@ -100,10 +99,10 @@ def stream_gradients(
 
 
 def _stream(run: Callable[[Record], None]) -> Iterator[tuple[str, Tensor]]:
-    """What a function records, while it runs.
+    """Yield what a function records while it runs.
 
-    It runs in a thread that waits for the reader, so that only a few tensors are in memory at a
-    time. They come in the order in which they are computed.
+    The function runs in a thread that waits for the reader, so only a few tensors are in memory at
+    a time.
     """
     queue: Queue[tuple[str, Tensor] | BaseException | None] = Queue(maxsize=1)
     stopped = Event()
@@ -117,7 +116,7 @@ def _stream(run: Callable[[Record], None]) -> Iterator[tuple[str, Tensor]]:
         try:
             run(record)
             queue.put(None)
-        except BaseException as error:  # raised again where the tensors are read
+        except BaseException as error:  # raised again in the reader's thread
             queue.put(error)
 
     thread = Thread(target=in_thread, daemon=True)
@@ -129,23 +128,23 @@ def _stream(run: Callable[[Record], None]) -> Iterator[tuple[str, Tensor]]:
             yield item
     finally:
         stopped.set()
-        while thread.is_alive():  # the thread may wait for room in the queue
+        while thread.is_alive():  # the thread may be waiting for space in the queue
             if not queue.empty():
                 queue.get()
             thread.join(0.01)
 
 
-def in_pairs(
+def match_by_name(
     ours: Iterator[tuple[str, Tensor]], *others: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, tuple[Tensor, ...]]]:
-    """Tensors of one name together, from runs that compute them in slightly different orders.
+    """Match tensors by name between runs that compute them in slightly different orders.
 
     Args:
-        ours: the first run.
-        others: runs of one order, which have the same names as the first.
+        ours: the names and tensors of the first run.
+        others: the other runs, which share one order and have the same names as the first.
 
     Yields:
-        The name, the tensor of the first run and those of the others.
+        The name, the tensor of the first run, and the tensors of the other runs.
     """
     waiting: dict[str, Tensor] = {}
     waiting_others: dict[str, tuple[Tensor, ...]] = {}

@@ -1,4 +1,4 @@
-"""Writing a golden file: the reference's taps, one block at a time, and their bounds."""
+"""The writer of golden files: the reference's taps, one block at a time, and their bounds."""
 
 from __future__ import annotations
 
@@ -40,15 +40,23 @@ from compat.golden_files.contents import (
 )
 from compat.golden_files.file import Golden
 from compat.golden_files.gradients import gradients
-from compat.golden_files.pieces import GPT2, TOKENS, Weights, chain, inputs_of, keeping, run_piece
-from compat.golden_files.stream import in_pairs, stream_gradients, stream_taps
+from compat.golden_files.pieces import (
+    GPT2,
+    TOKENS,
+    Weights,
+    cached_reads,
+    chain,
+    inputs_of,
+    run_piece,
+)
+from compat.golden_files.stream import match_by_name, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
 from compat.parity.reference import true_logits
 from compat.tap import tap_names
 
-VERIFIED = 64  # positions of the first sequence whose logits NumPy computes too
+VERIFIED = 64  # positions of the first sequence whose logits are verified with NumPy
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Write = Callable[[str, Tensor], None]
 
@@ -67,27 +75,27 @@ def golden(
     verify: bool = False,
     n_head: int | None = None,
 ) -> Golden:
-    """Record what `transformers` computes at every tap, and how far a port may be from it.
+    """Record what `transformers` computes at every tap, and the bounds for correct ports.
 
     Args:
         source: "demo", a hub id such as `gpt2`, a folder, a weights file, or a Checkpoint.
-        path: of the file to write, .safetensors or .npz. Without it, the arrays stay in memory.
-        input_ids: (B, T), a tensor, array or list; by default `random_ids` of the vocabulary.
-        text: the same as text, encoded by the checkpoint's tokenizer.
+        path: the file to write, .safetensors or .npz. By default, the arrays stay in memory.
+        input_ids: the token ids (B, T) as a tensor, array or list; by default `random_ids`.
+        text: a text to encode with the checkpoint's tokenizer instead of `input_ids`.
         taps: "all"; "layers" for the residual stream after every block; or patterns of names,
             separated by commas, such as "h.0.*,logits".
-        dtype: of the reference; by default the checkpoint's.
+        dtype: the data type of the reference; by default the checkpoint's.
         gradients: also record the loss of the next ids, and its gradients at all selected taps and
             of all parameters.
-        decode: the number of greedy steps through the KV cache whose logits are recorded.
+        decode: the number of greedy decode steps through the KV cache whose logits are recorded.
         revision, verify, n_head: see `open_checkpoint`.
 
     Returns:
-        The golden arrays, whose `check` compares others with them.
+        The golden arrays. Call their `check` to compare a candidate with them.
 
     Raises:
-        ParityError: an argument is wrong, the file cannot be written, or the reference's logits are
-            not GPT-2's.
+        ParityError: an argument is invalid, the file cannot be written, or the reference's logits
+            are not GPT-2's.
         CompatError: the checkpoint cannot be loaded.
     """
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
@@ -99,7 +107,8 @@ def golden(
         raise ParityError(f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz.")
     if path is not None and path.suffix == ".npz" and dtype == torch.bfloat16:
         raise ParityError(
-            "NumPy has no bfloat16. Write a .safetensors file, or pass another dtype."
+            f"{path} cannot store bfloat16, which NumPy does not have. Write a .safetensors file, "
+            'or pass dtype="float32".'
         )
     if type(decode) is not int or not 0 <= decode <= config.n_positions - T:
         raise ParityError(
@@ -107,7 +116,9 @@ def golden(
             f"of positions after the {T} ids."
         )
     if gradients and T < 2:
-        raise ParityError("one id has no next id to predict. Pass 2 ids or more for gradients.")
+        raise ParityError(
+            "gradients need a next id to predict, but each sequence has 1 id. Pass 2 ids or more."
+        )
     selected = select_taps(taps, config.n_layer)
     with transformers_gpt2.quiet(), explain_exceptions():
         return _Recording(checkpoint, dtype, ids, selected, gradients, decode).write(path)
@@ -115,7 +126,7 @@ def golden(
 
 @dataclass
 class _Recording:
-    """The arrays of one golden file, computed in the order in which they are written."""
+    """Computes the arrays of one golden file in the order in which they are written."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -125,13 +136,13 @@ class _Recording:
     decode: int
 
     def __post_init__(self) -> None:
-        # The weights are read several times. The hash in the metadata searches them for NaN once.
+        # The weights are read several times. They are checked for NaN once, while they are hashed.
         self.mapped = replace(self.checkpoint, check_finite=False, mmap=True)
         self.config = self.checkpoint.config
         self.model: Any = transformers_gpt2.load_reference(self.checkpoint, self.dtype)
         self.taps = transformers_gpt2.taps(self.config.n_layer, "eager")
-        self.weights = Weights(self.config, self.ids, keeping(self.mapped.read, self.ids))
-        # Beside the reference run GPT-2 in float64 and two simulations of half precision.
+        self.weights = Weights(self.config, self.ids, cached_reads(self.mapped.read, self.ids))
+        # GPT-2 in float64 and two simulations of half precision run along with the reference.
         self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
         infos = self.checkpoint.infos
         self.vectors = [name for name, info in infos.items() if len(info.shape) == 1]
@@ -139,7 +150,7 @@ class _Recording:
         self.bounds: dict[str, list[Bound]] = {}
 
     def shapes(self) -> Shapes:
-        """Every array of the file, in the order in which it is written."""
+        """Return the shape and data type of every array, in the order in which they are written."""
         B, T = self.ids.shape
         infos, V = self.checkpoint.infos, self.config.vocab_size
         stored = self.checkpoint.dtype
@@ -163,7 +174,7 @@ class _Recording:
 
     @property
     def parameters(self) -> list[str]:
-        """The parameters in the order of the checkpoint, without a tied head."""
+        """The names of the parameters in the order of the checkpoint, without a tied head."""
         tied = self.config.tie_word_embeddings
         return [n for n in self.checkpoint.infos if not (tied and n == "lm_head.weight")]
 
@@ -194,7 +205,7 @@ class _Recording:
         """Run the reference and the other runs in lockstep, one block at a time."""
         runs = [chain(weights) for weights in self.runs]
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
-        before: dict[str, Tensor] = {}  # the residual stream that enters the block
+        before: dict[str, Tensor] = {}  # the residual stream at the input of the block
         stream = stream_taps(self.model, self.taps, self.ids)
         for _, layer in groupby(stream, key=lambda item: item[0].rpartition(".")[0]):
             group = dict(layer)
@@ -216,14 +227,14 @@ class _Recording:
     def _local_errors(
         self, tap: str, known: Mapping[str, Tensor], found: Tensor
     ) -> tuple[float, float | None]:
-        """The error of the reference's piece on its own inputs, and that of plain sums."""
+        """Measure the error of the reference's piece on its own inputs, and of sequential sums."""
         inputs = {name: known[name].double() for name in inputs_of(tap, GPT2, self.config.n_layer)}
         local = error(found, run_piece(tap, GPT2, self.weights, inputs)).rms
         first = next(iter(inputs.values()), None)
         return local, None if first is None else plain_sum_error(tap, self.weights, first)
 
     def _verify(self, exact: Tensor) -> None:
-        """Verify logits of the reference, and those in float64, against an independent GPT-2."""
+        """Verify the logits of the reference and the float64 run against an independent GPT-2."""
         ids = self.ids[:1, :VERIFIED]
         found, chained = self.logits[:1, :VERIFIED], exact[:1, :VERIFIED]
         true_logits(self.checkpoint, self.dtype, ids, found, self.dtype)
@@ -237,7 +248,7 @@ class _Recording:
         simulations = [Calibration(dtype, half=True) for dtype in HALF]
         stream = stream_gradients(self.model, self.taps, self.ids)
         recorded = {LOSS, *self.selected, *self.parameters}
-        for name, ours, (exact, *halves) in in_pairs(stream, *map(gradients, self.runs)):
+        for name, ours, (exact, *halves) in match_by_name(stream, *map(gradients, self.runs)):
             bounds = [calibration.bound(ours, exact), *_bounds(simulations, halves, exact)]
             if name in recorded:
                 label = name if name == LOSS else GRADIENT + name
@@ -245,13 +256,13 @@ class _Recording:
                 self.bounds[label] = bounds
 
     def _write_decode(self, write: Write) -> None:
-        """Decode greedily through the KV cache, and calibrate by one run without a cache."""
+        """Decode greedily through the KV cache, with bounds from a run without a cache."""
         fed, logits = _decode(self.model, self.ids, self.logits[:, -1:], self.decode)
         every = torch.cat([self.ids, fed], dim=1)
-        weights = Weights(self.config, every, keeping(self.mapped.read, every))
+        weights = Weights(self.config, every, cached_reads(self.mapped.read, every))
         exact = self.logits
         for _, value in chain(weights):
-            exact = value  # the last one is the logits
+            exact = value  # the last value is the logits
         write(DECODE_IDS, fed)
         write(DECODE_LOGITS, logits)
         first = self.calibration.bound(logits, exact[:, self.ids.shape[1] :])
@@ -261,7 +272,7 @@ class _Recording:
 def _bounds(
     simulations: Iterable[Calibration], found: Iterable[Tensor], exact: Tensor
 ) -> list[Bound]:
-    """The bounds in half precision."""
+    """Return the bounds in half precision."""
     pairs = zip(simulations, found, strict=True)
     return [simulation.bound(half, exact) for simulation, half in pairs]
 
@@ -274,7 +285,7 @@ def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
 
 
 def _half(weights: Weights, dtype: torch.dtype) -> Weights:
-    """Half precision, simulated: all but the sums inside of an operation is rounded."""
+    """Simulate half precision: weights and results of operations are rounded, but not sums."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
@@ -287,7 +298,7 @@ def _half(weights: Weights, dtype: torch.dtype) -> Weights:
 
 @torch.no_grad()
 def _decode(model: Any, ids: Tensor, last: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Feed the most likely id `steps` times through the KV cache: ids (B, N), logits (B, N, V)."""
+    """Decode greedily for `steps` steps through the KV cache: ids (B, N), logits (B, N, V)."""
     cache = model(ids, use_cache=True).past_key_values
     fed, found = [], []
     for _ in range(steps):

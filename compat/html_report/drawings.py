@@ -233,7 +233,7 @@ def heat_map(results: Sequence[TapResult], kind: Kind) -> dict[str, Any]:
     out = [result.tap for result in results if not measured(result, kind).within]
     verdict = f"{len(out)} out of bounds, first {out[0]}" if out else "all pass"
     return {
-        "label": f"Heat map of the {kind} error, taps by layers: {verdict}",
+        "label": f"Heat map of the {kind} error by tap and layer: {verdict}",
         "height": height,
         "rows": [(name, ROW * i + 13) for name, i in rows.items()],
         "cells": cells,

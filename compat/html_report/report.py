@@ -34,22 +34,21 @@ from compat.summary import (
 
 KIND_TITLES = {
     "accumulated": "Accumulated: both models run from the input ids",
-    "local": "Local: every piece of ours runs on the reference's input for that piece",
+    "local": "Local: every piece of the model runs on the reference's input for that piece",
 }
 DRAWN = (
-    "From left to right in execution order, on a log scale: the RMS of our error over the RMS of "
-    "the reference's tensor. A tap that is bit-identical to the reference is drawn below the "
-    "scale. "
+    "Each mark is the error at one tap, in execution order and on a log scale: the RMS of the "
+    "error over the RMS of the reference's tensor. Bit-identical taps are drawn below the scale. "
 )
 CALIBRATED = DRAWN + (
-    "The error is measured against a float64 run of the reference. Errors within the band pass: "
-    "it extends to twice the reference's own error against float64, or to twice the rounding "
-    "error if that is larger."
+    "The error is measured against a float64 run of the reference. Errors within the band pass. It "
+    "extends to twice the reference's own error against float64, or to twice the rounding error if "
+    "that is larger."
 )
 UNCALIBRATED = DRAWN + (
-    "There was no float64 run: the error is the difference from the reference, and only local "
-    "differences are judged. Errors within the band pass: it extends to four roundings of one "
-    "piece."
+    "There was no float64 run, so the error is the difference from the reference, and only local "
+    "differences are judged. Errors within the band pass. It extends to four rounding errors of "
+    "one piece."
 )
 GOLDEN_TITLES = {
     "accumulated": "Accumulated: each array compared with the golden one",
@@ -84,10 +83,10 @@ def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
 
 def inspection_page(found: Inspection) -> str:
     """What a source is as a page."""
-    sentence = found.error or "Every name and every shape in it is as expected."
+    sentence = found.error or "Every name and every shape is as expected."
     return _page(
         title=found.source,
-        kicker="Description of a checkpoint, from its headers",
+        kicker="Description of a checkpoint",
         inspection={
             "verdict": _verdict(found.loads, LOADS, sentence),
             "properties": [(label, text) for label, text in properties(found) if label != "error"],
@@ -99,7 +98,7 @@ def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     """A table as a page."""
     return _page(
         title=title,
-        kicker="Weight compatibility with Hugging Face GPT-2: models of your own",
+        kicker="Weight compatibility with Hugging Face GPT-2: your own models",
         summary={"columns": columns, "rows": rows},
     )
 
@@ -120,7 +119,7 @@ def golden_page(report: GoldenReport) -> str:
     title = f"{report.model_name} and transformers on {report.source}"
     return _page(
         title=title,
-        kicker="Golden arrays of Hugging Face GPT-2 and another implementation's",
+        kicker="Golden arrays of Hugging Face GPT-2, compared with another implementation",
         reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
         versions=report.versions,
     )
@@ -151,7 +150,7 @@ def adapt_page(adaptation: Adaptation) -> str:
     own = None if report is None or report.headline == sentence else report.headline
     return _page(
         title=f"{adaptation.model} on {adaptation.source}",
-        kicker="Weight compatibility with Hugging Face GPT-2: a model of your own",
+        kicker="Weight compatibility with Hugging Face GPT-2: your own model",
         adaptation={
             "verdict": _verdict(adaptation.compatible, COMPATIBLE, sentence),
             "findings": [_finding(finding) for finding in adaptation.findings],

@@ -3,8 +3,8 @@
 A comparison of outputs covers only the branches that its inputs reach. Two observers find the
 others: `BranchObserver` follows the `if` statements of the user's Python code, `TensorObserver` the
 comparisons and clamps among the tensor operations. Both collect constants, from which further
-inputs are built that may reach the other outcome, and both report the conditions of which only one
-outcome was reached.
+inputs are built that may reach the other outcome. Both report the conditions for which the inputs
+reached only one outcome.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class _LogitsProver:
         return [*self.branches.conditions.values(), *self.operations.conditions.values()]
 
     def _constants(self) -> set[int]:
-        """The constants of conditions of which only one outcome was reached."""
+        """The constants of conditions for which the inputs reached only one outcome."""
         one_sided = (seen.all_constants for seen in self._conditions if len(seen.outcomes) < 2)
         return self.operations.constants.union(*one_sided)
 

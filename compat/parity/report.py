@@ -14,7 +14,7 @@ from compat.parity.compare import Difference, TapResult
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the proof, such as a condition of which the inputs reached only one outcome.
+    """A limit of the proof, such as a condition that was always true, or never, on all inputs.
 
     Args:
         message: what the proof did not cover.
@@ -54,12 +54,12 @@ class InputResult:
 
 @dataclass
 class LogitsProof:
-    """The comparisons of logits, and how far they reach.
+    """The comparisons of logits, and their limits.
 
     Args:
         inputs: one result per input.
-        limits: conditions of which only one outcome was reached, and other limits of the proof.
-        ids_tried: how many of the vocabulary's ids occurred in an input.
+        limits: conditions with only one reached outcome, and other limits of the proof.
+        ids_tried: the number of ids of the vocabulary that occurred in an input.
         embedding: the comparison of the embedding of every id, if the model has a tap for it.
     """
 
@@ -202,10 +202,10 @@ class ParityReport(HtmlPage):
             before `transformers` read them.
         float32: for a model in half precision, the report of the same model with its parameters in
             float32, where rounding hides no fault; otherwise None.
-        gradients: the comparison of gradients, if it was asked for; those of a model in half
+        gradients: the comparison of gradients, if it was requested; those of a model in half
             precision are in `float32`.
-        weights: the tensors of which a model that failed holds other values than the checkpoint, as
-            after fine-tuning, the furthest first. Without a name map they are not known.
+        weights: the tensors whose values differ between a failing model and the checkpoint, such as
+            after fine-tuning, sorted by the difference. Empty without a name map.
     """
 
     source: str

@@ -60,7 +60,7 @@ def trace(
         model: one of compat's models, transformers' GPT-2, or any module.
         input_ids: (B, T), a tensor, array or list.
         taps: names such as "h.0.probs", or "h.{i}.probs" for every layer; by default all that
-            `taps(model)` lists. For a model of your own, a `Tap` for each place, such as those of
+            `taps(model)` lists. For your own model, pass a `Tap` for each place, such as those of
             `adapt(model, source).taps`.
         patch: tensors that replace hidden states, by the name of their tap, or functions that
             return the replacement for a hidden state. The replacement has the same shape, data type
@@ -296,7 +296,7 @@ def _check_patch(patch: object) -> None:
 
 
 def _expanded(written: object, known: Mapping[str, Tap], model: nn.Module) -> list[str]:
-    """The names that a name stands for, which is one for every layer if it contains `{i}`."""
+    """Return the names that a name stands for: one for every layer if it contains `{i}`."""
     found = [name for name in known if written in (name, _in_any_layer(name))]
     if found:
         return found
@@ -400,7 +400,7 @@ def _check_executed(name: str, taps: Iterable[str], recorded: Trace) -> None:
 
 
 def _with_every_layer(taps: Iterable[Tap], modules: Mapping[str, nn.Module]) -> list[Tap]:
-    """The taps, those with `{i}` written out for every layer whose module exists."""
+    """Return the taps; those with `{i}` are expanded to every layer whose module exists."""
     taps = list(taps)
     per_layer = [tap.module for tap in taps if "{i}" in tap.name and "{i}" in tap.module]
     if not per_layer:

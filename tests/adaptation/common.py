@@ -1,4 +1,4 @@
-"""What the tests of `adapt` share: models built for the tiny checkpoint, adapted only once."""
+"""Helpers of the tests of `adapt`: models of the tiny checkpoint's sizes, each adapted once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny_config(folder: Path) -> GPT2Config:
 
 
 def build(model: Model, path: Path, folder: Path) -> nn.Module:
-    """The model of a file, of the checkpoint's sizes, its own weights the same each time."""
+    """Build the model of a file in the checkpoint's sizes, always with the same weights."""
     torch.manual_seed(7)
     return model.build(load_class(path, model.cls), tiny_config(folder))
 
@@ -39,7 +39,7 @@ def build_style(style: str, folder: Path) -> nn.Module:
 
 @dataclass
 class Adapted:
-    """A model after `adapt`, and what that found."""
+    """A model after `adapt`, and the result of `adapt`."""
 
     model: nn.Module
     adaptation: Adaptation
@@ -47,26 +47,26 @@ class Adapted:
 
 @cache
 def adapted(style: str, folder: Path) -> Adapted:
-    """A zoo model adapted to a checkpoint; made once, not to be changed."""
+    """Adapt a zoo model to a checkpoint. The result is shared, so tests must not change it."""
     model = build_style(style, folder)
     return Adapted(model, adapt(model, folder))
 
 
 @cache
 def reference_logits(ids: tuple[tuple[int, ...], ...], n_layer: int) -> Tensor:
-    """What transformers makes of these ids with the tiny checkpoint's weights."""
+    """The logits of transformers for these ids, with the tiny checkpoint's weights."""
     with torch.no_grad():
         logits: Tensor = noisy_reference(n_layer=n_layer)(torch.tensor(ids)).logits
     return logits
 
 
 def fresh_ids(batch: int = 3, length: int = 18, seed: int = 99) -> Tensor:
-    """Ids that `adapt` did not see."""
+    """Ids on which `adapt` did not run the model."""
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits in what a zoo model returns, found by their shape alone."""
+    """Find the logits in the output of a zoo model by their shape."""
     modes = {module: module.training for module in model.modules()}
     with torch.no_grad():
         output = model.eval()(ids)
@@ -95,12 +95,12 @@ def error_of(model: nn.Module, n_layer: int = LAYERS) -> float:
 
 
 def mapped(name_map: NameMap, model: nn.Module) -> dict[str, frozenset[str]]:
-    """For every tensor, all layers written out, the parameters that the map names."""
+    """The parameters of the map for every tensor, with all layers expanded."""
     return {row.hf: _one_name(row.ours, model) for row in name_map.expand(LAYERS)}
 
 
 def expected_map(style: str, model: nn.Module) -> dict[str, frozenset[str]]:
-    """The same from the catalogue."""
+    """The parameters of the catalogue for every tensor, with all layers expanded."""
     found: dict[str, frozenset[str]] = {}
     for hf, names in MODELS[style].expected.items():
         for i in range(LAYERS) if "{i}" in hf else [0]:
@@ -111,7 +111,7 @@ def expected_map(style: str, model: nn.Module) -> dict[str, frozenset[str]]:
 
 
 def _one_name(names: Iterable[str], model: nn.Module) -> frozenset[str]:
-    """The names; of parameters that the model ties, the first."""
+    """The names; for tied parameters, the first of them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(parameters.items())}
     return frozenset(first[id(parameters[name])] for name in names)

@@ -1,4 +1,4 @@
-"""A zoo model's source with every module, parameter and buffer under another name."""
+"""A zoo model's source in which every module, parameter and buffer has another name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIGS = {"cfg", "config", "args", "dims"}
 
 
 def names_in(model: nn.Module) -> dict[str, set[str]]:
-    """For every class of the model's own file, the names of what its objects hold."""
+    """For every class of the model's file, the names of its modules, parameters and buffers."""
     own: ModuleType = sys.modules[type(model).__module__]
     found: dict[str, set[str]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""`adapt` as a whole: what it leaves unchanged, which code it handles, and its errors."""
+"""`adapt` as a whole: the state that it restores, the code that it supports, and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 
 def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn.Module, Path]:
-    """A zoo model with one place of its file changed."""
+    """A zoo model with one edit in its file."""
     source = (ZOO / MODELS[style].file).read_text()
     assert old in source
     path = folder / MODELS[style].file
@@ -187,7 +187,7 @@ def test_a_missing_checkpoint(tmp_path: Path, tiny: Path) -> None:
         adapt(build_style("nano", tiny), tmp_path)
 
 
-def test_a_part_that_cannot_be_examined_is_reported_beside_the_comparison(
+def test_a_part_that_cannot_be_examined_is_reported_along_with_the_comparison(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(context: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""A model that predicts like GPT-2 but trains otherwise, and the taps that modules hold."""
+"""A model that predicts like GPT-2 but trains differently, and the taps of modules."""
 
 from __future__ import annotations
 

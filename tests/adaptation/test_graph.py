@@ -26,7 +26,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 class Text(nn.Module):
-    """The rows of a table for the ids, passed through a function: the smallest traceable model."""
+    """Token embeddings that are passed through a function: the smallest traceable model."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A KV cache in a user's model: a right one is proved, and a wrong one named and repaired."""
+"""The KV cache of a user's model: a right one is proved, and a wrong one is named and repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in a learner's file: each is named at its line, and the file without them is proved."""
+"""Mistakes in a learner's file are named at their lines, and the correct file is proved."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: 
         assert found.severity == "limit" and "float64 (head.weight)" in found.message
 
 
-def test_a_model_with_an_unknown_part_keeps_its_weights_and_is_told_what_else_differs(
+def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
     edits, code, _ = MISTAKES["two experts"]
@@ -342,9 +342,7 @@ def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path) ->
     assert "gated_mlp" not in {f.code for f in without.findings}
 
 
-def test_what_comes_before_a_random_parameter_is_not_silenced_by_it(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path: Path) -> None:
     """Half of the channels come from the token before, and the weighting comes after that."""
     shift = [
         ("keys = self.W_key(x)", f"half = {PREVIOUS.format('x')}[..., : C // 2]\n"

@@ -67,7 +67,7 @@ def adapted_to(mutations: list[Mutation], folder: Path, tiny: Path) -> tuple[Pat
 
 
 def accepted_lines(mutation: Mutation, path: Path) -> set[int]:
-    """The numbers of the lines that a person would blame, counted from 1."""
+    """The numbers of the lines at which the finding may be, counted from 1."""
     marks = [mark for mark in (mutation.at, *mutation.also) if mark is not None]
     lines = path.read_text().splitlines()
     return {n for n, line in enumerate(lines, 1) if any(mark in line for mark in marks)}

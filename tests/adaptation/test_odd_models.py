@@ -392,7 +392,7 @@ class KeysForTwo(Block):
 
 
 class KeysShifted(Block):
-    """Every key is that of the token before."""
+    """Every token has the key of the token before it."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().mix(q, F.pad(k, (0, 0, 1, -1)), v)

@@ -127,6 +127,8 @@ def test_the_map_of_a_part_loads_the_same_part_of_every_layer(tiny: Path) -> Non
         ("h.0.mlp", lambda: nn.Linear(C, 5), "returns"),
     ],
 )
-def test_a_part_that_is_none(tiny: Path, part: str, make: type[nn.Module], words: str) -> None:
+def test_a_module_that_is_not_a_part(
+    tiny: Path, part: str, make: type[nn.Module], words: str
+) -> None:
     with pytest.raises(AdaptError, match=words):
         adapt(make(), tiny, part=part)

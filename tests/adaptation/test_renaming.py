@@ -1,4 +1,4 @@
-"""Names are not used: under other names, a model is mapped in the same way."""
+"""Names have no effect: after renaming, a model has the same map."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ quick = settings(derandomize=True, deadline=None, phases=[Phase.generate], datab
 
 
 def strange(seed: int) -> Callable[[], str]:
-    """Unique names without a meaning."""
+    """Unique names without meaning."""
     generator, used = random.Random(seed), set[str]()
 
     def fresh() -> str:

@@ -1,4 +1,4 @@
-"""Edits that repair a model: found for every deviation, proved elsewhere, written as a whole."""
+"""Edits that repair a model: found for every deviation, proved, and written atomically."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def test_a_patch_from_python(tiny: Path, tmp_path: Path) -> None:
     assert right.patch() is None
 
 
-def test_what_cannot_be_repaired_gives_nothing(small: Checkpoint, tmp_path: Path) -> None:
+def test_a_deviation_without_a_repair_gives_none(small: Checkpoint, tmp_path: Path) -> None:
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "rope"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
     assert Search(target_of(path, "nano"), small, unsafe=False).run() is None

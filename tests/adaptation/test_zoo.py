@@ -1,4 +1,4 @@
-"""Every model of the zoo is mapped as a person would map it, loaded, and equal to transformers."""
+"""Every model of the zoo is mapped as by hand, loaded, and computes the logits of transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_model_of_the_zoo_is_found_compatible(tiny: Path, style: str) -> None:
 
 
 @each
-def test_the_map_is_the_one_that_a_person_would_write(tiny: Path, style: str) -> None:
+def test_the_map_equals_the_hand_written_one(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     name_map = found.adaptation.name_map
     assert mapped(name_map, found.model) == expected_map(style, found.model)

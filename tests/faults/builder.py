@@ -69,7 +69,7 @@ def prefixed(tensors: State) -> State:
 
 
 def linear(tensors: State) -> State:
-    """The same with the projections of `nn.Linear` and an untied head."""
+    """The same state with the projections of `nn.Linear` and an untied head."""
     transposed = {
         name: tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
         for name, tensor in tensors.items()
@@ -78,7 +78,7 @@ def linear(tensors: State) -> State:
 
 
 def vocab() -> dict[str, int]:
-    """The 256 bytes in GPT-2's characters, then the results of merges, then end-of-text."""
+    """The 256 bytes in GPT-2's characters, the results of merges, and end-of-text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [chr(256 + i) for i in range(256 - len(printable))]
     tokens = [*map(chr, printable), *hidden, *(m.replace(" ", "") for m in MERGES)]
@@ -144,7 +144,7 @@ def _legacy(folder: Path) -> None:
 
 
 def nanogpt() -> dict[str, Any]:
-    """What nanoGPT's train.py saves, without the optimizer."""
+    """Save the checkpoint as nanoGPT's train.py does, without the optimizer."""
     sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": C, "block_size": N, "vocab_size": V}
     tensors = {f"_orig_mod.transformer.{k}": v for k, v in linear(state()).items()}
     tensors["_orig_mod.lm_head.weight"] = tensors["_orig_mod.transformer.wte.weight"]
@@ -164,7 +164,7 @@ def _nanogpt(folder: Path) -> None:
 
 
 def _mingpt(folder: Path) -> None:
-    """As minGPT and makemore save it: masks beside the weights, sizes only in a file of its own."""
+    """Save as minGPT and makemore do: masks beside the weights, sizes in a separate file."""
     masks = {f"h.{i}.attn.bias": torch.ones(N, N).tril()[None, None] for i in range(LAYERS)}
     tensors = {f"transformer.{name}": v for name, v in (linear(state()) | masks).items()}
     tensors["lm_head.weight"] = tensors.pop("transformer.lm_head.weight")

@@ -1,4 +1,4 @@
-"""A fault: how a valid checkpoint is broken, and the expected outcome."""
+"""A fault: a change that breaks a valid checkpoint, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_header(folder: Path, text: bytes, data: bytes = b"") -> None:
 
 
 def content(name: str, data: bytes) -> Callable[[Path], None]:
-    """Other bytes in a file."""
+    """Replace the bytes of a file."""
 
     def breaks(folder: Path) -> None:
         (folder / name).write_bytes(data)
@@ -61,7 +61,7 @@ def content(name: str, data: bytes) -> Callable[[Path], None]:
 
 
 def sparse(name: str, size: int) -> Callable[[Path], None]:
-    """A file of any size that takes no room on the disk."""
+    """Create a sparse file of any size."""
 
     def breaks(folder: Path) -> None:
         with (folder / name).open("wb") as file:
@@ -87,7 +87,7 @@ def without(*names: str) -> Callable[[Path], None]:
 
 
 def values(name: str, **fields: Any) -> Callable[[Path], None]:
-    """Other fields in a JSON file."""
+    """Change fields of a JSON file."""
 
     def breaks(folder: Path) -> None:
         path = folder / name
@@ -97,7 +97,7 @@ def values(name: str, **fields: Any) -> Callable[[Path], None]:
 
 
 def tensors(change: Callable[[State], object], **config: Any) -> Callable[[Path], None]:
-    """Other tensors in a safetensors file, and other fields in the config."""
+    """Change tensors of a safetensors file, and fields of the config."""
 
     def breaks(folder: Path) -> None:
         state = load_file(folder / WEIGHTS)
@@ -109,7 +109,7 @@ def tensors(change: Callable[[State], object], **config: Any) -> Callable[[Path]
 
 
 def pickled(make: Callable[[Path], Any], **options: Any) -> Callable[[Path], None]:
-    """Another object in the `.bin` file."""
+    """Store another object in the `.bin` file."""
 
     def breaks(folder: Path) -> None:
         torch.save(make(folder), folder / PICKLE, **options)

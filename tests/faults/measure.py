@@ -27,7 +27,7 @@ def opened(source: Path) -> list[str]:
 
 
 def came_of(source: Path) -> dict[str, object]:
-    """The error or the notes, the seconds, and the additional MB."""
+    """Return the error or the notes, the seconds, and the additional MB."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, start = status("VmRSS"), time.perf_counter()
     error, text = None, ""

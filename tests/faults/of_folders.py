@@ -82,7 +82,7 @@ def _both(folder: Path) -> None:
 
 
 def _linked(folder: Path) -> None:
-    """As a hub cache has it: links out of the folder."""
+    """Replace files by links to other folders, as in the hub's cache."""
     blob = folder / "blob"
     (folder / WEIGHTS).rename(blob)
     (folder / WEIGHTS).symlink_to(blob)

@@ -21,7 +21,7 @@ MARK = "a payload was run"
 
 
 class Malice:
-    """Unpickling it with `pickle` makes a folder beside the weights."""
+    """An object that creates a folder beside the weights when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Malice:
 
 
 class MaliceByEval:
-    """The same by builtins.eval, which a pickle can call like any function."""
+    """The same by builtins.eval, which pickles can call like any function."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ def plain_pickle(folder: Path) -> None:
 
 
 def zip_around(pickle_bytes: bytes, **more: bytes) -> Callable[[Path], None]:
-    """An archive as torch.save writes it, around any pickle."""
+    """Write an archive like torch.save around any pickle."""
 
     def breaks(folder: Path) -> None:
         with zipfile.ZipFile(folder / PICKLE, "w") as archive:
@@ -94,7 +94,7 @@ def old_style(first: bytes, keys: bytes = b"]", data: bytes = b"") -> Callable[[
 
 
 def storage(count: bytes, shape: bytes, stride: bytes, view: bytes = b"") -> bytes:
-    """{"wte.weight": a tensor} as torch.save pickles it, of any shape and stride."""
+    """Pickle {"wte.weight": tensor} like torch.save, with any shape and stride."""
     name, storage, key, place = (_text(t) for t in (b"wte.weight", b"storage", b"0", b"cpu"))
     stored = b"(" + storage + b"ctorch\nFloatStorage\n" + key + place + count + view + b"tQ"
     rest = b"K\0" + shape + stride + b"\x89ccollections\nOrderedDict\n)RtRs."
@@ -146,7 +146,7 @@ def keys_as(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
 
 
 def flagged(folder: Path) -> None:
-    """An entry of the archive that claims to be a folder but is not."""
+    """An archive member that is marked as a folder but is not one."""
     data = (folder / PICKLE).read_bytes()
     at = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/3")) + 38
     (folder / PICKLE).write_bytes(data[:at] + b"\x10" + data[at + 1 :])

@@ -37,7 +37,7 @@ Outcome = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Fault → the path to open of a checkpoint with this fault."""
+    """Fault → the path of a checkpoint with this fault."""
     top, found = tmp_path_factory.mktemp("faults"), {}
     for number, (name, fault) in enumerate(FAULTS.items()):
         folder = build(top / f"broken-{number}", fault.layout)
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outcomes(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """Fault → outcome, from a process that is restarted after a fault that ends it."""
+    """Fault → its outcome, from a process that is restarted if a fault ends it."""
     sound = build(tmp_path_factory.mktemp("measured") / "sound")
     left, found = list(folders), {}
     while left:

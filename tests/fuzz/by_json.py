@@ -42,7 +42,7 @@ def mutate_json(data: bytes, rng: Random) -> bytes:
 
 
 def _places(value: Any, depth: int) -> Iterator[tuple[list[Any], int]]:
-    """Every list, and the place in it, that holds a value or a key and a value."""
+    """Yield every list and the index in it of a value or a key-value pair."""
     if isinstance(value, list) and depth < 6:
         for i, entry in enumerate(value[:400]):
             yield value, i

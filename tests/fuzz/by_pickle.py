@@ -112,7 +112,7 @@ def _mutate_stream(data: bytes, rng: Random, count: int) -> bytes:
 
 
 def _opcodes(data: bytes, count: int) -> tuple[list[bytes], bytes]:
-    """Each opcode of the first pickles with its argument, and what follows."""
+    """Yield each opcode of the first pickles with its argument, and the remaining bytes."""
     bounds, start = [], 0
     for _ in range(count):
         bounds += [start + (at or 0) for _, _, at in pickletools.genops(data[start:])]
@@ -121,7 +121,7 @@ def _opcodes(data: bytes, count: int) -> tuple[list[bytes], bytes]:
 
 
 def _instead(op: bytes, another: bytes, rng: Random) -> bytes:
-    """Something for one opcode and its argument."""
+    """A replacement for an opcode and its argument."""
     changed = op[:-1] + bytes([rng.choice((0, 1, 2, 255, rng.randrange(256)))])
     kind = rng.randrange(9)
     if kind == 0 or (op[:1] == b"c" and kind < 5):

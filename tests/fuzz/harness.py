@@ -1,4 +1,4 @@
-"""Runs mutations in a process of their own, which may crash or hang, and counts the outcomes."""
+"""Runs mutations in separate processes, which may crash or hang, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str)
 
 
 def answer(pipe: Connection, within: float) -> Any:
-    """The next answer, or nothing if the process has ended or is silent."""
+    """The next answer, or None if the process has ended or does not answer."""
     try:
         return pipe.recv() if pipe.poll(within) else {}
     except EOFError:

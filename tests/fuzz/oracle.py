@@ -1,4 +1,4 @@
-"""Reads a mutation without compat, and compares with what compat loaded."""
+"""Reads a mutated file without compat, and compares it with the result of compat."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(folder: Path) -> Loaded:
 
 
 def wrong(loaded: Loaded) -> Iterator[str]:
-    """The differences from the files."""
+    """The differences between the loaded values and the files."""
     yield from _wrong_tensors(loaded)
     yield from _wrong_config(loaded)
     yield from _wrong_tokenizer(loaded)

@@ -1,4 +1,4 @@
-"""1,000 mutations load as their files say or are refused; wrong loaders are found."""
+"""1,000 mutations are loaded as their files state or refused; wrong loaders are detected."""
 
 from __future__ import annotations
 

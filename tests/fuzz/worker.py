@@ -27,7 +27,7 @@ LONGEST_MESSAGE = 10_000
 
 
 def write(folder: Path, files: Files) -> None:
-    """Make the folder hold these files and no others."""
+    """Replace the contents of the folder by these files."""
     for path in folder.iterdir():
         if path.name not in files:
             path.unlink()
@@ -36,7 +36,7 @@ def write(folder: Path, files: Files) -> None:
 
 
 def outcome(folder: Path, load: Loader) -> tuple[str, str]:
-    """The name of the outcome, and what is wrong with it, if anything."""
+    """The name of the outcome, and the faults of a wrong one."""
     try:
         loaded = load(folder)
     except CompatError as error:

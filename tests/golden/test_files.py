@@ -1,4 +1,4 @@
-"""Golden files: what is in them, and what becomes of odd, damaged and hostile candidates."""
+"""Golden files: their contents, and candidates that are unusual, damaged or hostile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reference(file: Path) -> Golden:
 
 @pytest.fixture(scope="module")
 def taps(reference: Golden) -> dict[str, Any]:
-    """What a right candidate has: all taps as NumPy arrays."""
+    """The taps of a right candidate as NumPy arrays."""
     return {name: reference.read(name).numpy() for name in reference.taps}
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None
 
 
 def backward(reference: Golden, fault: str = "") -> dict[str, Tensor]:
-    """All gradients of a port."""
+    """All gradients of a right port."""
     model: Any = noisy_reference()
     parameters = {name: p.detach() for name, p in model.transformer.named_parameters()}
     return gradients(parameters, reference.ids, 3, 4, fault)
@@ -156,7 +156,7 @@ def by_transformers(reference: Golden, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"logits": logits.detach(), "loss": loss.detach(), **found}
 
 
-def test_what_rounding_destroys_is_not_judged(
+def test_arrays_that_rounding_destroys_are_not_judged(
     tiny: Path, reference: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compat.golden_files.bounds.LARGEST_BOUND", 1e-9)
@@ -169,7 +169,7 @@ def test_what_rounding_destroys_is_not_judged(
     assert any("rounding to float16 alone" in note for note in report.notes)
 
 
-def test_npz_holds_the_same(tiny: Path, tmp_path: Path, reference: Golden) -> None:
+def test_npz_files_contain_the_same_arrays(tiny: Path, tmp_path: Path, reference: Golden) -> None:
     made = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
     assert made.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
     assert all(torch.equal(made.read(name), reference.read(name)) for name in made.taps)
@@ -287,7 +287,9 @@ def test_a_half_precision_port_is_judged_by_its_own_rounding(
 ) -> None:
     for convert in (lambda x: x.astype(np.float16), lambda x: torch.from_numpy(x).bfloat16()):
         report = reference.check({name: convert(x) for name, x in taps.items()})
-        assert report.passed and any("hide small deviations" in note for note in report.notes)
+        assert report.passed and any(
+            "small deviations stay undetected" in note for note in report.notes
+        )
     # Half precision that is stored as float32 is recognised by its values.
     report = reference.check({n: x.astype(np.float16).astype("f4") for n, x in taps.items()})
     assert report.passed and any("float16 values" in note for note in report.notes)
@@ -300,7 +302,7 @@ def test_last_position_and_missing_logits(reference: Golden, taps: dict[str, Any
     assert report.passed and any("last position" in note for note in report.notes)
     report = reference.check({"h.0.act": taps["h.0.act"]})
     assert report.passed and not report.has_logits
-    assert "logits are among those that were not compared" in report.headline
+    assert "logits were not compared" in report.headline
     assert not reference.check({"logits": taps["logits"][:, -1] * 1.001}).passed
 
 
@@ -312,9 +314,7 @@ def test_one_wrong_value_fails(reference: Golden, taps: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_fail(
-    reference: Golden, taps: dict[str, Any], value: float
-) -> None:
+def test_non_finite_values_fail(reference: Golden, taps: dict[str, Any], value: float) -> None:
     wrong = taps["h.0.act"].copy()
     wrong[1, 2, 3] = value
     report = reference.check({**taps, "h.0.act": wrong})
@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_compared_is_one_error(
+def test_arrays_that_cannot_be_compared_are_one_error(
     reference: Golden, taps: dict[str, Any], case: str
 ) -> None:
     make, words = REFUSED[case]
@@ -409,7 +409,7 @@ def test_hostile_npy_files(reference: Golden, tmp_path: Path) -> None:
         reference.check(tmp_path / "a.npz")
 
 
-def test_golden_files_that_are_none(tmp_path: Path, file: Path, tiny: Path) -> None:
+def test_files_that_are_not_golden_files(tmp_path: Path, file: Path, tiny: Path) -> None:
     for path in (tiny / "model.safetensors", write_npz(tmp_path / "a.npz", x=np.zeros(2))):
         with pytest.raises(ParityError, match="is not a golden file"):
             Golden.open(path)
@@ -443,7 +443,7 @@ def test_the_wrong_checkpoint_is_refused(
     without = reference.check(taps)
     assert {t.tap for t in without.taps if t.local is None} >= {"h.0.q", "h.0.mlp", "logits"}
     assert all(t.local for t in without.taps if t.tap.endswith(("ln_1", "act", "probs", "out")))
-    with pytest.raises(ParityError, match="is not the checkpoint of the golden arrays"):
+    with pytest.raises(ParityError, match="the golden arrays were recorded from"):
         reference.check(taps, model="demo")
 
 

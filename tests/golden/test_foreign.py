@@ -1,4 +1,4 @@
-"""Arrays as other implementations name and store them, and what their porters get wrong."""
+"""Arrays in the names and layouts of other implementations, and common mistakes of ports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def codes(report: GoldenReport) -> list[tuple[str, str]]:
 
 
 def stacked(arrays: Arrays, pattern: str) -> Any:
-    """The arrays of all layers in one; q, k and v side by side."""
+    """One array of all layers, with q, k and v concatenated."""
     if pattern.endswith("qkv"):
         parts = [stacked(arrays, f"{pattern[:-3]}{part}") for part in "qkv"]
         return np.concatenate(parts, -1)
@@ -49,7 +49,7 @@ def stacked(arrays: Arrays, pattern: str) -> Any:
 
 
 def llm_c(taps: Arrays) -> Arrays:
-    """What llm.c holds in training: T − 1 positions, layers stacked, a padded vocabulary."""
+    """The arrays of llm.c in training: T − 1 positions, stacked layers, a padded vocabulary."""
     found: Arrays = {"loss": taps["loss"]}
     for name, tap in LLM_C.taps.items():
         for prefix, d in (("", ""), ("grad.", "d")):
@@ -120,7 +120,7 @@ def test_names_of_transformer_lens(reference: Golden, taps: Arrays) -> None:
     assert not reference.check({"h.1.ln_2": plain}).passed  # as the tap itself it is wrong
 
 
-def test_a_token_before_the_text_is_said(reference: Golden, taps: Arrays) -> None:
+def test_an_additional_bos_token_is_reported(reference: Golden, taps: Arrays) -> None:
     longer = {
         name: np.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))
         for name, x in lens(taps).items()
@@ -135,7 +135,7 @@ def test_a_token_before_the_text_is_said(reference: Golden, taps: Arrays) -> Non
 
 
 def modules(taps: Arrays) -> Arrays:
-    """What forward hooks on all modules of a GPT-2 keep; some results have several names."""
+    """The arrays that forward hooks on all modules of a GPT-2 record; some have several names."""
     found: Arrays = {"transformer.wte": np.zeros((B, T, C)), "transformer.ln_f": taps["ln_f"]}
     for name, tap in MODULES.taps.items():
         for i in range(L):
@@ -152,7 +152,7 @@ def test_names_of_modules(reference: Golden, taps: Arrays) -> None:
     arrays = modules(taps)
     report = reference.check(arrays)
     assert report.passed and len(report.taps) == 10 * L + 3
-    assert any("others hold the same" in note for note in report.notes)
+    assert any("other arrays contain the same tap" in note for note in report.notes)
     for form in ("model.{}", "_orig_mod.{}"):
         assert reference.check({form.format(name): x for name, x in arrays.items()}).passed
     # The result of a module with dropout counts, not that of the projection in it.
@@ -202,9 +202,9 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
     assert reference.check({"decode.logits": decoded(ids, right[None])}, model=tiny).passed
     for positions, words in (
         (torch.cat([right[:T], 0 * n]), "every step has position 0"),
-        (torch.cat([right[:T], n]), "begin at 0 again"),
+        (torch.cat([right[:T], n]), "start at 0 again"),
         (torch.cat([right[:T], T + 1 + n]), f"the first step has position {T + 1}"),
-        (1 + right, "of the text and of the steps begin at 1"),
+        (1 + right, "with a cache, the positions start at 1"),
     ):
         wrong = decoded(ids, positions[None])
         [finding] = reference.check({"decode.logits": wrong}, model=tiny).findings
@@ -214,7 +214,7 @@ def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
 
 
 def test_a_row_without_keys(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A mask that hides the token itself leaves no key for the first: NaN there, and after it."""
+    """A mask that hides the token itself leaves the first token without keys; it becomes NaN."""
     q, k, v = (torch.from_numpy(taps[f"h.0.{n}"]).view(B, T, H, -1).transpose(1, 2) for n in "qkv")
     scores = q @ k.mT / (C // H) ** 0.5
     probs = scores.masked_fill(torch.ones(T, T).triu() > 0, -torch.inf).softmax(-1)
@@ -239,7 +239,7 @@ def test_gradients_of_masked_probabilities_are_not_compared(
 
 
 def test_rounding_is_not_named_as_a_deviation(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A difference just above the bound, of which no formula explains a part."""
+    """The difference is just above the bound, and no formula explains a part of it."""
     noise = np.random.default_rng(0).standard_normal(taps["h.1.ln_2"].shape).astype(np.float32)
     half = {n: torch.from_numpy(taps[n]).bfloat16() for n in ("embed", "h.1.resid_mid")}
     bound = reference.bound("h.1.ln_2", torch.bfloat16).rms

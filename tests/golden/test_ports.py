@@ -72,7 +72,7 @@ def port(tiny: Path) -> Port:
 
 @pytest.fixture(scope="module")
 def check(reference: Golden, port: Port, tiny: Path) -> Check:
-    """The report on a port with a fault, of all arrays or some of them."""
+    """The report on a port with a fault, for all or some of its arrays."""
 
     def run(fault: str = "", only: Callable[[str], bool] = lambda name: True) -> GoldenReport:
         found = port(IDS.numpy(), fault)
@@ -157,7 +157,7 @@ def test_a_port_in_c(file: Path, reference: Golden, tiny: Path, tmp_path: Path) 
 
 def test_check_parity_takes_functions(port: Port, reference: Golden, tiny: Path) -> None:
     def fused(ids: NDArray[np.int64]) -> dict[str, Array]:
-        """q, k and v of the last block side by side, as ports often keep them."""
+        """Fused q, k and v of the last block, as in many ports."""
         found = port(ids)
         found["h.2.qkv"] = np.concatenate([found.pop(f"h.2.{name}") for name in "qkv"], -1)
         return found

@@ -1,4 +1,4 @@
-"""A GPT-2 in torch whose backward pass has faults to switch on, and whose forward pass is right."""
+"""A GPT-2 in torch with a right forward pass and optional faults in its backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAULTS = {
 
 
 def mistyped(x: Tensor) -> Tensor:
-    """A function whose derivative is that of tanh GELU without the 3 of the cube's derivative."""
+    """tanh GELU whose derivative lacks the factor 3 of the cube."""
     root = math.sqrt(2 / math.pi)
     tanh = torch.tanh(root * (x + 0.044715 * x**3)).detach()
     slope = (1 + tanh + x * (1 - tanh**2) * root * (1 + 0.044715 * x**2)).detach() / 2
@@ -38,7 +38,7 @@ def mistyped(x: Tensor) -> Tensor:
 
 
 def replaced(value: Tensor, other: Tensor) -> Tensor:
-    """A value with the gradient of another tensor."""
+    """Return a value with the gradient of another tensor."""
     return value.detach() + other - other.detach()
 
 

@@ -1,4 +1,4 @@
-"""An export converted by ctranslate2, with its own converter, says what ours says."""
+"""An export that ctranslate2's converter converted generates the same ids as ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval with an engine: the scores and the texts of lm-eval's own `hf`."""
+"""lm-eval with an engine gives the scores and texts of lm-eval's own `hf` model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_generated_texts_are_those_of_hf(ours: CompatLM, theirs: HFLM) -> None:
 
 
 def test_a_task_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by its registered name, as on the command line."""
+    """The model is found by its registered name, as on the command line."""
     assert get_model("compat") is CompatLM
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lines = [{"text": text} for text in LONG.split("\n\n")[:3]]
@@ -143,7 +143,7 @@ def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
         ({}, {"num_beams": 4}, "generation_kwargs has num_beams; compat knows until"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_unsupported_requests_are_errors(
     arguments: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, GenerationError), match=message):

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: trained on one model, the same on another."""
+"""LoRA adapters of PEFT have the same effect on GPT-2 and on other models."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_adapter_of_ours_does_the_same_in_gpt2(kind: str, tiny: Path, tmp_pat
     to_hf_state_dict(merged, name_map)
 
 
-def test_a_wrong_place_is_seen(tiny: Path, tmp_path: Path, hf_adapter: Any) -> None:
+def test_a_wrong_row_is_detected(tiny: Path, tmp_path: Path, hf_adapter: Any) -> None:
     folder, expected, _ = hf_adapter
     model, _ = ours("linear", tiny)
     lora_from_hf(model, folder, tmp_path / "ours")
@@ -223,7 +223,7 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path, hf_adapter: Any) -> 
 
 
 class Scrambled:
-    """An operation that moves numbers to places of which no row or column is one of GPT-2's."""
+    """An operation that rearranges elements so that no row or column of GPT-2's is preserved."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor.reshape(96, 24),)

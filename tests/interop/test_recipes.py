@@ -1,4 +1,4 @@
-"""The recipes of README.md run as they stand there, and leave what they promise."""
+"""The recipes of README.md run unchanged, and their results are right."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes write; one uses the adapter of another."""
+    """The folder in which the recipes write; one uses the adapter of another."""
     return tmp_path_factory.mktemp("recipes")
 
 
@@ -156,8 +156,8 @@ def check_evaluated(left: dict[str, Any]) -> None:
 
 CHECKS = {
     "lm-eval": check_evaluated,
-    "PEFT: an adapter of your model, for everybody's gpt2": check_adapter_of_ours,
-    "PEFT: an adapter of gpt2, for your model": check_adapter_of_gpt2,
+    "PEFT: from an adapter of your model to one of Hugging Face's GPT-2": check_adapter_of_ours,
+    "PEFT: from an adapter of Hugging Face's GPT-2 to one of your model": check_adapter_of_gpt2,
     "torchao": check_torchao,
     "ONNX": check_onnx,
     "AOTInductor": check_compiled,

@@ -184,7 +184,7 @@ def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def with_hooks(model: nn.Module, ids: Tensor) -> Tensor:
-    """With a forward hook on every module, as a profiler registers it."""
+    """Run with a forward hook on every module, as a profiler registers it."""
     handles = [m.register_forward_hook(lambda *_: None) for m in model.modules()]
     logits = once(model, ids)
     for handle in handles:
@@ -201,12 +201,12 @@ def as_int32(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def transposed(model: nn.Module, ids: Tensor) -> Tensor:
-    """With the ids as a non-contiguous view."""
+    """Pass the ids as a non-contiguous view."""
     return once(model, ids.T.contiguous().T)
 
 
 def sliced(model: nn.Module, ids: Tensor) -> Tensor:
-    """With the ids as a slice of a longer text."""
+    """Pass the ids as a slice of a longer text."""
     longer = torch.cat([ids.flip(1), ids], dim=1)
     return once(model, longer[:, ids.shape[1] :])
 
@@ -217,7 +217,7 @@ def compiled(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def worst_of(count: int) -> Run:
-    """The logits of the call, out of `count`, that differs most from the first."""
+    """The logits of the call, out of `count`, that differ most from those of the first."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
         torch.manual_seed(0)

@@ -23,7 +23,7 @@ def mistake(first_tap: str) -> Callable[[Mistake], Mistake]:
 
 
 def block(model: linear.GPTModel) -> linear.TransformerBlock:
-    """Layer 1, neither the first nor the last."""
+    """Layer 1, which is neither the first nor the last."""
     return model.trf_blocks[1]  # type: ignore[return-value]
 
 

@@ -30,7 +30,7 @@ def our_gradients(model: nn.Module, ids: Tensor) -> Gradients:
 
 
 def their_gradients(folder: Path, ids: Tensor, dtype: torch.dtype) -> Gradients:
-    """The same by transformers. Its own loss would be computed in float32."""
+    """The same gradients by transformers, whose own loss would be computed in float32."""
     model = transformers.GPT2LMHeadModel.from_pretrained(
         folder, attn_implementation="eager", dtype=dtype
     ).eval()

@@ -32,7 +32,7 @@ def in_float32(
 
 
 def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Limit]]:
-    """Whether the model passes, and the limits of the proof. An error of compat is a refusal."""
+    """Whether the model passes, and the proof's limits. An error of compat is a refusal."""
     with restored():
         try:
             model = entry.build(folder, scratch)
@@ -49,7 +49,7 @@ def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, lis
 
 @pytest.mark.parametrize("entry", in_float32(FAULTS, KNOWN_TO_PASS), ids=lambda entry: entry.name)
 def test_no_fault_passes(entry: Adversary, folder: Path, tmp_path: Path) -> None:
-    """A fault that no designed input can be expected to reach may pass with a limit."""
+    """A fault that no designed input can be expected to trigger may pass with a limit."""
     compatible, limits = verdict_on(entry, folder, tmp_path)
     assert not compatible or (entry.limit_suffices and limits)
 

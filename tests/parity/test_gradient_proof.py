@@ -78,7 +78,7 @@ def test_an_untied_head_has_a_gradient_of_its_own(make_checkpoint: MakeCheckpoin
 
 
 @pytest.mark.parametrize("head", ["tied", "own", None])
-def test_a_model_of_ones_own_by_its_name_map(tiny: Path, head: str | None) -> None:
+def test_a_users_model_is_compared_by_its_name_map(tiny: Path, head: str | None) -> None:
     model = MyGPT2(head)
     name_map = my_map(without="lm_head.weight" if head is None else "")
     load_into(model, name_map, tiny)
@@ -129,7 +129,7 @@ def head_without_gradient(model: linear.GPTModel) -> None:
 
 
 def overwritten(model: linear.GPTModel) -> None:
-    """The hidden states that the first projection needs are damaged behind autograd's back."""
+    """Overwrite the input of the first projection without autograd's knowledge."""
     block = model.trf_blocks[1]
 
     def damage(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -149,7 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[linear.GPTModel], None], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_model_that_predicts_rightly_and_trains_wrongly(tiny: Path, name: str) -> None:
+def test_a_model_with_right_logits_and_wrong_gradients(tiny: Path, name: str) -> None:
     break_it, first = MISTAKES[name]
     model, ids = loaded(tiny), torch.arange(20).view(2, 10)
     before = model(ids)
@@ -173,7 +173,7 @@ def test_the_report_names_the_first_wrong_gradient(tiny: Path) -> None:
         report.raise_if_failed()
 
 
-def test_in_place_damage_that_autograd_notices(tiny: Path) -> None:
+def test_an_in_place_change_that_autograd_detects(tiny: Path) -> None:
     model = loaded(tiny)
 
     def damage(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -198,7 +198,7 @@ def test_the_model_is_left_as_it_was(tiny: Path) -> None:
     assert model.final_norm.scale.grad is None and not model.pos_emb.weight.requires_grad
 
 
-def test_what_has_no_gradients(tiny: Path) -> None:
+def test_models_without_comparable_gradients_are_refused(tiny: Path) -> None:
     with pytest.raises(ParityError, match="Engine has no gradients"):
         check_parity(Engine.from_pretrained(tiny), tiny, gradients=True)
     model = MyGPT2()

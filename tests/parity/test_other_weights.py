@@ -1,4 +1,4 @@
-"""A fine-tuned model compared with its base: the weights are named before the blocks."""
+"""A fine-tuned model compared with its base: different weights are reported before the blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fine_tuned(tiny: Path) -> MyGPT2:
     return model
 
 
-def test_the_weights_come_first(tiny: Path) -> None:
+def test_different_weights_are_reported_first(tiny: Path) -> None:
     model = fine_tuned(tiny)
     report = check_parity(model, tiny, name_map=my_map())
     assert not report.passed

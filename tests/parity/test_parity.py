@@ -1,4 +1,4 @@
-"""Both dialects compute what transformers computes, on loaded and on exported weights."""
+"""Both dialects compute what transformers computes, with loaded and with exported weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parity_with_eager(make_checkpoint: MakeCheckpoint, dialect: str, seed: 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: int) -> None:
-    """SDPA is another kernel, so that results are not bit-identical, and it has no `probs`."""
+    """SDPA is another kernel, so results are not bit-identical, and it has no tap `probs`."""
     report = check_parity(dialect, make_checkpoint(seed), attention="sdpa")
     assert report.passed, report.headline
     assert len(report.taps) == len(tap_names(3)) - 3
@@ -69,7 +69,7 @@ def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: i
     [(torch.float32, 1), (torch.float32, 2), (torch.float32, 6), (torch.bfloat16, 1)],
 )
 def test_a_right_model_passes_on_short_inputs(tiny: Path, dtype: torch.dtype, length: int) -> None:
-    """On one or two tokens the reference's own error can be much smaller than usual by chance."""
+    """On one or two tokens, the reference's own error can be much smaller than usual by chance."""
     model, generator = load_pretrained(tiny, dtype=dtype), torch.Generator().manual_seed(0)
     for _ in range(10):
         ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)

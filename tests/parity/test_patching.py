@@ -1,4 +1,4 @@
-"""`trace` records, patches and differentiates every kind of model as hooks written by hand do."""
+"""`trace` records, patches and differentiates every kind of model like hand-written hooks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def models(tiny: Path, hf: nn.Module) -> dict[str, tuple[nn.Module, list[Tap] | 
 
 
 def by_hand(model: Any, ids: Tensor, edit: Edit) -> Tensor:
-    """The logits of transformers' GPT-2, computed with its modules, every hidden state edited."""
+    """The logits of transformers' GPT-2 from its modules, with edits of every hidden state."""
     gpt, (B, T), H = model.transformer, ids.shape, model.config.n_head
     x = edit("embed", gpt.wte(ids) + gpt.wpe(torch.arange(T)))
     for i, block in enumerate(gpt.h):
@@ -120,7 +120,7 @@ def test_a_patch_changes_what_comes_after_it(models: Any, hf: Any, kind: str, ta
     assert torch.equal(trace(model, IDS, places)["logits"], before["logits"])
 
 
-def test_a_patch_that_misses_the_residual_connection_would_be_seen(hf: Any) -> None:
+def test_a_patch_that_misses_the_residual_connection_is_detected(hf: Any) -> None:
     """The replaced input of the second norm alone, as a naive hook does it."""
 
     def naive(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ def test_gradients(models: Any, hf: Any, kind: str) -> None:
     hf.zero_grad()
 
 
-def test_the_gradient_of_a_detached_residual_would_be_seen(tiny: Path) -> None:
+def test_the_gradient_of_a_detached_residual_is_detected(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     before = _embedding_gradient(model)
     inner = model.h[1].attn.forward

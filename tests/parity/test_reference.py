@@ -302,7 +302,7 @@ def replaced_kernel() -> Iterator[None]:
 
 @contextmanager
 def low_precision() -> Iterator[None]:
-    """What a CPU with bfloat16 units does under set_float32_matmul_precision("medium")."""
+    """The effect of set_float32_matmul_precision("medium") on a CPU with bfloat16 units."""
     original, before = torch.addmm, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     rounded = lambda b, x, w: original(b, x.bfloat16().to(x.dtype), w)  # noqa: E731

@@ -44,7 +44,7 @@ def test_the_following_modules_work_on_forced_values(tiny: Path, dialect: str) -
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_tap_of_every_layer(tiny: Path, dialect: str) -> None:
-    """A tap with `{i}` is written out, whether in the dialect's or in any other order."""
+    """A tap with `{i}` is expanded, in the dialect's order and in any other order."""
     model, taps = load_pretrained(tiny, dialect), get_dialect(dialect).taps
     assert list(record(model, taps, IDS)) == list(record(model, taps[::-1], IDS)) == tap_names(3)
     acts = [tap for tap in taps if tap.name == "h.{i}.act"]

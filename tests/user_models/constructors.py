@@ -36,7 +36,7 @@ READ = "c.vocab_size, c.block_size, c.n_embd, c.n_layer, c.n_head"
 
 
 def gpt(signature: str, sizes: str, before: str = "") -> str:
-    """A class GPT whose constructor has this signature and passes these sizes on."""
+    """The source of a class GPT with this constructor signature, which passes these sizes on."""
     return (
         f"\nclass GPT(Core):\n    def __init__(self{signature}):\n"
         f"        {before}\n        super().__init__({sizes})\n"

@@ -257,7 +257,9 @@ def test_function_is_called_with_the_config_if_it_takes_one(
         (MAKE.format("", "1 / 0"), "ZeroDivisionError: division by zero\n  at "),
     ],
 )
-def test_function_that_returns_no_model(tmp_path: Path, source: str, fragment: str) -> None:
+def test_a_function_that_does_not_return_a_model(
+    tmp_path: Path, source: str, fragment: str
+) -> None:
     with pytest.raises(AdaptError) as caught:
         build(tmp_path, source, name="make_model")
     assert fragment in str(caught.value)
@@ -278,13 +280,13 @@ class GPT(Core):
     assert build(tmp_path, source).sizes == SIZES
 
 
-def test_names_of_libraries_are_no_entries(tmp_path: Path) -> None:
+def test_names_of_libraries_are_not_config_entries(tmp_path: Path) -> None:
     source = gpt(", c", READ, "self.kept = c, nn.Embedding, torch.zeros(2, 2).T")
     assert "Embedding" not in vars(build(tmp_path, source).kept[0])
     assert "T" not in vars(build(tmp_path, source).kept[0])
 
 
-def test_a_limit_of_rows_is_more_than_the_proof_passes(tmp_path: Path) -> None:
+def test_a_limit_of_rows_exceeds_the_batches_of_the_proof(tmp_path: Path) -> None:
     source = gpt(", vocab_size, max_batch=1", "vocab_size, 0, 0, 0, 0, max_batch")
     assert build(tmp_path, source).extra == 66
     assert build(tmp_path, source, GPT2Config()).extra == 16  # its cache would be too large
@@ -415,7 +417,7 @@ class GPT(nn.Module):
 
 
 def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:
-    """The model is built in it where it runs in no other, and the call says so."""
+    """The model is built with that width if it runs with no other, and the call says so."""
     path = tmp_path / "own.py"
     path.write_text("""
 from torch import nn

@@ -1,4 +1,4 @@
-"""Sizes at module level: the checkpoint's while the model is built or run, the user's own after."""
+"""Module-level sizes are the checkpoint's while a model is built or run, and then restored."""
 
 from __future__ import annotations
 

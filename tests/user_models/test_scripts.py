@@ -1,4 +1,4 @@
-"""Files as people publish them: what only a script assigns, missing libraries, parts and sizes."""
+"""Published files: values that only scripts assign, missing libraries, parts and sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_global_that_is_none_until_the_data_is_read(tmp_path: Path) -> None:
     assert model.seen is None
 
 
-def test_a_vocabulary_that_is_no_number(tmp_path: Path) -> None:
+def test_a_vocabulary_size_that_is_not_a_number(tmp_path: Path) -> None:
     read = """
 vocab = sorted(set("some text"))
 places = {c: i for i, c in enumerate(vocab)}
@@ -150,7 +150,7 @@ def test_a_function_that_takes_one_size_gets_the_config(tmp_path: Path) -> None:
     assert build(tmp_path, source, "own").in_features == 24
 
 
-def test_a_variant_beside_the_model_is_not_meant(tmp_path: Path) -> None:
+def test_a_variant_beside_the_model_is_not_selected(tmp_path: Path) -> None:
     source = SIZED.format(signature="")
     both = source.replace("GPT", "RotaryGPT") + source
     (tmp_path / "both.py").write_text(both)
@@ -300,7 +300,7 @@ def test_a_package_with_a_subpackage_named_like_a_library(tmp_path: Path) -> Non
     assert model.wte.weight.shape == (97, 24)
 
 
-def test_what_is_read_from_keyword_arguments(tmp_path: Path) -> None:
+def test_values_read_from_keyword_arguments(tmp_path: Path) -> None:
     reading = ", **config"
     source = SIZED.format(signature=reading).replace(
         "super().__init__()\n",

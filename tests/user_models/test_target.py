@@ -147,7 +147,7 @@ def test_a_call_of_a_missing_library_while_another_file_is_loaded(tmp_path: Path
         bool(vars(found)["log"])
 
 
-def test_the_most_complete_model_of_a_lesson_is_meant(tmp_path: Path) -> None:
+def test_the_most_complete_model_of_a_lesson_is_selected(tmp_path: Path) -> None:
     first = "class First(nn.Module):\n    def __init__(self):\n        self.vocab = attention = 2\n"
     second = first.replace("First", "Second").replace("2", "2; self.norm = self.blocks = 3")
     other = second.replace("Second", "Finetuned")
@@ -155,7 +155,7 @@ def test_the_most_complete_model_of_a_lesson_is_meant(tmp_path: Path) -> None:
     assert load_target(str(path)).__name__ == "Second"
 
 
-def test_what_lies_above_the_project_is_not_imported(tmp_path: Path) -> None:
+def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")
     path = write(
@@ -391,7 +391,7 @@ def test_only_what_the_class_needs_is_executed(tmp_path: Path) -> None:
 
 
 def values(tmp_path: Path, cells: list[str]) -> object:
-    """What GPT().get() returns."""
+    """The result of GPT().get()."""
     write(tmp_path / "pack_c" / "one.py", "N = 1")
     write(tmp_path / "pack_c" / "two.py", "N = 2")
     body = "class GPT(nn.Module):\n    def get(self):\n        return "
@@ -427,7 +427,9 @@ def values(tmp_path: Path, cells: list[str]) -> object:
         (["from __future__ import annotations", "GPT: f()", "def f(x: No = 1):\n    return x"], 1),
     ],
 )  # fmt: skip
-def test_which_definition_counts(tmp_path: Path, cells: list[str], expected: object) -> None:
+def test_which_of_several_definitions_is_used(
+    tmp_path: Path, cells: list[str], expected: object
+) -> None:
     assert values(tmp_path, cells) == expected
 
 

@@ -1,4 +1,4 @@
-"""Arguments whose names say too little: found by building small models, or refused."""
+"""Arguments with ambiguous names: found by building small models, or refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(tmp_path: Path, width: str, inner: str, model: str = MODEL) -> str:
 @pytest.mark.parametrize(
     ("inner", "value"), [("cfg.factor * width", 4), ("cfg.factor", 96)], ids=["ratio", "width"]
 )
-def test_an_unknown_size_is_what_a_gpt2_has(tmp_path: Path, inner: str, value: int) -> None:
+def test_an_unknown_size_gets_the_value_of_gpt2(tmp_path: Path, inner: str, value: int) -> None:
     model, call = construct_with_call(load_target(written(tmp_path, "n_embd", inner)), CONFIG)
     assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
     assert model.pos is not None  # neither of the kinds that the code names
@@ -56,7 +56,7 @@ def test_an_unknown_size_is_what_a_gpt2_has(tmp_path: Path, inner: str, value: i
 
 
 @pytest.mark.parametrize("width", ["n_embd", "n_hidden"])
-def test_a_name_of_two_meanings_is_what_fits(tmp_path: Path, width: str) -> None:
+def test_an_ambiguous_name_gets_the_value_that_fits(tmp_path: Path, width: str) -> None:
     """`n_hidden` is the width of the MLP beside `n_embd`, but here the model may have both."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     check = "assert cfg.n_embd == cfg.n_hidden or 'WIDTH' == 'n_embd'"
@@ -67,7 +67,7 @@ def test_a_name_of_two_meanings_is_what_fits(tmp_path: Path, width: str) -> None
     assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)  # type: ignore[union-attr]
 
 
-def test_an_unknown_size_beside_a_name_of_two_meanings(tmp_path: Path) -> None:
+def test_an_unknown_size_beside_an_ambiguous_name(tmp_path: Path) -> None:
     """The vocabulary is found again after the width of the MLP was found to be that of a head."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace("cfg.vocab_size", "cfg.words_known").replace(
@@ -86,7 +86,7 @@ def test_an_unknown_size_beside_a_name_of_two_meanings(tmp_path: Path) -> None:
     assert "cfg.hidden_size=6" in call and "cfg.words_known=97" in call
 
 
-def test_what_no_value_helps_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_no_value_makes_run_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):
         construct(load_target(written(tmp_path, "n_embd", "cfg.factor", source)), CONFIG)

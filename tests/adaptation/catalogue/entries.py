@@ -78,7 +78,7 @@ def load_class(path: Path, cls: str) -> type[nn.Module]:
 
 
 def changed(source: str, mutation: Mutation) -> str:
-    """The mutated source."""
+    """Apply a mutation to a source, and return it."""
     for old, new in ((mutation.old, mutation.new), *mutation.more):
         assert old in source, f"{mutation.style} has no {old!r}"
         source = source.replace(old, new, 1)
@@ -101,7 +101,7 @@ def composed(model: Model, mutations: Sequence[Mutation], folder: Path) -> Path:
 
 
 def config(name: str, **fields: str) -> Build:
-    """With a config class of the model's file: `its field = our field`."""
+    """Build a model with a config class of its file: `its field = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         make = getattr(sys.modules[cls.__module__], name)
@@ -111,7 +111,7 @@ def config(name: str, **fields: str) -> Build:
 
 
 def keywords(**fields: str) -> Build:
-    """With keyword arguments: `its argument = our field`."""
+    """Build a model with keyword arguments: `its argument = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(**{own: getattr(config, ours) for own, ours in fields.items()})
@@ -120,7 +120,7 @@ def keywords(**fields: str) -> Build:
 
 
 def positional(*fields: str) -> Build:
-    """With positional arguments: our fields in its order."""
+    """Build a model with positional arguments, our fields in its order."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(*(getattr(config, ours) for ours in fields))
@@ -129,7 +129,7 @@ def positional(*fields: str) -> Build:
 
 
 def dictionary(**fields: str) -> Build:
-    """With one dictionary: `its key = our field`."""
+    """Build a model with one dictionary: `its key = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls({own: getattr(config, ours) for own, ours in fields.items()})

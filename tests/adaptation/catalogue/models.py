@@ -1,4 +1,4 @@
-"""The models of the zoo: how each is built, and which parameter each tensor has to go to."""
+"""The models of the zoo: how each is built, and the parameter for each tensor."""
 
 from __future__ import annotations
 

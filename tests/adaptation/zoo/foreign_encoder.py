@@ -1,4 +1,4 @@
-"""No GPT-2: a BERT-like encoder, bidirectional, post-LN, with a masked-language-model head."""
+"""Not a GPT-2: a BERT-like encoder, bidirectional, post-LN, with a masked-language-model head."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""No GPT-2: rotary positions, RMS norm, gated SiLU, no biases."""
+"""Not a GPT-2: rotary positions, RMS norm, gated SiLU, no biases."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""No GPT-2: an MLP language model on the embeddings of the last few tokens."""
+"""Not a GPT-2: an MLP language model on the embeddings of the last few tokens."""
 
 import torch
 import torch.nn.functional as F

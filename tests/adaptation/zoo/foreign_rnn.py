@@ -1,4 +1,4 @@
-"""No GPT-2: an LSTM language model."""
+"""Not a GPT-2: an LSTM language model."""
 
 from torch import nn
 
