@@ -264,10 +264,9 @@ class Transformer(nn.Module):
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Return hidden states (B, T, C) of equally long prompts, read in chunks to save memory."""
-        chunks = torch.split(torch.tensor(rows, device=self.device), PREFILL_CHUNK, dim=1)
-        return torch.cat(
-            [self(ids, cache.kv, n * PREFILL_CHUNK) for n, ids in enumerate(chunks)], dim=1
-        )
+        size = self.prefill_chunk
+        chunks = torch.split(torch.tensor(rows, device=self.device), size, dim=1)
+        return torch.cat([self(ids, cache.kv, n * size) for n, ids in enumerate(chunks)], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits (…, V) from hidden states (…, C)."""
