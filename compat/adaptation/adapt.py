@@ -57,6 +57,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
     Forward,
+    batch_sizes,
     check_model,
     eval_mode,
     find_signature,
@@ -95,6 +96,8 @@ Progress = Callable[[str], object]
 
 # The number of parameters up to which gradients are compared; beyond, that takes seconds.
 MOST_TRAINED = 50_000_000
+# The number of logits up to which a model is called on as many sequences as it expects.
+MOST_LOGITS = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -498,14 +501,25 @@ def _confirm(
 def _signature(
     model: nn.Module, checkpoint: Checkpoint, ids: Tensor
 ) -> tuple[CallSignature, Tensor]:
-    """How to call the model: on these ids or, if that fails, on full length or on ids below 16."""
+    """How to call the model, and on which ids.
+
+    If these ids fail, the model is called on full length, on ids below 16, on one sequence without
+    the axis of the batch, and on the numbers of sequences that it may expect, also of full length.
+    """
     try:
         return find_signature(model, ids), ids
     except AdaptError:
-        full_length = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
-        for others in (full_length, ids % 16):
+        config = checkpoint.config
+        full_length = random_ids(checkpoint, 0, 2, config.n_positions)
+        others: list[tuple[Tensor, int | None]]
+        others = [(full_length, None), (ids % 16, None), (ids, 0), (full_length, 0)]
+        for rows in batch_sizes(model):
+            if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
+                full_length = random_ids(checkpoint, 0, rows, config.n_positions)
+                others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
+        for other, rows in others:
             with suppress(AdaptError):
-                return find_signature(model, others), others
+                return find_signature(model, other, rows), other
         raise
 
 

@@ -76,7 +76,7 @@ _NEUTRAL: dict[str, Any] = {
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
     "outputhiddenstates": False, "usereturndict": False, "betas": None,
     "tokenizer": None, "tokeniser": None, "logger": None,
-    "ropebase": 10000.0, "ropetheta": 10000.0,
+    "ropebase": 10000.0, "ropetheta": 10000.0, "theta": 10000.0,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"

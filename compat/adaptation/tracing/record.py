@@ -149,6 +149,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.einsum.default and _is_elementwise(str(args[0])):
+            with self:
+                return func.decompose(*args)
         self.source = self._frames(sys._getframe(1))
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
         recorded = func
@@ -324,6 +327,12 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             written=self.written,
             exits=self.exits,
         )
+
+
+def _is_elementwise(equation: str) -> bool:
+    """Whether an einsum such as `d, b t d -> b t d` sums over no axis: it is a multiplication."""
+    operands, arrow, result = equation.partition("->")
+    return bool(arrow) and set(operands) - set(", ") <= set(result)
 
 
 def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
