@@ -154,7 +154,8 @@ class CallSignature:
         if self.rows == 0:
             return torch.vmap(partial(self._logits, model), randomness="different")(ids)
         padded = torch.cat([ids, ids[-1:].expand(-len(ids) % self.rows, -1)])
-        return torch.cat([self._logits(model, p) for p in padded.split(self.rows)])[: len(ids)]
+        batches = padded.view(-1, self.rows, ids.shape[1])
+        return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         """The logits for what the model takes at once: ids (B, T), or (T,) if `rows` is 0."""
