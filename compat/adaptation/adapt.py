@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Anatomy, UnknownPart, dissect
+from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
     mixed_types,
+    no_head,
     trained_wrongly,
     unexplained,
     unregistered,
@@ -278,9 +279,27 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
                 mapped = _map_time_first(run, error)
             except BatchFirst:
                 return _survey(run, error)
+        except NoHead as error:
+            return _judge_with_head(run, error)
         except AdaptError as error:
             return _map_otherwise(run, error)
     return _judge(run, mapped)
+
+
+def _judge_with_head(run: _Run, error: NoHead) -> Adaptation:
+    """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
+    call = run.call
+
+    def with_head(model: nn.Module, ids: Tensor) -> Tensor:
+        return call(model, ids) @ model.get_parameter(error.table).T
+
+    run.call = with_head
+    graph = to_graph(run.model, run.call, run.ids)
+    try:
+        adaptation = _judge(run, _map(graph, run.checkpoint))
+    except AdaptError as other:
+        adaptation = _map_otherwise(run, other)
+    return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
 
 
 def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
@@ -517,9 +536,9 @@ def _signature(
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
                 others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
-        for other, rows in others:
+        for other, number in others:
             with suppress(AdaptError):
-                return find_signature(model, other, rows), other
+                return find_signature(model, other, number), other
         raise
 
 

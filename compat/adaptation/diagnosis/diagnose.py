@@ -73,7 +73,7 @@ def diagnose(
     if exact is not None:
         own_error = counterfactual.relative_rms(expected["logits"].double(), exact["logits"])
     findings = to_findings(found, result, own_error)
-    findings += leftovers(context, taps, result, findings, report, logits)
+    findings += leftovers(context, taps, found, result, findings, report, logits)
     if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
         findings = fused_kernels(findings, model, call, reference, context)
     findings += left_in_training(model, call, training, ids)
