@@ -254,7 +254,7 @@ def _assign_layer(
     ) -> None:
         try:
             assigned.update(assignments())
-        except AdaptError as error:
+        except (UnknownPart, _SharedError) as error:
             if not partial:
                 raise
             parameters = tuple(graph.parameters_between(ends, [start]))

@@ -172,7 +172,8 @@ def _values(name: str) -> tuple[Value, ...]:
     if name in TARGETS:
         return (lambda model, ids: ids,)
     if "mask" in name and "pad" not in name:
-        return tuple(partial(_mask, mask) for mask in MASKS)
+        masks = [partial(_mask, mask, axes) for axes in ((), (None,)) for mask in MASKS]
+        return *masks, _yes
     if re.search("start|offset|past_?len|cur", name):
         return (lambda model, ids: 0,)
     if "pos" in name:
@@ -186,8 +187,12 @@ def _values(name: str) -> tuple[Value, ...]:
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
 
 
-def _mask(mask: Callable[[int], Tensor | None], model: nn.Module, ids: Tensor) -> Tensor | None:
-    return mask(ids.shape[1])
+def _mask(
+    mask: Callable[[int], Tensor | None], axes: tuple[None, ...], model: nn.Module, ids: Tensor
+) -> Tensor | None:
+    """A mask (T, T), or with an axis for the batch (1, T, T)."""
+    made = mask(ids.shape[1])
+    return made if made is None else made[axes]
 
 
 def _positions(model: nn.Module, ids: Tensor) -> Tensor:
