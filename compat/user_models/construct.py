@@ -36,14 +36,13 @@ from compat.user_models.module_sizes import resized
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
     SIZES,
-    has_two_meanings,
+    meanings,
     neutral,
     plain,
     role_of,
     takes_sizes,
 )
 from compat.user_models.trials import (
-    IDS,
     UnknownArguments,
     Value,
     arguments_with,
@@ -154,20 +153,34 @@ def _needs_more_than_ids(model: nn.Module) -> bool:
 
 
 def _runs(model: nn.Module, config: GPT2Config) -> bool:
-    """Whether a model can be called with a few ids, a full context or a single sequence."""
+    """Whether a model can be called with ids."""
+    with contextlib.suppress(Exception, SystemExit):
+        _called(model, config)
+        return True
+    return False
+
+
+def _called(model: nn.Module, config: GPT2Config) -> Any:
+    """What a model returns for a few ids, a full context or a single sequence; else the error.
+
+    None if it needs more than ids.
+    """
     if _needs_more_than_ids(model):
-        return True  # as far as is known
-    full = torch.zeros(1, config.n_positions, dtype=torch.long)
+        return None
+    full = torch.arange(config.n_positions)[None] % config.vocab_size
     modes = {module: module.training for module in model.modules()}
     try:
-        for ids in (full[:, :6], full, full[0, :6]):
-            with contextlib.suppress(Exception, SystemExit), torch.no_grad():
-                model.eval()(ids)
-                return True
+        with torch.no_grad():
+            try:
+                return model.eval()(full[:, :6])
+            except Exception:
+                for ids in (full, full[0, :6]):
+                    with contextlib.suppress(Exception):
+                        return model(ids)
+                raise
     finally:
         for module, training in modes.items():
             module.training = training
-    return False
 
 
 def _other_way(
@@ -232,11 +245,8 @@ def _inferred(
         arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
         with _entries_known(target, arguments, sizes), resized(target, sizes):
             model = target(**arguments)
-            if _needs_more_than_ids(model):
-                return model, True  # as far as is known
             try:
-                with torch.no_grad():
-                    found = model.eval()(IDS)
+                found = _called(model, sizes)
             except Exception as error:
                 if _missing_entries(target, arguments, error):
                     raise
@@ -256,9 +266,9 @@ def _inferred(
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)
-            meanings = _alternatives(target, arguments, kwargs or {})
-            meanings = {name: roles for name, roles in meanings.items() if name not in chosen}
-            other = better(run, meanings, chosen, config)
+            others = _alternatives(target, arguments, kwargs or {})
+            others = {name: roles for name, roles in others.items() if name not in chosen}
+            other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
                 chosen = tried(run, chosen, other, text, config) or chosen
     except (Exception, SystemExit):
@@ -269,14 +279,14 @@ def _inferred(
 def _alternatives(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The arguments and the entries of configs whose names have two meanings, and the meanings."""
+    """The arguments and the entries of configs whose names are ambiguous, and their roles."""
     found: dict[str, tuple[str, ...]] = {}
     for name, value in arguments.items():
         entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
         names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
         found |= {
-            each: ("n_embd", "d_inner", "d_head") for each, size in names.items()
-            if type(size) is int and has_two_meanings(each.rpartition(".")[2])
+            each: roles for each, size in names.items()
+            if type(size) is int and (roles := meanings(each.rpartition(".")[2]))
         }  # fmt: skip
     return {name: roles for name, roles in found.items() if name.partition(".")[0] not in given}
 

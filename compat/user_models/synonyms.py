@@ -123,9 +123,11 @@ def takes_sizes(names: Collection[str]) -> bool:
     return sum(role_of(name, names) in SIZES for name in names) > 1
 
 
-def has_two_meanings(name: str) -> bool:
-    """Whether a name, such as `hidden_size`, may be the width of the model or of its MLP."""
-    return _WIDE.fullmatch(plain(name)) is not None
+def meanings(name: str) -> tuple[str, ...]:
+    """The possible roles of an ambiguous name, such as `hidden_size`; none for any other name."""
+    if plain(name) == "n":
+        return "n_layer", "n_positions", "n_embd"
+    return ("n_embd", "d_inner", "d_head") if _WIDE.fullmatch(plain(name)) else ()
 
 
 def value_of(role: str, config: GPT2Config) -> Any:
