@@ -12,11 +12,13 @@ from __future__ import annotations
 import ast
 import linecache
 import math
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,6 +32,20 @@ from compat.user_code import is_users
 MAX_CONSTANTS = 64  # of one table or container
 MAX_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
 LONGEST_PHRASE = 8  # numbers in a phrase
+
+
+class _ShortRepr(reprlib.Repr):
+    """Values in a bounded time: objects with attributes, which may hold tensors, by their type."""
+
+    def repr_instance(self, value: object, level: int) -> str:
+        if hasattr(value, "__dict__") and not isinstance(value, (type, Enum)):
+            return type(value).__name__
+        return super().repr_instance(value, level)
+
+
+_SHORT = _ShortRepr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 20
 
 Key = tuple[str, int, str]  # the file, line and text of a condition
 
@@ -322,7 +338,7 @@ class BranchObserver:
             if isinstance(value, Tensor):
                 seen.depends_on_tensors = True
             else:
-                seen.operands.setdefault(number, set()).add(repr(value)[:200])
+                seen.operands.setdefault(number, set()).add(_SHORT.repr(value))
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
         # An array has no truth value, and an exception here would appear in the user's code.

@@ -310,6 +310,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
     "no layers": (sized(layers=0), {"unexplained": "no attention"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
+    "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
@@ -319,7 +320,6 @@ ERRORS: dict[str, tuple[Build, str]] = {
     "returns None": (ANone, "returned no tensor"),
     "returns an array": (AnArray, "returned no tensor"),
     "returns a loss": (ALoss, r"returned \[\]"),
-    "returns hidden states": (HiddenOnly, "no language-model head"),
     "extra arguments": (ExtraArguments, "temperature"),
     "no arguments": (NoArguments, "positional argument"),
 }
