@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from compat.errors import ParityError
 from compat.parity.inputs import IdsForm, Mode
@@ -35,9 +36,22 @@ def run_mode(mode: Mode, model: nn.Module) -> Iterator[None]:
 
 
 def call_in_thread(call: Callable[[Tensor], Any], ids: Tensor) -> Any:
-    """Call in another thread, where the stack holds neither a tracer nor compat's own frames."""
+    """Call in another thread, where the stack holds neither a tracer nor compat's own frames.
+
+    Of the modes of torch functions in this thread, those of compat are entered there as well.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    own = [mode for mode in modes if type(mode).__module__.startswith("compat.")]
+
+    @torch.no_grad()
+    def run() -> Any:
+        with ExitStack() as stack:
+            for mode in own:
+                stack.enter_context(mode)
+            return call(ids)
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(torch.no_grad()(call), ids).result()
+        return pool.submit(run).result()
 
 
 def in_form(ids: Tensor, form: IdsForm) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
@@ -149,10 +150,11 @@ class CallSignature:
     rows: int | None = None
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
-        if self.rows is None:
+        if self.rows in (None, len(ids)):
             return self._logits(model, ids)
         if self.rows == 0:
-            return torch.vmap(partial(self._logits, model), randomness="different")(ids)
+            with sdpa_kernel(SDPBackend.MATH):  # vmap does not batch the other kernels
+                return torch.vmap(partial(self._logits, model), randomness="different")(ids)
         padded = torch.cat([ids, ids[-1:].expand(-len(ids) % self.rows, -1)])
         batches = padded.view(-1, self.rows, ids.shape[1])
         return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
@@ -252,7 +254,8 @@ def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> Ca
 
 def batch_sizes(model: nn.Module) -> list[int]:
     """The numbers of sequences that a model may only accept: one, and its own batch sizes."""
-    owners = (*user_modules(type(model)), *model.modules())
+    modules = list(model.modules())
+    owners = (*user_modules(type(model)), *modules, *dict.fromkeys(map(type, modules)))
     named = [(n, v) for o in owners for n, v in list(vars(o).items()) if type(v) is int]
     found = {v for n, v in named if plain(n) in ("batchsize", "batch", "bs") and 1 < v <= 512}
     return [1, *sorted(found)]
