@@ -494,7 +494,8 @@ class GPT(nn.Module):
         self.width = model["token_embed"]
         self.wte = nn.Embedding(vocab_size, self.width)
         self.wpe = nn.Embedding(model["block_size"], self.width)
-        self.blocks = [nn.Linear(self.width, 4 * self.width) for _ in range(model["n_layer"])]
+        blocks = [nn.Linear(self.width, 12 * self.width) for _ in range(model["n_layer"])]
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, ids):
         return self.wte(ids) @ self.wte.weight.T
