@@ -16,6 +16,8 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
 
+MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
+
 # Lines that run something.
 
 
@@ -105,14 +107,18 @@ def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
 
 
 def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
-    """The lines that build the user's modules whose own code a line is, such as an RMSNorm."""
+    """The lines that build the user's modules whose own code a line is, such as an RMSNorm.
+
+    None for a module with many uses, such as a user's own linear layer.
+    """
     found: dict[Place | None, None] = {}
     for node in graph.nodes:
         if graph.place(node) == place:
             users = (p for p in _module_paths(node) if _is_users(model.get_submodule(p)))
             path = next(users, None)
             found[None if path is None else building(model, path)] = None
-    return [line for line in found if line is not None]
+    lines = [line for line in found if line is not None]
+    return lines if len(lines) <= MOST_OWNERS else []
 
 
 def _torch_module(model: nn.Module, node: Node) -> Place | None:
