@@ -522,8 +522,9 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """How to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16, on one sequence without
-    the axis of the batch, and on the numbers of sequences that it may expect, also of full length.
+    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on one
+    sequence without the axis of the batch, and on the numbers of sequences that it may expect, also
+    of full length.
     """
     try:
         return find_signature(model, ids), ids
@@ -531,14 +532,15 @@ def _signature(
         config = checkpoint.config
         full_length = random_ids(checkpoint, 0, 2, config.n_positions)
         others: list[tuple[Tensor, int | None]]
-        others = [(full_length, None), (ids % 16, None), (ids, 0), (full_length, 0)]
+        others = [(full_length, None), (ids % 16, None), (ids.int(), None)]
+        others += [(ids, 0), (full_length, 0)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
                 others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
         for other, number in others:
             with suppress(AdaptError):
-                return find_signature(model, other, number), other
+                return find_signature(model, other, number), other.long()
         raise
 
 

@@ -30,7 +30,7 @@ _PATTERNS = {
     "init": r"(weight)?init(ializer)?(range|std|scale)",
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
     "pre_norm": r"(is|use)?pre(norm|ln)|normfirst|normalizebefore",
-    "causal": r"(is|use)?causal(mask)?",
+    "causal": r"(is|use)?causal(mask)?|masked",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
     "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",

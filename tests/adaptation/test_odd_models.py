@@ -204,6 +204,14 @@ class OneSequence(GPT):
         return self.logits(ids[None]).view(T, -1)
 
 
+class NarrowIds(GPT):
+    """Takes 32-bit ids only."""
+
+    def forward(self, ids: Tensor) -> Any:
+        assert ids.dtype == torch.int32
+        return self.logits(ids)
+
+
 class FixedShape(GPT):
     """Takes exactly four sequences of full length."""
 
@@ -383,6 +391,7 @@ EQUAL: dict[str, Build] = {
     "float64": lambda: GPT().double(),
     "a longer context": sized(context=64),
     "one sequence": OneSequence,
+    "32-bit ids": NarrowIds,
     "four full sequences": FixedShape,
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,

@@ -141,6 +141,7 @@ class CallSignature:
         batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
         rows: how many sequences are passed at once: any number, exactly so many, or with 0 a single
             sequence without the axis of the batch.
+        int32: the ids are passed as 32-bit integers.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -148,8 +149,10 @@ class CallSignature:
     targets: bool = False
     batch: bool = False
     rows: int | None = None
+    int32: bool = False
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        ids = ids.int() if self.int32 else ids
         if self.rows in (None, len(ids)):
             return self._logits(model, ids)
         if self.rows == 0:
@@ -222,7 +225,7 @@ def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> Ca
 
     Args:
         model: the user's model.
-        ids: ids (B, T).
+        ids: ids (B, T), of the type that is passed to the model if it is int32.
         rows: how many sequences are passed at once; see `CallSignature`.
 
     Raises:
@@ -233,7 +236,7 @@ def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> Ca
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
-            signature = replace(signature, rows=rows)
+            signature = replace(signature, rows=rows, int32=ids.dtype == torch.int32)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
