@@ -256,6 +256,29 @@ class EinsumNorms(GPT):
             block.ln_1, block.ln_2 = EinsumNorm(), EinsumNorm()
 
 
+class SummedHeads(Block):
+    """Each head has an output projection of its own, and an einsum sums the results."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.proj: Any = None
+        self.out = nn.Parameter(torch.randn(heads, emb_dim // heads, emb_dim))
+        self.out_bias = nn.Parameter(torch.zeros(emb_dim))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, _ = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        each = torch.einsum("bhtd,hdc->bthc", z, self.out)
+        return torch.einsum("bthc->btc", each) + self.out_bias
+
+
+class SummedHeadsGPT(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SummedHeads(24, 4, 96) for _ in range(3))
+
+
 class HiddenOnly(GPT):
     def head(self, x: Tensor) -> Tensor:
         return x
@@ -395,6 +418,7 @@ EQUAL: dict[str, Build] = {
     "four full sequences": FixedShape,
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,
+    "heads summed by an einsum": SummedHeadsGPT,
 }
 
 

@@ -574,10 +574,15 @@ class _Dissection:
 
     def _summed(self, node: Node) -> Node:
         """The sum over the heads of an output projection that keeps them apart."""
-        users = live_users(self.graph, node)
         B, T = self.graph.shape
-        is_sum = len(users) == 1 and kind(users[0]) == "sum"
-        return users[0] if is_sum and prod(size(users[0])) == B * T * self.width else node
+        inner = node
+        while len(users := live_users(self.graph, inner)) == 1:
+            [inner] = users
+            if kind(inner) == "sum":
+                return inner if prod(size(inner)) == B * T * self.width else node
+            if kind(inner) not in MOVES:
+                break
+        return node
 
     def _adds_parameter(self, node: Node) -> bool:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]

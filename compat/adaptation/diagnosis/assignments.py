@@ -190,8 +190,7 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     if any(module == each.module for each in context.mapping.unknown):
         parameters = unmatched.nodes[f"{module}.weight"]
         has_bias = any(context.graph.values[node].ndim == 1 for node in parameters)
-        if parts[-1] == "weight" or has_bias:
-            return None
+        return None if parts[-2:] != ["c_attn", "bias"] or has_bias else "no_qkv_bias"
     if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
         return None
     if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:

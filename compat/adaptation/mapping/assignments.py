@@ -314,12 +314,13 @@ def _assign_layer(
 
     assign("attn.c_attn", layer.x1, layer.qkv_ends, qkv)
     if layer.out_proj is not None:
-        assign("attn.c_proj", layer.heads, [layer.projected], bound(out_proj, layer.out_proj))
-    for hf, start, end in (
-        ("mlp.c_fc", layer.x2, layer.fc_end),
-        ("mlp.c_proj", layer.act, layer.mlp),
+        ends = [layer.projected, layer.attn_sum.branch]
+        assign("attn.c_proj", layer.heads, ends, bound(out_proj, layer.out_proj))
+    for hf, start, end, branch in (
+        ("mlp.c_fc", layer.x2, layer.fc_end, layer.fc_end),
+        ("mlp.c_proj", layer.act, layer.mlp, layer.mlp_sum.branch),
     ):
-        assign(hf, start, [end], bound(mlp, hf, start, end))
+        assign(hf, start, [end, branch], bound(mlp, hf, start, end))
     return assigned, unknown
 
 
