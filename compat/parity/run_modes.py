@@ -43,15 +43,12 @@ def call_in_thread(call: Callable[[Tensor], Any], ids: Tensor) -> Any:
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     own = [mode for mode in modes if type(mode).__module__.startswith("compat.")]
 
-    @torch.no_grad()
-    def run() -> Any:
-        with ExitStack() as stack:
-            for mode in own:
-                stack.enter_context(mode)
-            return call(ids)
+    def enter() -> None:
+        for mode in own:
+            mode.__enter__()
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
+    with ThreadPoolExecutor(1, initializer=enter) as pool:
+        return pool.submit(torch.no_grad()(call), ids).result()
 
 
 def in_form(ids: Tensor, form: IdsForm) -> Tensor:
