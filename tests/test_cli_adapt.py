@@ -240,6 +240,27 @@ def test_a_fix_is_written(cli: Cli, tiny: Path) -> None:
     assert cli("adapt", "erf.py:MyGPT", "--model", tiny).code == 0
 
 
+def test_a_model_in_a_width_of_its_own_is_not_repaired(cli: Cli, tiny: Path) -> None:
+    path = Path("narrow.py")
+    last = "self.norm = nn.LayerNorm"
+    edited = Path("erf.py").read_text().replace(f"{last}(width)", f"{last}(40)")
+    path.write_text(edited)
+    done = cli("adapt", "narrow.py:MyGPT", "--model", tiny, "--fix")
+    assert done.code == 1 and "your code runs in width 40 and not in 24" in done.err
+    assert "none for n_embd_mismatch" in done.err and "nothing was written" in done.err
+    assert path.read_text() == edited
+
+
+def test_code_for_a_device_that_the_machine_lacks(cli: Cli, tiny: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the machine has the device")
+    source = GPT.replace("torch.arange(ids.shape[1])", "torch.arange(ids.shape[1]).to('cuda')")
+    Path("device.py").write_text(source)
+    done = cli("adapt", "device.py:MyGPT", "--model", tiny)
+    assert done.code == 0
+    assert "note: your code uses a device that this machine lacks" in done.err
+
+
 def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
     cli: Cli, tiny: Path
 ) -> None:

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Anatomy, UnknownPart, dissect
+from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
     mixed_types,
+    no_head,
     trained_wrongly,
     unexplained,
     unregistered,
@@ -57,6 +58,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
     Forward,
+    batch_sizes,
     check_model,
     eval_mode,
     find_signature,
@@ -95,6 +97,8 @@ Progress = Callable[[str], object]
 
 # The number of parameters up to which gradients are compared; beyond, that takes seconds.
 MOST_TRAINED = 50_000_000
+# The number of logits up to which a model is called on as many sequences as it expects.
+MOST_LOGITS = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -275,9 +279,27 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
                 mapped = _map_time_first(run, error)
             except BatchFirst:
                 return _survey(run, error)
+        except NoHead as error:
+            return _judge_with_head(run, error)
         except AdaptError as error:
             return _map_otherwise(run, error)
     return _judge(run, mapped)
+
+
+def _judge_with_head(run: _Run, error: NoHead) -> Adaptation:
+    """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
+    call = run.call
+
+    def with_head(model: nn.Module, ids: Tensor) -> Tensor:
+        return call(model, ids) @ model.get_parameter(error.table).T
+
+    run.call = with_head
+    graph = to_graph(run.model, run.call, run.ids)
+    try:
+        adaptation = _judge(run, _map(graph, run.checkpoint))
+    except AdaptError as other:
+        adaptation = _map_otherwise(run, other)
+    return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
 
 
 def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
@@ -498,14 +520,27 @@ def _confirm(
 def _signature(
     model: nn.Module, checkpoint: Checkpoint, ids: Tensor
 ) -> tuple[CallSignature, Tensor]:
-    """How to call the model: on these ids or, if that fails, on full length or on ids below 16."""
+    """How to call the model, and on which ids.
+
+    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on one
+    sequence without the axis of the batch, and on the numbers of sequences that it may expect, also
+    of full length.
+    """
     try:
         return find_signature(model, ids), ids
     except AdaptError:
-        full_length = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
-        for others in (full_length, ids % 16):
+        config = checkpoint.config
+        full_length = random_ids(checkpoint, 0, 2, config.n_positions)
+        others: list[tuple[Tensor, int | None]]
+        others = [(full_length, None), (ids % 16, None), (ids.int(), None)]
+        others += [(ids, 0), (full_length, 0)]
+        for rows in batch_sizes(model):
+            if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
+                full_length = random_ids(checkpoint, 0, rows, config.n_positions)
+                others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
+        for other, number in others:
             with suppress(AdaptError):
-                return find_signature(model, others), others
+                return find_signature(model, other, number), other.long()
         raise
 
 

@@ -159,13 +159,21 @@ def adapt_command(
     options.exclude({"--part": part is not None, "--forward": forward is not None})
     options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
     from compat.user_code import handle_errors as handle_users_errors
-    from compat.user_models import construct_with_call, load_forward, load_target, resized
+    from compat.user_models import (
+        construct_with_call,
+        load_forward,
+        load_target,
+        on_available_device,
+        resized,
+    )
 
-    with contextlib.redirect_stdout(sys.stderr):  # for the output of the user's code
+    notes: list[str] = []
+    checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
+
+    def examined() -> tuple[str, compat.Adaptation]:
+        notes.clear()
         call_model = None if forward is None else load_forward(forward)
-        notes: list[str] = []
         cls = load_target(target, notes)
-        checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
         with status, handle_users_errors(cls):
@@ -173,13 +181,18 @@ def adapt_command(
                 cls, checkpoint.config, kwargs=arguments, config_name=config_name
             )
             with resized(cls, checkpoint.config):  # forward may read the sizes too
-                adaptation = compat.adapt(
+                return call, compat.adapt(
                     built,
                     checkpoint,
                     part=part,
                     forward=call_model,
                     progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
                 )
+
+    with contextlib.redirect_stdout(sys.stderr):  # for the output of the user's code
+        (call, adaptation), on_cpu = on_available_device(examined)
+    if on_cpu:
+        notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
     for line in [*checkpoint.notes, *notes, f"compat built {call}"]:
         note(f"note: {line}")
     if html is not None:

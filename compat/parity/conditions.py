@@ -12,17 +12,19 @@ from __future__ import annotations
 import ast
 import linecache
 import math
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
@@ -30,6 +32,7 @@ from compat.user_code import is_users
 MAX_CONSTANTS = 64  # of one table or container
 MAX_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
 LONGEST_PHRASE = 8  # numbers in a phrase
+WITHOUT_VALUES = (type, Enum, FunctionType, ModuleType)  # their attributes are not values
 
 Key = tuple[str, int, str]  # the file, line and text of a condition
 
@@ -322,7 +325,7 @@ class BranchObserver:
             if isinstance(value, Tensor):
                 seen.depends_on_tensors = True
             else:
-                seen.operands.setdefault(number, set()).add(repr(value)[:200])
+                seen.operands.setdefault(number, set()).add(_SHORT_REPR.repr(value))
             if type(value) is not int or value != self._length:
                 seen.not_lengths.add(number)
         # An array has no truth value, and an exception here would appear in the user's code.
@@ -339,6 +342,25 @@ class BranchObserver:
                 seen.outcomes.add(True)
             if not condition.orelse or executed & set(condition.orelse):
                 seen.outcomes.add(False)
+
+
+class _ShortRepr(reprlib.Repr):
+    """Values in a short time, also of objects that hold large tensors or modules."""
+
+    def repr_instance(self, value: object, level: int) -> str:
+        if isinstance(value, nn.Module):
+            return f"{type(value).__name__} {id(value)}"
+        if isinstance(value, Tensor):
+            with suppress(Exception):  # of a tensor without values, as in torch.vmap
+                return f"{list(value.shape)} {value.flatten()[:32].tolist()}"
+        elif hasattr(value, "__dict__") and not isinstance(value, WITHOUT_VALUES):
+            return f"{type(value).__name__}({self.repr1(vars(value), level - 1)})"
+        return super().repr_instance(value, level)
+
+
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 200
+_SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = _SHORT_REPR.maxset = 20
 
 
 def _evaluated(code: CodeType, frame: FrameType) -> Any:

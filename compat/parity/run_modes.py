@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from compat.errors import ParityError
 from compat.parity.inputs import IdsForm, Mode
@@ -35,8 +36,18 @@ def run_mode(mode: Mode, model: nn.Module) -> Iterator[None]:
 
 
 def call_in_thread(call: Callable[[Tensor], Any], ids: Tensor) -> Any:
-    """Call in another thread, where the stack holds neither a tracer nor compat's own frames."""
-    with ThreadPoolExecutor(1) as pool:
+    """Call in another thread, where the stack holds neither a tracer nor compat's own frames.
+
+    Of the modes of torch functions in this thread, those of compat are entered there as well.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    own = [mode for mode in modes if type(mode).__module__.startswith("compat.")]
+
+    def enter() -> None:
+        for mode in own:
+            mode.__enter__()
+
+    with ThreadPoolExecutor(1, initializer=enter) as pool:
         return pool.submit(torch.no_grad()(call), ids).result()
 
 

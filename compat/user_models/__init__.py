@@ -1,5 +1,6 @@
 """A user's own model: its class or function found in a file, notebook or package, and called."""
 
+from compat.user_models.accelerators import on_available_device
 from compat.user_models.construct import construct, construct_with_call
 from compat.user_models.edited import edited_sources
 from compat.user_models.module_sizes import resized
@@ -11,5 +12,6 @@ __all__ = [
     "edited_sources",
     "load_forward",
     "load_target",
+    "on_available_device",
     "resized",
 ]

@@ -97,6 +97,7 @@ def make_config(
     values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
     values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
     values |= {**template, **known_values(cls, [*usage.names, *template], config)}
+    values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
         form = dict

@@ -36,14 +36,13 @@ from compat.user_models.module_sizes import resized
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
     SIZES,
-    has_two_meanings,
+    meanings,
     neutral,
     plain,
     role_of,
     takes_sizes,
 )
 from compat.user_models.trials import (
-    IDS,
     UnknownArguments,
     Value,
     arguments_with,
@@ -55,7 +54,6 @@ from compat.user_models.usage import forwarded, items_of, modules_text, reads, t
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
-UNUSUAL_WIDTH = 320  # in which code runs that contains no width of its own
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
@@ -101,22 +99,47 @@ def construct_with_call(
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout.
     """
-    inferred: dict[str, Any] = {}
-    sizes = config
-    if isinstance(target, type) and config_name is None:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inferred = _inferred(target, config, kwargs)
-            sizes = config if inferred else _in_own_width(target, config, kwargs)
-        kwargs = merged(inferred, kwargs or {})
-    arguments = _found_arguments(target, sizes, kwargs, config_name)
+    if not isinstance(target, type) or config_name is not None:
+        return _built(target, config, kwargs, config_name)
+    with _quietly():
+        inferred = _inferred(target, config, kwargs)
+    kwargs = merged(inferred, kwargs or {})
+    more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
+    failure: AdaptError | None = None
+    try:
+        model, described = _built(target, config, kwargs)
+    except AdaptError as error:
+        failure = error
+    with _quietly():
+        other = None if not failure and _runs(model, config) else _other_way(target, config, kwargs)
+    if other is not None:
+        sizes, own, why = other
+        model, described = _built(target, sizes, merged(own, kwargs))
+        more += f"; your code {why}"
+    elif failure is not None:
+        raise failure
+    return model, described + more
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Run the body without output and warnings."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _built(
+    target: Callable[..., nn.Module],
+    config: GPT2Config,
+    kwargs: Mapping[str, Any] | None,
+    config_name: str | None = None,
+) -> tuple[nn.Module, str]:
+    """The model in the sizes of `config`, and the call that built it."""
+    arguments = _found_arguments(target, config, kwargs, config_name)
     described = _described_call(target, arguments)
-    if inferred:
-        described += f"; found by trying: {_listed_entries(inferred)}"
-    if sizes is not config:
-        described += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
-        with _entries_known(target, arguments, sizes), resized(target, sizes):
+        with _entries_known(target, arguments, config), resized(target, config):
             model = target(**arguments)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
@@ -129,36 +152,88 @@ def _needs_more_than_ids(model: nn.Module) -> bool:
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-def _in_own_width(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
-) -> GPT2Config:
-    """The config, with another width if the code only runs with a number that it contains.
+def _runs(model: nn.Module, config: GPT2Config) -> bool:
+    """Whether a model can be called with ids."""
+    with contextlib.suppress(Exception, SystemExit):
+        _called(model, config)
+        return True
+    return False
 
-    An example is `nn.LayerNorm(384)` beside sizes that are arguments.
+
+def _called(model: nn.Module, config: GPT2Config) -> Any:
+    """What a model returns for a few ids, a full context or a single sequence; else the error.
+
+    None if it needs more than ids.
+    """
+    if _needs_more_than_ids(model):
+        return None
+    full = torch.arange(config.n_positions)[None] % config.vocab_size
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            try:
+                return model.eval()(full[:, :6])
+            except Exception:
+                for ids in (full, full[0, :6]):
+                    with contextlib.suppress(Exception):
+                        return model(ids)
+                raise
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _other_way(
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
+) -> tuple[GPT2Config, dict[str, Any], str] | None:
+    """Sizes and arguments with which a model runs that does not run in the ordinary way, and why.
+
+    Switches have the user's defaults, or the width is a number that the code contains, as in
+    `nn.LayerNorm(384)` beside sizes that are arguments.
     """
 
     def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
         heads, inner = math.gcd(width, config.n_head), width * config.d_inner // config.n_embd
         return replace(sizes, n_embd=width, n_head=heads, n_inner=inner)
 
-    def runs(width: int) -> bool:
+    def runs(width: int, own: Mapping[str, Any] | None = None) -> bool:
         sizes = replace(with_width(small_config(config), width), n_layer=1)
         with contextlib.suppress(Exception, SystemExit):
-            arguments = _found_arguments(target, sizes, kwargs, None)
-            with resized(target, sizes), torch.no_grad():
-                model = target(**arguments).eval()
-                if not _needs_more_than_ids(model):
-                    model(IDS)
-            return True
+            arguments = _found_arguments(target, sizes, merged(own or {}, kwargs), None)
+            with resized(target, sizes):
+                return _runs(target(**arguments), sizes)
         return False
 
-    if runs(UNUSUAL_WIDTH) or runs(config.n_embd):
-        return config
+    if runs(config.n_embd):
+        return None  # other sizes are the reason
+    own = _own_switches(target, config, kwargs)
+    if own and runs(config.n_embd, own):
+        return config, own, f"only runs with {_listed_entries(own)}"
     trees = [tree_of(module) for module in user_modules(target)]
     constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
     width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
-    return config if width is None else with_width(config, width)
+    if width is None:
+        return None
+    return with_width(config, width), {}, f"runs in width {width} and not in {config.n_embd}"
+
+
+def _own_switches(
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The user's defaults of the booleans that are passed with the opposite value."""
+    found: dict[str, Any] = {}
+    parameters = _parameters(target)
+    with contextlib.suppress(AdaptError):
+        for name, value in _found_arguments(target, config, kwargs, None).items():
+            default = parameters[name].default if name in parameters else None
+            defaults = {key: getattr(type(value), key, None) for key in _entries(value)}
+            passed: dict[str, Any] = {name: value, **_entries(value)}
+            own = {key: each for key, each in {name: default, **defaults}.items()
+                   if isinstance(each, bool) and passed[key] is (not each)}  # fmt: skip
+            if own:
+                found[name] = own.get(name, own)
+    return found
 
 
 def _inferred(
@@ -170,11 +245,8 @@ def _inferred(
         arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
         with _entries_known(target, arguments, sizes), resized(target, sizes):
             model = target(**arguments)
-            if _needs_more_than_ids(model):
-                return model, True  # as far as is known
             try:
-                with torch.no_grad():
-                    found = model.eval()(IDS)
+                found = _called(model, sizes)
             except Exception as error:
                 if _missing_entries(target, arguments, error):
                     raise
@@ -194,9 +266,9 @@ def _inferred(
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)
-            meanings = _alternatives(target, arguments, kwargs or {})
-            meanings = {name: roles for name, roles in meanings.items() if name not in chosen}
-            other = better(run, meanings, chosen, config)
+            others = _alternatives(target, arguments, kwargs or {})
+            others = {name: roles for name, roles in others.items() if name not in chosen}
+            other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
                 chosen = tried(run, chosen, other, text, config) or chosen
     except (Exception, SystemExit):
@@ -207,14 +279,14 @@ def _inferred(
 def _alternatives(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The arguments and the entries of configs whose names have two meanings, and the meanings."""
+    """The arguments and the entries of configs whose names are ambiguous, and their roles."""
     found: dict[str, tuple[str, ...]] = {}
     for name, value in arguments.items():
         entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
         names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
         found |= {
-            each: ("n_embd", "d_inner", "d_head") for each, size in names.items()
-            if type(size) is int and has_two_meanings(each.rpartition(".")[2])
+            each: roles for each, size in names.items()
+            if type(size) is int and (roles := meanings(each.rpartition(".")[2]))
         }  # fmt: skip
     return {name: roles for name, roles in found.items() if name.partition(".")[0] not in given}
 

@@ -30,7 +30,7 @@ _PATTERNS = {
     "init": r"(weight)?init(ializer)?(range|std|scale)",
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
     "pre_norm": r"(is|use)?pre(norm|ln)|normfirst|normalizebefore",
-    "causal": r"(is|use)?causal(mask)?",
+    "causal": r"(is|use)?causal(mask)?|masked",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
     "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",
@@ -76,7 +76,7 @@ _NEUTRAL: dict[str, Any] = {
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
     "outputhiddenstates": False, "usereturndict": False, "betas": None,
     "tokenizer": None, "tokeniser": None, "logger": None,
-    "ropebase": 10000.0, "ropetheta": 10000.0,
+    "ropebase": 10000.0, "ropetheta": 10000.0, "theta": 10000.0,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
@@ -123,9 +123,11 @@ def takes_sizes(names: Collection[str]) -> bool:
     return sum(role_of(name, names) in SIZES for name in names) > 1
 
 
-def has_two_meanings(name: str) -> bool:
-    """Whether a name, such as `hidden_size`, may be the width of the model or of its MLP."""
-    return _WIDE.fullmatch(plain(name)) is not None
+def meanings(name: str) -> tuple[str, ...]:
+    """The possible roles of an ambiguous name, such as `hidden_size`; none for any other name."""
+    if plain(name) == "n":
+        return "n_layer", "n_positions", "n_embd"
+    return ("n_embd", "d_inner", "d_head") if _WIDE.fullmatch(plain(name)) else ()
 
 
 def value_of(role: str, config: GPT2Config) -> Any:

@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -382,7 +382,7 @@ def _chosen(
     known = list(classes)
     if name is None:
         functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        name = "make_model" if "make_model" in functions else _root(classes, place, notes)
+        name = "make_model" if "make_model" in functions else _root(classes, body, place, notes)
     there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
     try:
         found = getattr(module, name)
@@ -400,7 +400,7 @@ def _chosen(
             f"{place}:{type(found).__name__}, or a function that returns a model"
         )
     if callable(found) and (not isinstance(found, type) or issubclass(found, nn.Module)):
-        builder = _builder(name, classes, body)
+        builder = _builder(name, classes, body, module)
         return getattr(module, builder) if builder else found
     kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
     raise AdaptError(
@@ -432,14 +432,16 @@ def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
                 yield from _with_blocks(getattr(node, block, []))
 
 
-def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
+def _builder(
+    name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], module: ModuleType
+) -> str | None:
     """The function with sizes that builds a class, if the constructor takes only its parts.
 
     An example is `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`.
     """
     inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
     annotations = [a.annotation for init in inits for a in init.args.args[1:]]
-    if not annotations or any(ast.unparse(a) not in classes for a in annotations if a):
+    if not annotations or not all(_is_module(a, classes, module) for a in annotations if a):
         return None
     for node in body:
         if isinstance(node, ast.FunctionDef):
@@ -448,6 +450,14 @@ def _builder(name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stm
             if name in called and takes_sizes([a.arg for a in node.args.args]):
                 return node.name
     return None
+
+
+def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: ModuleType) -> bool:
+    """Whether an annotation names an nn.Module class of the file or of one that it imports."""
+    name, value = ast.unparse(annotation), None
+    with contextlib.suppress(AttributeError):
+        value = reduce(getattr, name.split("."), cast(object, module))
+    return name in classes or (isinstance(value, type) and issubclass(value, nn.Module))
 
 
 def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
@@ -469,8 +479,12 @@ def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence
     return [name for name in names if features[name] == max(features.values())]
 
 
-def _root(classes: dict[str, ast.ClassDef], place: str, notes: list[str]) -> str:
+def _root(
+    classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
+) -> str:
     """The class that no other class uses, without classifiers built on the model.
+
+    A function that builds a model of its parts uses the parts.
 
     Of several the last is chosen, which in a lesson is the complete one, and a note says so.
     """
@@ -481,6 +495,13 @@ def _root(classes: dict[str, ast.ClassDef], place: str, notes: list[str]) -> str
         for node in ast.walk(definition)
         if isinstance(node, ast.Name) and node.id != name
     }
+    for function in body:
+        if isinstance(function, ast.FunctionDef):
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
+            called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
+            if called and any(isinstance(node, ast.Return) for node in ast.walk(function)):
+                used |= {*called} - {called[-1]}
     roots = [name for name in classes if name not in used]
     roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:

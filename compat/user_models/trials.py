@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import islice, product
 from typing import Any
 
-import torch
 from torch import nn
 
 from compat.config import GPT2Config
@@ -33,7 +32,6 @@ SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=128, n_layer=3, n_head=2, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
-IDS = torch.arange(6)[None]
 SIZE_ROLES = (
     "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
 )  # fmt: skip

@@ -196,6 +196,89 @@ class ALoss(GPT):
         return self.logits(ids).logsumexp(-1).mean()
 
 
+class OneSequence(GPT):
+    """Takes ids (T,) and returns logits (T, V)."""
+
+    def forward(self, ids: Tensor) -> Any:
+        (T,) = ids.shape
+        return self.logits(ids[None]).view(T, -1)
+
+
+class NarrowIds(GPT):
+    """Takes 32-bit ids only."""
+
+    def forward(self, ids: Tensor) -> Any:
+        assert ids.dtype == torch.int32
+        return self.logits(ids)
+
+
+class FixedShape(GPT):
+    """Takes exactly four sequences of full length."""
+
+    batch_size = 4
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids.view(self.batch_size, 32))
+
+
+class MaskOfTheBatch(GPT):
+    """Takes a mask with an axis for the batch."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            B, T, C = x.shape
+            q, k, v = block.qkv(block.ln_1(x)).chunk(3, dim=-1)
+            q, k, v = (t.view(B, T, block.heads, -1).transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+            x = x + block.proj(y.transpose(1, 2).reshape(B, T, C))
+            x = x + block.mlp(block.ln_2(x))
+        return self.head(self.final(x))
+
+
+class EinsumNorm(nn.Module):
+    """A LayerNorm whose weight is multiplied by an einsum that sums over no axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(24)), nn.Parameter(torch.zeros(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, (24,))
+        return torch.einsum("c, b t c -> b t c", self.weight, x) + self.bias
+
+
+class EinsumNorms(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_f: Any = EinsumNorm()
+        for block in self.blocks:
+            block.ln_1, block.ln_2 = EinsumNorm(), EinsumNorm()
+
+
+class SummedHeads(Block):
+    """Each head has an output projection of its own, and an einsum sums the results."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.proj: Any = None
+        self.out = nn.Parameter(torch.randn(heads, emb_dim // heads, emb_dim))
+        self.out_bias = nn.Parameter(torch.zeros(emb_dim))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, _ = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        each = torch.einsum("bhtd,hdc->bthc", z, self.out)
+        return torch.einsum("bthc->btc", each) + self.out_bias
+
+
+class SummedHeadsGPT(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SummedHeads(24, 4, 96) for _ in range(3))
+
+
 class HiddenOnly(GPT):
     def head(self, x: Tensor) -> Tensor:
         return x
@@ -310,6 +393,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
     "no layers": (sized(layers=0), {"unexplained": "no attention"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
+    "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
@@ -319,7 +403,6 @@ ERRORS: dict[str, tuple[Build, str]] = {
     "returns None": (ANone, "returned no tensor"),
     "returns an array": (AnArray, "returned no tensor"),
     "returns a loss": (ALoss, r"returned \[\]"),
-    "returns hidden states": (HiddenOnly, "no language-model head"),
     "extra arguments": (ExtraArguments, "temperature"),
     "no arguments": (NoArguments, "positional argument"),
 }
@@ -330,6 +413,12 @@ EQUAL: dict[str, Build] = {
     "a float64 buffer": DoubleBuffer,
     "float64": lambda: GPT().double(),
     "a longer context": sized(context=64),
+    "one sequence": OneSequence,
+    "32-bit ids": NarrowIds,
+    "four full sequences": FixedShape,
+    "a mask of the batch": MaskOfTheBatch,
+    "norms with an einsum": EinsumNorms,
+    "heads summed by an einsum": SummedHeadsGPT,
 }
 
 
@@ -391,6 +480,54 @@ class KeysForTwo(Block):
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+class OneHead(Block):
+    """One projection for all heads."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.qkv = nn.Linear(6, 18)
+
+    def attend(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        parts = self.qkv(x.view(B, T, self.heads, -1)).chunk(3, dim=-1)
+        q, k, v = (part.reshape(B, T, C) for part in parts)
+        return self.mix(q, k, v)
+
+
+class KeyOfTheQuery(Block):
+    """The query is the key as well."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.qkv = nn.Linear(24, 48)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, v = self.qkv(x).chunk(2, dim=-1)
+        return self.mix(q, q.clone(), v)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (OneHead, "the heads of q, k and v share one set of parameters"),
+        (KeyOfTheQuery, "q and k share one set of parameters"),
+    ],
+)
+def test_parts_beside_a_projection_that_cannot_be_loaded_are_examined(
+    tiny: Path, block: type[Block], message: str
+) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(block(emb_dim=24, heads=4, inner=100) for _ in range(3))
+    adaptation = adapt(model, tiny)
+    breaking = {f.code: f for f in adaptation.findings if f.severity == "breaks"}
+    assert breaking.keys() == {"shared_parameters", "inner_dim"}
+    found = breaking["shared_parameters"]
+    assert message in found.message and found.tap == "h.0.q"
+    assert found.source_line is not None and "self.qkv = nn.Linear(" in found.source_line
+    loaded = {row.hf for row in adaptation.name_map.rows}
+    assert "h.{i}.attn.c_proj.weight" in loaded and "h.{i}.attn.c_attn.weight" not in loaded
+
+
 class KeysShifted(Block):
     """Every token has the key of the token before it."""
 
@@ -424,3 +561,28 @@ def test_attention_that_is_not_gpt2s_is_named(
     [found] = [finding for finding in adaptation.findings if finding.code == code]
     assert found.severity == "breaks" and line in (found.source_line or "")
     assert "h.0.mlp.c_fc.weight" not in adaptation.unmatched  # the rest is mapped
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+class RMSNorms(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_f: Any = RMSNorm()
+
+
+def test_the_line_that_builds_the_users_module_is_named_as_well(tiny: Path) -> None:
+    adaptation = adapt(RMSNorms(), tiny)
+    [found] = [finding for finding in adaptation.findings if finding.code == "rmsnorm"]
+    lines = Path(__file__).read_text().splitlines()
+    assert found.source_line is not None and ".rsqrt()" in found.source_line
+    assert [lines[int(place.rpartition(":")[2]) - 1].strip() for place in found.also] == [
+        "self.ln_f: Any = RMSNorm()"
+    ]

@@ -439,3 +439,65 @@ class GPT(nn.Module):
     path.write_text(path.read_text().replace("LayerNorm(40)", "LayerNorm(block_size + 1)"))
     model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)  # which raises in all
     assert vars(model)["sizes"] == (24, 4) and "width" not in call
+
+
+def test_a_switch_that_the_code_only_runs_with_as_it_is_by_default(tmp_path: Path) -> None:
+    """The user's own default is passed, and the call says so."""
+    path = tmp_path / "own.py"
+    source = """
+@dataclasses.dataclass
+class Config:
+    vocab_size: int
+    n_embd: int
+    bias: bool = False
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.bias = config.bias
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, ids):
+        if self.bias:
+            raise NotImplementedError
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    path.write_text("import dataclasses\n" + CORE + source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert vars(model)["bias"] is False and model.training
+    assert call.endswith("; your code only runs with config.bias=False")
+    path.write_text(path.read_text().replace("raise NotImplementedError", "pass"))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert vars(model)["bias"] is True and ";" not in call
+
+
+def test_n_is_the_context_where_the_model_has_positions(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.n = data.n
+        self.wte, self.wpe = nn.Embedding(data.vocab_size, 24), nn.Embedding(data.n, 24)
+
+    def forward(self, ids):
+        return (self.wte(ids) + self.wpe(torch.arange(self.n))) @ self.wte.weight.T
+"""
+    assert build(tmp_path, "import torch\n" + source).n == 32
+
+
+def test_an_unknown_entry_in_a_section_of_a_config(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, config):
+        super().__init__()
+        model, self.rate = config["architecture"], config["training"]["drop_rate"]
+        self.width = model["token_embed"]
+        self.wte = nn.Embedding(vocab_size, self.width)
+        self.wpe = nn.Embedding(model["block_size"], self.width)
+        blocks = [nn.Linear(self.width, 12 * self.width) for _ in range(model["n_layer"])]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    assert build(tmp_path, source).width == 24

@@ -294,6 +294,32 @@ def test_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
+def test_a_function_that_builds_the_model_of_parts_of_another_file(tmp_path: Path) -> None:
+    write(tmp_path / "parts.py", "from torch import nn\nclass Embed(nn.Embedding):\n    pass\n")
+    source = """
+from torch import nn
+import parts
+
+class Block(nn.Module):
+    def forward(self, x):
+        return x.softmax(-1)  # attention over the vocabulary
+
+class Model(nn.Module):
+    def __init__(self, embed: parts.Embed, block: Block):
+        super().__init__()
+        self.embed, self.block = embed, block
+
+def build(vocab_size, n_embd):
+    block = Block()
+    return Model(
+        parts.Embed(vocab_size, n_embd), block
+    )
+"""
+    path = write(tmp_path / "factory.py", source)
+    assert load_target(str(path)).__name__ == "build"
+    assert load_target(f"{path}:Block").__name__ == "Block"
+
+
 @pytest.mark.parametrize("kind", ["file", "notebook"])
 def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
     text = GPT + "class Config:\n    pass\nGPTX = 3\nmade = GPT()\n"

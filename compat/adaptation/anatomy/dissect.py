@@ -41,6 +41,20 @@ class UnknownPart(AdaptError):
         self.nodes = list(nodes)
 
 
+class NoHead(AdaptError):
+    """A model that returns hidden states.
+
+    Args:
+        message: says so.
+        table: the name of the token embedding's parameter.
+        node: of the hidden states.
+    """
+
+    def __init__(self, message: str, table: str, node: Node) -> None:
+        super().__init__(message)
+        self.table, self.node = table, node
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor that enters or leaves attention, and the meaning of its axes.
@@ -306,7 +320,7 @@ class _Dissection:
         levels = self._levels(self._cores())
         tokens, embed = self._embedding()
         self.width = size(tokens)[-1]
-        head = self._head()
+        head = self._head(tokens)
         layers = []
         for i, cores in enumerate(levels):
             until = [c.product for c in levels[i + 1]] if i + 1 < len(levels) else [head]
@@ -401,13 +415,17 @@ class _Dissection:
             return tensor_inputs(node)[0]
         return found.b if found.a in self.graph.live else found.a
 
-    def _head(self) -> Node:
+    def _head(self, tokens: Node) -> Node:
         found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
         if len(found) != 1 or found[0] not in self.index.projections:
-            raise AdaptError(
+            message = (
                 "the model has no language-model head. One projection to the vocabulary was "
                 f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
             )
+            table = self.graph.names.get(self._table(tokens))
+            if table is not None and size(self.graph.output)[-1] == self.width:
+                raise NoHead(message, table, self.graph.output)
+            raise AdaptError(message)
         return found[0]
 
     def _layer(self, i: int, cores: list[Core], until: list[Node], head: Node) -> Layer:
@@ -556,10 +574,15 @@ class _Dissection:
 
     def _summed(self, node: Node) -> Node:
         """The sum over the heads of an output projection that keeps them apart."""
-        users = live_users(self.graph, node)
         B, T = self.graph.shape
-        is_sum = len(users) == 1 and kind(users[0]) == "sum"
-        return users[0] if is_sum and prod(size(users[0])) == B * T * self.width else node
+        inner = node
+        while len(users := live_users(self.graph, inner)) == 1:
+            [inner] = users
+            if kind(inner) == "sum":
+                return inner if prod(size(inner)) == B * T * self.width else node
+            if kind(inner) not in MOVES:
+                break
+        return node
 
     def _adds_parameter(self, node: Node) -> bool:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]

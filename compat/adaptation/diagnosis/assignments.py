@@ -14,6 +14,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.ops import Rows
@@ -129,6 +130,28 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, None, {"found": f"{found}{expected}"})
 
 
+@detects("unexplained")
+def unknown_projections(context: DiagnosisContext) -> Iterator[Deviation]:
+    for each in _first_unknown(context):
+        if not each.shared:
+            place = context.graph.place(each.node)
+            yield Deviation(_first_tap(f"{each.module}.weight"), place, {"found": each.message})
+
+
+@detects("shared_parameters")
+def shared_projections(context: DiagnosisContext) -> Iterator[Deviation]:
+    for each in _first_unknown(context):
+        if each.shared:
+            hf = f"{each.module}.weight"
+            yield Deviation(_first_tap(hf), context.owner_of(hf), {"tensors": each.shared})
+
+
+def _first_unknown(context: DiagnosisContext) -> list[UnknownProjection]:
+    """The unknown projections of the first layer that has them."""
+    kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
+    return list(kinds.values())
+
+
 # Missing parameters
 
 
@@ -164,6 +187,10 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     module = hf.rpartition(".")[0]
     if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
         return None
+    if any(module == each.module for each in context.mapping.unknown):
+        parameters = unmatched.nodes[f"{module}.weight"]
+        has_bias = any(context.graph.values[node].ndim == 1 for node in parameters)
+        return None if parts[-2:] != ["c_attn", "bias"] or has_bias else "no_qkv_bias"
     if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
         return None
     if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:
@@ -247,8 +274,11 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         layer = context.anatomy.layers[int(hf.split(".")[1])]
         place = source.calling(context.graph, layer.attn, context.anatomy.head) or place
     values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
-    changes = Changes(weights={name: context.weights[holder] for name, holder in shared.items()})
-    yield Deviation(_first_tap(hf), place, values, changes)
+    weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
+    same = all(
+        context.weights[n].shape == context.weights[held].shape for n, held in shared.items()
+    )
+    yield Deviation(_first_tap(hf), place, values, Changes(weights=weights) if same else None)
 
 
 @deviation(
@@ -271,7 +301,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     """Parameters that no tensor fills; those of extra norms are reported with the norm."""
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
-    known |= {*context.mapping.zeroed, *context.unmatched.nodes}
+    known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     by_name = dict(model.named_parameters(remove_duplicate=False))

@@ -99,9 +99,10 @@ class DiagnosisContext:
         return [activation_of(self.graph, layer.fc_end, layer.act) for _, layer in self.layers]
 
     def owner_of(self, hf: str) -> Place | None:
-        """The line that builds the module that holds a tensor."""
+        """The line that builds the module that holds a tensor, or that is in its place."""
         assigned = self.mapping.by_tensor.get(hf)
-        return assigned and source.built(self.model, self.graph.names[assigned[0][0]])
+        nodes = assigned[0] if assigned else self.unmatched.nodes.get(hf)
+        return source.built(self.model, self.graph.names[nodes[0]]) if nodes else None
 
     def tap_after(self, node: Node) -> str:
         """The first tap that is computed by a node or after it."""

@@ -13,6 +13,7 @@ from compat.adaptation.diagnosis import (
     embeddings_and_head,
     execution,
     norms,
+    source,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.findings import (
@@ -35,6 +36,8 @@ __all__ = ["CODES", "diagnose"]
 
 # Importing these modules fills the registry.
 AREAS = (embeddings_and_head, norms, attention, blocks, assignments, execution)
+# Deviations of a whole module of the user's: the lines that build the module are named as well.
+OF_MODULES = {"rmsnorm", "gated_mlp", "sinusoidal_pos", "eps_value", "unbiased_var"}
 SEVERITIES = ("breaks", "drifts", "limit", "info")
 
 
@@ -61,6 +64,12 @@ def diagnose(
         logits: the comparison of logits on designed inputs.
     """
     model, found = context.model, find_deviations(context)
+    for each in found:
+        if each.place is not None and each.code in {"rope", *OF_MODULES}:
+            further = source.owners(context.graph, model, each.place)
+            if each.code == "rope":  # q and k are rotated by one module
+                further = source.callers(context.graph, each.place)
+            each.lines = [*(each.lines or [each.place]), *further]
     expected, exact = reference.trace(ids)
     if report and not any(deviation.changes for deviation in found):
         result = counterfactual.nothing_to_explain(found)
@@ -73,7 +82,7 @@ def diagnose(
     if exact is not None:
         own_error = counterfactual.relative_rms(expected["logits"].double(), exact["logits"])
     findings = to_findings(found, result, own_error)
-    findings += leftovers(context, taps, result, findings, report, logits)
+    findings += leftovers(context, taps, found, result, findings, report, logits)
     if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
         findings = fused_kernels(findings, model, call, reference, context)
     findings += left_in_training(model, call, training, ids)

@@ -141,6 +141,12 @@ CODES.update(
         "computes something else than the layer's own code, for example the exact GELU",
         "torch.backends.mha.set_fastpath_enabled(False)",
     ),
+    no_head=Code(
+        "breaks",
+        "the model has no head and returns hidden states, but GPT-2 returns logits: the product of "
+        "the hidden states with the token embedding",
+        "return x @ self.{table}.T",
+    ),
     untraced=Code(
         "info",
         "{found}, so compat mapped the model by the order of its module calls and compared only "

@@ -53,6 +53,8 @@ EXPLANATIONS = {
     "random weights, and their results change the logits.",
     "batch_first": "The sequences of a batch must not influence each other. With one sequence in "
     "the batch, each token attends to itself alone.",
+    "no_head": "The head turns the last hidden states into a score for each token of the "
+    "vocabulary. Without it, the model predicts nothing. GPT-2's head is the token embedding.",
     "mixed_types": "An operation on two data types either fails or converts one of them. The "
     "copy in one type shows whether the code is correct, and the comparison in the model's own "
     "types shows how much accuracy they cost.",

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from compat.adaptation.anatomy.dissect import NoHead
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.counterfactual import Counterfactual
@@ -18,7 +19,7 @@ from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
 from compat.adaptation.tracing.detached import detached_at
-from compat.adaptation.tracing.graph import NAN_GUARDS, Place
+from compat.adaptation.tracing.graph import NAN_GUARDS, Graph, Place
 from compat.adaptation.tracing.plain_lists import PlainList
 from compat.errors import NameMapError, collapse_layers, listed
 from compat.name_map import NameMap
@@ -27,13 +28,6 @@ from compat.parity.gradients import wrong_gradients
 from compat.parity.reference import Reference
 from compat.tap import tap_names
 from compat.user_code import exception_summary, users_frames
-
-# Deviations that cannot be reproduced by a change to the reference.
-NOT_MODELLED = frozenset(
-    "random_parameters inner_dim n_embd_mismatch random_in_forward n_layer_mismatch vocab_mismatch "
-    "changed_logits gated_mlp extra_projection grouped_query_attention low_precision "
-    "plain_list low_rank_term time_shift weights_changed".split()
-)
 
 
 def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
@@ -61,6 +55,15 @@ def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
 def unexplained(tap: str | None, place: Place | None, message: str, evidence: str) -> Finding:
     deviation = Deviation(tap, place, {"found": message}, code="unexplained")
     return finding(deviation, "breaks", evidence)
+
+
+def no_head(graph: Graph, missing: NoHead) -> Finding:
+    """The finding for a model that returns hidden states."""
+    by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
+    node = by_name.get(missing.node.name)
+    place = graph.place(node) if node is not None else None
+    deviation = Deviation("logits", place, {"table": missing.table}, code="no_head")
+    return finding(deviation, "breaks", "compat added this head to compare the logits")
 
 
 def untraced(error: Exception) -> Finding:
@@ -158,6 +161,7 @@ def _evidence(
 def leftovers(
     context: DiagnosisContext,
     taps: Taps,
+    found: Sequence[Deviation],
     counterfactual: Counterfactual,
     findings: Sequence[Finding],
     report: ParityReport | None,
@@ -167,7 +171,8 @@ def leftovers(
     left: list[Finding] = []
     tap, error = counterfactual.first or ("logits", 0.0)
     places = {name: place for place, name in enumerate(tap_names(len(context.layers)))}
-    others = [f for f in findings if f.code in NOT_MODELLED]
+    unmodelled = {(each.code, each.tap) for each in found if each.changes is None}
+    others = [f for f in findings if f.severity == "breaks" and (f.code, f.tap) in unmodelled]
     later = all(places.get(f.tap or "", 0) > places[tap] for f in others)
     named = any(
         f.severity == "breaks" and places.get(f.tap or "", 0) <= places[tap] for f in findings

@@ -16,6 +16,8 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
 
+MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
+
 # Lines that run something.
 
 
@@ -37,6 +39,12 @@ def calling(graph: Graph, node: Node, other: Node) -> Place | None:
     if frames == others and len(frames) > 1 and _module_paths(node) != _module_paths(other):
         return frames[-2]  # two modules of one class
     return before or (frames[-1] if frames else None)
+
+
+def callers(graph: Graph, place: Place) -> list[Place]:
+    """The lines that call the function or module whose own code a line is."""
+    frames = [graph.places(node) for node in graph.nodes if graph.place(node) == place]
+    return list(dict.fromkeys(lines[-2] for lines in frames if len(lines) > 1))
 
 
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
@@ -96,6 +104,21 @@ def built(model: nn.Module, parameter: str) -> Place | None:
 def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     """The line that builds a torch module, such as nn.GELU, that computes one of the nodes."""
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
+
+
+def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
+    """The lines that build the user's modules whose own code a line is, such as an RMSNorm.
+
+    None for a module with many uses, such as a user's own linear layer.
+    """
+    found: dict[Place | None, None] = {}
+    for node in graph.nodes:
+        if graph.place(node) == place:
+            users = (p for p in _module_paths(node) if _is_users(model.get_submodule(p)))
+            path = next(users, None)
+            found[None if path is None else building(model, path)] = None
+    lines = [line for line in found if line is not None]
+    return lines if len(lines) <= MOST_OWNERS else []
 
 
 def _torch_module(model: nn.Module, node: Node) -> Place | None:

@@ -35,19 +35,21 @@ def survey(
         place = source.torch_built(model, part) or place
         first = finding(Deviation(None, place, code="batch_first"), "breaks", EVIDENCE)
     found = [first]
-    for code, deviation in _deviations(graph, config):
+    for code, deviation in _deviations(graph, model, config):
         deviation.code = code
         found.append(finding(deviation, "breaks", EVIDENCE))
     return found
 
 
-def _deviations(graph: Graph, config: GPT2Config) -> Iterator[tuple[str, Deviation]]:
+def _deviations(
+    graph: Graph, model: nn.Module, config: GPT2Config
+) -> Iterator[tuple[str, Deviation]]:
     """One deviation for each code, with the lines of all its operations."""
     by_code: dict[str, Deviation] = {}
     for node in graph.nodes:
         if node in graph.live and (named := _deviation(graph, node, config)):
             code, values = named
-            place = graph.place(node)
+            place = source.torch_built(model, [node]) or graph.place(node)
             first = by_code.setdefault(code, Deviation(None, place, values))
             first.lines = [*first.lines, place]
     if graph.dropouts:

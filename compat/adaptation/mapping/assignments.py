@@ -7,8 +7,9 @@ shapes of their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial as bound
 
 import torch
 from torch import Tensor
@@ -72,6 +73,36 @@ class Attention:
         return self.q_factor * self.k_factor
 
 
+class _SharedError(AdaptError):
+    """Parts of a model, which GPT-2 projects separately, are projected by the same parameters."""
+
+    def __init__(self, shared: str, names: str) -> None:
+        super().__init__(
+            f"{shared} are projected by the same parameters ({names}), but GPT-2 has separate "
+            "parameters for each of them"
+        )
+        self.shared = shared
+
+
+@dataclass(frozen=True)
+class UnknownProjection:
+    """A projection of the model that computes something that compat does not know.
+
+    Args:
+        module: `h.0.attn.c_attn` or another projection of GPT-2 in its place.
+        node: of the projection.
+        parameters: of the projection.
+        message: why they cannot be loaded.
+        shared: what has the same parameters; "" if that is not the reason.
+    """
+
+    module: str
+    node: Node
+    parameters: tuple[Node, ...]
+    message: str
+    shared: str
+
+
 @dataclass
 class Assignments:
     """Which parameters hold which tensor.
@@ -82,6 +113,7 @@ class Assignments:
         zeroed: biases that GPT-2 does not have, which are set to zero.
         output_softmax: the softmax that the model applies to the logits.
         head_scale: the factor of the logits.
+        unknown: projections that no tensor can be loaded into.
     """
 
     by_tensor: dict[str, Assignment] = field(default_factory=dict)
@@ -89,6 +121,7 @@ class Assignments:
     zeroed: list[Node] = field(default_factory=list)
     output_softmax: Node | None = None
     head_scale: float = 1.0
+    unknown: list[UnknownProjection] = field(default_factory=list)
 
 
 @dataclass
@@ -99,14 +132,15 @@ class Unmatched:
         names: the names of all such tensors.
         shapes: for tensors whose parameter has another shape: the found and the expected shape.
         shared: for tensors whose parameters already hold another tensor: the other tensor's name.
-        nodes: parameters whose tensors do not fit, or whose layer the checkpoint does not have.
+        nodes: parameters whose tensors do not fit, or whose layer the checkpoint does not have, and
+            those of unknown projections, by the name of the tensor in their place.
         partly: fused biases that the model holds only in part.
     """
 
     names: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
-    nodes: set[Node] = field(default_factory=set)
+    nodes: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
 
 
@@ -119,7 +153,7 @@ def find_assignments(
         anatomy, places: the parts.
         config: the checkpoint's config.
         partial: accept operations between the projections and attention that GPT-2 does not have,
-            and keys that several heads share.
+            keys that several heads share, and projections that cannot be loaded.
 
     Raises:
         AdaptError: a part is not a projection of each token, or two parts share parameters.
@@ -134,7 +168,9 @@ def find_assignments(
             if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
                 break
         if pairs is None:
-            own = traced[i] = _assign_layer(anatomy, layer, i, attention, partial)
+            own, unknown = _assign_layer(anatomy, layer, i, attention, partial)
+            found.unknown += unknown
+            traced |= {} if unknown else {i: own}
         else:
             own = {}
             for hf, (nodes, op) in traced[equal].items():
@@ -207,9 +243,24 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
 
 def _assign_layer(
     anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
-) -> dict[str, Assignment]:
+) -> tuple[dict[str, Assignment], list[UnknownProjection]]:
     """The assignments of one layer, and the properties of its attention."""
     graph = anatomy.graph
+    assigned: dict[str, Assignment] = {}
+    unknown: list[UnknownProjection] = []
+
+    def assign(
+        hf: str, start: Node, ends: Sequence[Node], assignments: Callable[[], dict[str, Assignment]]
+    ) -> None:
+        try:
+            assigned.update(assignments())
+        except (UnknownPart, _SharedError) as error:
+            if not partial:
+                raise
+            parameters = tuple(graph.parameters_between(ends, [start]))
+            shared = error.shared if isinstance(error, _SharedError) else ""
+            found = UnknownProjection(f"h.{i}.{hf}", ends[0], parameters, str(error), shared)
+            unknown.append(found)
 
     def view(node: Node, what: str) -> View:
         found = token_view(graph, node)
@@ -221,19 +272,28 @@ def _assign_layer(
             )
         return found
 
-    x1 = view(layer.x1, "the input of q, k and v")
     n_head, d_head = attention.q.index.shape[1], attention.q.index.shape[3]
-    maps = _qkv_maps(graph, x1, attention)
-    if maps is None and partial and _start_at_projections(anatomy, layer, attention):
+
+    def qkv() -> dict[str, Assignment]:
+        x1 = view(layer.x1, "the input of q, k and v")
+        operands = (attention.q, attention.k, attention.v)
         maps = _qkv_maps(graph, x1, attention)
-    if maps is None:
-        raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
-    q, k, v = maps
-    attention.q_factor, attention.k_factor = q.factor, k.factor
-    attention.shared_kv = _same(k, v)
-    attention.kv_heads = _kv_heads(k, n_head) if partial else 0
-    assigned = {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
-    if layer.out_proj is not None:
+        if maps is None and partial and _start_at_projections(anatomy, layer, attention):
+            maps = _qkv_maps(graph, x1, attention)
+        if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
+            names = ", ".join(
+                graph.names[n] for n in graph.parameters_between(layer.qkv, [layer.x1])
+            )
+            raise _SharedError("the heads of q, k and v", names)
+        if maps is None:
+            raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
+        q, k, v = maps
+        attention.q_factor, attention.k_factor = q.factor, k.factor
+        attention.shared_kv = _same(k, v)
+        attention.kv_heads = _kv_heads(k, n_head) if partial else 0
+        return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
+
+    def out_proj(node: Node) -> dict[str, Assignment]:
         end = view(layer.projected, "the result of attention")
         found = linear_map(graph, merged(attention.heads), end, d_head)
         if found is None:
@@ -241,18 +301,27 @@ def _assign_layer(
             start = token_view(graph, layer.heads)
             found = None if start is None else linear_map(graph, start, end)
         if found is None:
-            raise _not_linear(graph, i, "attention's output projection", layer.out_proj)
-        assigned.update(_assign_projection(graph, "attn.c_proj", found, n_head, i))
-    for hf, start_node, end_node in (
-        ("mlp.c_fc", layer.x2, layer.fc_end),
-        ("mlp.c_proj", layer.act, layer.mlp),
-    ):
+            attention.unmerged = False
+            raise _not_linear(graph, i, "attention's output projection", node)
+        return _assign_projection(graph, "attn.c_proj", found, n_head, i)
+
+    def mlp(hf: str, start_node: Node, end_node: Node) -> dict[str, Assignment]:
         start, end = view(start_node, f"the input of {hf}"), view(end_node, f"the result of {hf}")
         found = linear_map(graph, start, end)
         if found is None:
             raise _not_linear(graph, i, hf, end_node)
-        assigned.update(_assign_projection(graph, hf, found, n_head, i))
-    return assigned
+        return _assign_projection(graph, hf, found, n_head, i)
+
+    assign("attn.c_attn", layer.x1, layer.qkv_ends, qkv)
+    if layer.out_proj is not None:
+        ends = [layer.projected, layer.attn_sum.branch]
+        assign("attn.c_proj", layer.heads, ends, bound(out_proj, layer.out_proj))
+    for hf, start, end, branch in (
+        ("mlp.c_fc", layer.x2, layer.fc_end, layer.fc_end),
+        ("mlp.c_proj", layer.act, layer.mlp, layer.mlp_sum.branch),
+    ):
+        assign(hf, start, [end, branch], bound(mlp, hf, start, end))
+    return assigned, unknown
 
 
 def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
@@ -271,6 +340,16 @@ def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] |
             return None
         maps.append(found)
     return maps
+
+
+def _is_same_for_heads(graph: Graph, x1: View, operand: View) -> bool:
+    """Whether one matrix projects the channels of each head, as if the heads were tokens."""
+    B, H, T, D = operand.index.shape
+    if x1.index.numel() != operand.index.numel():
+        return False
+    source = View(x1.nodes, x1.index.reshape(B, T * H, D))
+    target = View(operand.nodes, operand.index.transpose(1, 2).reshape(B, T * H, D))
+    return linear_map(graph, source, target) is not None
 
 
 def _is_per_token(graph: Graph, source: View, target: View) -> bool:
@@ -387,6 +466,8 @@ def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[st
         held = sum(content.numel() for content in contents.values())
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
             names = ", ".join(graph.names[node] for node in contents)
+            if _same(maps[0], maps[1]):
+                raise _SharedError("q and k", names)
             raise AdaptError(
                 f"q, k and v share the parameters {names} or use only parts of them, as where one "
                 "parameter holds several layers. Give each layer parameters of its own"
@@ -591,9 +672,10 @@ def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Un
         All tensors of the checkpoint that are not assigned.
     """
     unmatched, holder = Unmatched(), dict[Node, str]()
+    unmatched.nodes |= {f"{each.module}.weight": each.parameters for each in found.unknown}
     for hf, (nodes, op) in list(found.by_tensor.items()):
         if hf not in checkpoint.infos:
-            unmatched.nodes |= set(nodes)
+            unmatched.nodes[hf] = nodes
             del found.by_tensor[hf]
             continue
         wanted = [list(graph.values[node].shape) for node in nodes]
@@ -602,13 +684,14 @@ def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Un
             loaded = [list(t.shape) for t in op.load(torch.empty(shape, device="meta"))]
         except (NameMapError, RuntimeError):
             loaded = [list(shape)]
-        if holders := [holder[node] for node in nodes if node in holder]:
+        holders = [holder[node] for node in nodes if node in holder]
+        holder |= {node: hf for node in nodes if node not in holder}
+        if holders:
             unmatched.shared[hf] = holders[0]
         elif loaded != wanted:
             unmatched.shapes[hf] = wanted[0], loaded[0]
-            unmatched.nodes |= set(nodes)
+            unmatched.nodes[hf] = nodes
         else:
-            holder.update(dict.fromkeys(nodes, hf))
             if isinstance(op, Fused) and hf.endswith("bias"):
                 held = "".join(part.qkv for part in op.parts)
                 if absent := "".join(x for x in "qkv" if x not in held):

@@ -7,18 +7,20 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
 from compat.user_code import is_users, users_frames
-from compat.user_models.usage import source_of
+from compat.user_models.synonyms import plain
+from compat.user_models.usage import source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
@@ -137,14 +139,34 @@ class CallSignature:
         targets: pass the ids as targets too, because the model returns only the last position
             otherwise.
         batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
+        rows: how many sequences are passed at once: any number, exactly so many, or with 0 a single
+            sequence without the axis of the batch.
+        int32: the ids are passed as 32-bit integers.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
     last: bool = False
     targets: bool = False
     batch: bool = False
+    rows: int | None = None
+    int32: bool = False
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        ids = ids.int() if self.int32 else ids
+        if self.rows in (None, len(ids)):
+            return self._logits(model, ids)
+        if self.rows == 0:
+            with sdpa_kernel(SDPBackend.MATH):  # vmap does not batch the other kernels
+                return torch.vmap(partial(self._logits, model), randomness="different")(ids)
+        padded = torch.cat([ids, ids[-1:].expand(-len(ids) % self.rows, -1)])
+        batches = padded.view(-1, self.rows, ids.shape[1])
+        return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
+
+    def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """The logits for what the model takes at once: ids (B, T), or (T,) if `rows` is 0."""
+        if ids.ndim == 1:
+            arguments = {name: value(model, ids[None]) for name, value in self.arguments}
+            return find_logits(model(ids, **arguments), ids[None], self.last)[0]
         arguments = {name: value(model, ids) for name, value in self.arguments}
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return find_logits(model(batch if self.batch else ids, **arguments), ids, self.last)
@@ -155,7 +177,8 @@ def _values(name: str) -> tuple[Value, ...]:
     if name in TARGETS:
         return (lambda model, ids: ids,)
     if "mask" in name and "pad" not in name:
-        return tuple(partial(_mask, mask) for mask in MASKS)
+        masks = [partial(_mask, mask, axes) for axes in ((), (None,)) for mask in MASKS]
+        return *masks, _yes
     if re.search("start|offset|past_?len|cur", name):
         return (lambda model, ids: 0,)
     if "pos" in name:
@@ -169,8 +192,12 @@ def _values(name: str) -> tuple[Value, ...]:
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
 
 
-def _mask(mask: Callable[[int], Tensor | None], model: nn.Module, ids: Tensor) -> Tensor | None:
-    return mask(ids.shape[1])
+def _mask(
+    mask: Callable[[int], Tensor | None], axes: tuple[None, ...], model: nn.Module, ids: Tensor
+) -> Tensor | None:
+    """A mask (T, T), or with an axis for the batch (1, T, T)."""
+    made = mask(ids.shape[1])
+    return made if made is None else made[axes]
 
 
 def _positions(model: nn.Module, ids: Tensor) -> Tensor:
@@ -191,10 +218,15 @@ def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
     return [None] * max(lists, default=1)
 
 
-def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
+def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> CallSignature:
     """The first signature that returns logits for these ids, of all positions if possible.
 
     Of several masks, it is the first with which no token attends to a later one.
+
+    Args:
+        model: the user's model.
+        ids: ids (B, T), of the type that is passed to the model if it is int32.
+        rows: how many sequences are passed at once; see `CallSignature`.
 
     Raises:
         AdaptError: none returned logits.
@@ -204,6 +236,7 @@ def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
+            signature = replace(signature, rows=rows, int32=ids.dtype == torch.int32)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
@@ -220,6 +253,15 @@ def find_signature(model: nn.Module, ids: Tensor) -> CallSignature:
         "Pass a function that returns the logits: "
         "adapt(model, source, forward=lambda model, ids: …)"
     )
+
+
+def batch_sizes(model: nn.Module) -> list[int]:
+    """The numbers of sequences that a model may only accept: one, and its own batch sizes."""
+    modules = list(model.modules())
+    owners = (*user_modules(type(model)), *modules, *dict.fromkeys(map(type, modules)))
+    named = [(n, v) for o in owners for n, v in list(vars(o).items()) if type(v) is int]
+    found = {v for n, v in named if plain(n) in ("batchsize", "batch", "bs") and 1 < v <= 512}
+    return [1, *sorted(found)]
 
 
 def required_arguments(model: nn.Module) -> list[str]:

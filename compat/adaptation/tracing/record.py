@@ -149,6 +149,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.einsum.default and not _is_product(str(args[0])):
+            with self:
+                return func.decompose(*args)
         self.source = self._frames(sys._getframe(1))
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
         recorded = func
@@ -324,6 +327,15 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             written=self.written,
             exits=self.exits,
         )
+
+
+def _is_product(equation: str) -> bool:
+    """Whether an einsum is a matrix product, not `d, b t d -> b t d` or `b t h c -> b t c`.
+
+    These are a multiplication, because no axis is summed over, and a sum of one tensor.
+    """
+    operands, arrow, result = equation.partition("->")
+    return "," in operands and not (arrow and set(operands) - set(", ") <= set(result))
 
 
 def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:

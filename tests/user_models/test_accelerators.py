@@ -1,0 +1,53 @@
+"""Code for devices that the machine does not have runs on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compat import AdaptError
+from compat.user_code import translated
+from compat.user_models import on_available_device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")
+
+USES: dict[str, Callable[[], Tensor]] = {
+    "to": lambda: torch.ones(3).to("cuda"),
+    "to a device": lambda: torch.ones(3).to(torch.device("cuda", 0), torch.float32),
+    "cuda": lambda: torch.ones(3).cuda(),
+    "a factory": lambda: torch.arange(3, device="cuda:0"),
+    "a module": lambda: nn.Linear(2, 3, device="cuda").cuda().bias,
+    "a module's to": lambda: nn.Linear(2, 3).to("cuda").bias,
+}
+
+
+def run(use: Callable[[], Tensor]) -> Tensor:
+    with translated("the model cannot be built"):
+        return use()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_missing_device_is_the_cpu(name: str) -> None:
+    found, replaced = on_available_device(lambda: run(USES[name]))
+    assert replaced and found.device.type == "cpu" and found.shape == (3,)
+
+
+def test_code_without_a_device_runs_as_it_is() -> None:
+    calls: list[int] = []
+    found, replaced = on_available_device(lambda: calls.append(1) or run(lambda: torch.ones(2)))
+    assert not replaced and torch.equal(found, torch.ones(2)) and calls == [1]
+
+
+def test_another_error_is_raised_once() -> None:
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise AdaptError("no attention")
+
+    with pytest.raises(AdaptError, match="no attention"):
+        on_available_device(fails)
+    assert calls == [1]
