@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
 from compat.adaptation.repair.formulas import formulas, inputs
 from compat.adaptation.repair.source import Source
 
@@ -235,8 +235,7 @@ def _mentions(site: Site, names: set[str]) -> Iterator[tuple[Source, ast.expr]]:
 def _is_mention(site: Site, source: Source, node: ast.expr, names: set[str]) -> bool:
     if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
         return False
-    last = node.attr if isinstance(node, ast.Attribute) else node.id
-    if last.lower().replace("_", "") not in names:
+    if name_of(node).lower().replace("_", "") not in names:
         return False
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id != "self"
@@ -247,7 +246,7 @@ def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = 
     """Replace the call of an activation, or a reference to it."""
     expected = site.finding.values["expected"]
     func = node.func if isinstance(node, ast.Call) else node
-    name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    name = name_of(func)
     is_module = name[:1].isupper() if module is None else module
     base = source.code(func.value) if isinstance(func, ast.Attribute) else ""
     if not isinstance(node, ast.Call):

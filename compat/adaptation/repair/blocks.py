@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes, name_of
 from compat.adaptation.repair.formulas import removed, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import assigned, constructor, parameters
+from compat.adaptation.repair.values import assigned, constructor, is_self, parameters
 
 NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
 WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
@@ -198,7 +198,7 @@ def _is_norm(site: Site, call: ast.Call) -> bool:
         if isinstance(func.slice, ast.Constant) and func.slice.value in _norm_modules(site):
             return bool(call.args)
         func = func.value
-    name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    name = name_of(func)
     known = name in _norm_modules(site) or bool(NORM.search(name))
     return bool(call.args) and known and not name[:1].isupper()
 
@@ -434,8 +434,7 @@ def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
         node.attr
         for source in site.sources.values()
         for node in source.nodes(ast.Attribute)
-        if isinstance(node.ctx, ast.Load)
-        and (node in within or not (isinstance(node.value, ast.Name) and node.value.id == "self"))
+        if isinstance(node.ctx, ast.Load) and (node in within or not is_self(node))
     }
     return [name for name, call in _norm_modules(site).items()
             if call in within and name not in every]  # fmt: skip
@@ -483,8 +482,7 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
 
     def is_known(node: ast.AST) -> bool:
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
-                      and isinstance(n.value, ast.Name) and n.value.id == "self"}  # fmt: skip
+        attributes = {name_of(n) for n in ast.walk(node) if is_self(n)}
         return names <= known and attributes <= own
 
     seen: set[str] = set()

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.tensors import is_size
@@ -108,10 +108,7 @@ def _named_offset(site: Site) -> Iterator[Edits]:
             if not isinstance(node.op, ast.Add):
                 continue
             for offset, rest in ((node.right, node.left), (node.left, node.right)):
-                name = (
-                    offset.attr if isinstance(offset, ast.Attribute) else getattr(offset, "id", "")
-                )
-                if re.search("offset|shift|start|pad|bias", name, re.I):
+                if re.search("offset|shift|start|pad|bias", name_of(offset), re.I):
                     edit = source.replace(node, source.code(rest))
                     yield [edit, *unused(site, [offset])]
 
@@ -394,7 +391,7 @@ def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]
 
 def _positions(source: Source, init: ast.FunctionDef) -> str | None:
     """How a constructor can write the number of positions."""
-    names = [a.arg for a in [*init.args.args, *init.args.kwonlyargs] if a.arg != "self"]
+    names = [a.arg for a in parameters(init) if a.arg != "self"]
     for name in names:
         if POSITIONS.fullmatch(name):
             return name

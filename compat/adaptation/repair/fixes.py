@@ -143,9 +143,14 @@ class Site:
 
 def called(call: ast.Call) -> str:
     """The last part of the name that is called: `gelu` of `F.gelu(x)`."""
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+    return name_of(call.func)
+
+
+def name_of(node: ast.AST) -> str:
+    """The last part of a dotted name: `gelu` of `F.gelu`; "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
@@ -153,30 +158,6 @@ def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
     if len(call.args) > place:
         return call.args[place]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-
-
-def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
-    """The values that the user's files give to a name: keywords, then defaults and assignments."""
-    for source in site.sources.values():
-        for keyword in ast.walk(source.tree):
-            if isinstance(keyword, ast.keyword) and keyword.arg == name:
-                yield source, keyword.value
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.FunctionDef):
-                places = [*node.args.posonlyargs, *node.args.args]
-                last = places[len(places) - len(node.args.defaults) :]
-                pairs = [
-                    *zip(last, node.args.defaults, strict=True),
-                    *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
-                ]
-                yield from ((source, value) for arg, value in pairs if arg.arg == name and value)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-                if any(assigns(target, name) for target in targets(node)):
-                    yield source, node.value
-            elif isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant) and key.value == name:
-                        yield source, value
 
 
 def targets(node: ast.stmt) -> list[ast.expr]:

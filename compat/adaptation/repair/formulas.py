@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called
+from compat.adaptation.repair.fixes import Edits, Site, called, name_of
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.values import is_self
 
 ELEMENTWISE = frozenset(
     "abs add celu clamp clamp_max clamp_min clip div divide elu erf erfc exp gelu hardsigmoid "
@@ -107,8 +108,7 @@ def unused(site: Site, gone: list[ast.AST]) -> Edits:
     source = site.source
     inside = {node for node_gone in gone for node in ast.walk(node_gone)}
     edits: Edits = []
-    names = {node.attr for node in inside if isinstance(node, ast.Attribute)
-             and isinstance(node.value, ast.Name) and node.value.id == "self"}  # fmt: skip
+    names = {name_of(node) for node in inside if is_self(node)}
     for name in sorted(names):
         every = [n for n in source.nodes(ast.Attribute) if n.attr == name]
         edits += _assignment(source, [n for n in every if n not in inside])

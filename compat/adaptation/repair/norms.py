@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.values import (
     Written,
@@ -197,9 +197,8 @@ def _terms(site: Site) -> Iterator[Term]:
 
 def _is_eps(site: Site, node: ast.expr) -> bool:
     """Whether an expression is a small number, or named like one."""
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     values = [constant(place.node) for place in origins(site, site.source, node)]
-    return "eps" in str(name) or any(isinstance(v, float) and 0 < v <= MAX_EPS for v in values)
+    return "eps" in name_of(node) or any(isinstance(v, float) and 0 < v <= MAX_EPS for v in values)
 
 
 @fixes("eps_outside_sqrt")

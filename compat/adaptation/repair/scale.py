@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes, settings
+from compat.adaptation.repair.fixes import Edits, Site, called, fixes
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.tensors import (
     HEAD_SIZE,
@@ -25,6 +25,7 @@ from compat.adaptation.repair.tensors import (
     size_of,
     unique,
 )
+from compat.adaptation.repair.values import is_self, parameters, settings
 
 # The size of a head, as the user can write it.
 
@@ -44,7 +45,7 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
                 ]  # fmt: skip
                 found += _unpacked_head_size(node)
         found += [
-            arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]
+            arg.arg for arg in parameters(function)
             if HEAD_SIZE.match(arg.arg)
         ]  # fmt: skip
     if cls is not None:
@@ -93,8 +94,7 @@ def _own_head_sizes(
                 found.append(source.code(node))
     for name in sorted(_fields(site)):  # of the object that another attribute belongs to
         for node in [n for n in ast.walk(place) if isinstance(n, ast.Attribute)]:
-            if HEAD_SIZE.match(name) and not (isinstance(node.value, ast.Name)
-                                              and node.value.id == "self"):  # fmt: skip
+            if HEAD_SIZE.match(name) and not is_self(node):
                 found.append(f"{source.code(node.value)}.{name}")
     return found
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, settings
+from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
 from compat.adaptation.repair.source import Edit
 from compat.adaptation.repair.tensors import (
     definition,
@@ -19,6 +19,7 @@ from compat.adaptation.repair.tensors import (
     softmax_calls,
     with_mask,
 )
+from compat.adaptation.repair.values import settings
 
 DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
 
@@ -169,11 +170,10 @@ def _last_dimension(site: Site, call: ast.Call) -> Edits:
     if present is None:
         return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
     if isinstance(present, (ast.Name, ast.Attribute)):
-        known = present.id if isinstance(present, ast.Name) else present.attr
         value = definition(site, present, enclosing(source, present))
         if value is not None and is_integer(value):
             return [source.replace(value, "-1")]
-        for other, value in settings(site, known):
+        for other, value in settings(site, name_of(present)):
             if is_integer(value) and other.code(value) != "-1":
                 return [other.replace(value, "-1")]
     return [] if source.code(present) == "-1" else [source.replace(present, "-1")]

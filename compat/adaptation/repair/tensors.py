@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compat.adaptation.repair.fixes import Edits, Site, assigns, called, settings, targets
+from compat.adaptation.repair.fixes import Edits, Site, assigns, called, name_of, targets
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import is_self, parameters
+from compat.adaptation.repair.values import is_self, parameters, settings
 
 SDPA = "scaled_dot_product_attention"
 HEAD_SIZE = re.compile(
@@ -212,22 +212,18 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
         calls = [c for c in source.nodes(ast.Call, inside) if is_softmax(site, c)]
     at = set(ast.walk(site.statement))
     calls.sort(key=lambda call: (call not in at, call.lineno < site.line))
-    found = []
-    for call in calls:
-        method = isinstance(call.func, ast.Attribute) and not is_function(site, call.func)
-        if isinstance(call.func, ast.Attribute) and method:
-            found.append((call, call.func.value))
-        elif call.args:
-            found.append((call, call.args[0]))
-    if not found:  # a softmax that is written out
-        for call in source.nodes(ast.Call, inside):
-            method = isinstance(call.func, ast.Attribute) and not is_function(site, call.func)
-            operand: ast.expr | None = next(iter(call.args), None)
-            if isinstance(call.func, ast.Attribute) and method:
-                operand = call.func.value
-            if called(call) == "exp" and operand is not None:
-                found.append((call, operand))
-    return found
+    found = [(call, scores) for call in calls if (scores := _operand(site, call)) is not None]
+    if found:
+        return found
+    written_out = [call for call in source.nodes(ast.Call, inside) if called(call) == "exp"]
+    return [(call, scores) for call in written_out if (scores := _operand(site, call)) is not None]
+
+
+def _operand(site: Site, call: ast.Call) -> ast.expr | None:
+    """The tensor that a call computes with: the owner of a method, or the first argument."""
+    if isinstance(call.func, ast.Attribute) and not is_function(site, call.func):
+        return call.func.value
+    return call.args[0] if call.args else None
 
 
 def is_function(site: Site, node: ast.Attribute) -> bool:
@@ -269,7 +265,7 @@ def is_cached(source: Source, function: ast.AST | None) -> bool:
     if not isinstance(function, ast.FunctionDef):
         return False
     names = [node.id for node in source.nodes(ast.Name, function)]
-    names += [arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]]
+    names += [parameter.arg for parameter in parameters(function)]
     joined = any(called(c) in ("cat", "concat", "update") for c in source.nodes(ast.Call, function))
     return joined or any(re.search(r"cache|past", name) for name in names)
 
@@ -288,13 +284,11 @@ def flipped_flags(site: Site) -> Iterator[Edits]:
     tests = [n.test for n in ast.walk(site.function) if isinstance(n, (ast.If, ast.IfExp))]
     if not is_cached(site.source, site.function):
         tests += [k.value for call in site.calls for k in call.keywords]
-    names = [n.attr if isinstance(n, ast.Attribute) else n.id
-             for test in tests for n in ast.walk(test)
-             if isinstance(n, (ast.Attribute, ast.Name))]  # fmt: skip
+    names = [name for test in tests for node in ast.walk(test) if (name := name_of(node))]
     for name in list(dict.fromkeys(names)):
         for _, value in settings(site, name):
-            if isinstance(value, (ast.Name, ast.Attribute)):
-                names.append(value.id if isinstance(value, ast.Name) else value.attr)
+            if other := name_of(value):
+                names.append(other)
     for name in dict.fromkeys(names):
         for source, value in settings(site, name):
             if isinstance(value, ast.Constant) and isinstance(value.value, bool):

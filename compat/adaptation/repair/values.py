@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from compat.adaptation.repair.fixes import Site, argument, called
+from compat.adaptation.repair.fixes import Site, argument, assigns, called, name_of, targets
 from compat.adaptation.repair.source import Edit, Source
 from compat.user_models.synonyms import role_of
 
@@ -75,7 +75,7 @@ def _before(site: Site, written: Written) -> Iterator[Written]:
         yield from _of_name(site, source, node)
     elif isinstance(node, ast.Attribute):
         cls = source.parent(node, ast.ClassDef)
-        if isinstance(node.value, ast.Name) and node.value.id == "self" and cls is not None:
+        if is_self(node) and cls is not None:
             yield from _of_attribute(site, source, cls, node.attr)
         else:
             yield from entries(site, node.attr)
@@ -229,6 +229,26 @@ def default_of(
     return next((default for parameter, default in keyword_only if parameter.arg == name), None)
 
 
+def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
+    """The values that the user's files give to a name: keywords, then defaults and assignments."""
+    for source in site.sources.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.keyword) and node.arg == name:
+                yield source, node.value
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef):
+                default = default_of(node, name)
+                if default is not None:
+                    yield source, default
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                if any(assigns(target, name) for target in targets(node)):
+                    yield source, node.value
+            elif isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value == name:
+                        yield source, value
+
+
 def passed(
     site: Site, source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[Written]:
@@ -279,7 +299,7 @@ def last_name(node: ast.AST) -> str:
     """The last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
     if isinstance(node, ast.Subscript):
         return str(constant(node.slice))
-    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
+    return name_of(node)
 
 
 def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str) -> list[str]:
