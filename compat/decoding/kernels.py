@@ -55,7 +55,14 @@ CANDIDATES: dict[str, tuple[Pack, ...]] = {
         int8_weight_only,
         Int8,
     ),
-    "draft": (NativeInt8, Int8DynamicActivations, Int8TwoTerm, int8_weight_only, Int8),
+    "draft": (
+        NativeInt8Prompts,
+        NativeInt8,
+        Int8DynamicActivations,
+        Int8TwoTerm,
+        int8_weight_only,
+        Int8,
+    ),
 }
 ACTIVATIONS = {
     "float32": torch.float32,

@@ -583,15 +583,15 @@ INLINE void arrange(const char *w, int64_t size, int64_t left, int64_t n, int64_
     }
 }
 
-// Sums of a panel times m rows of activations. m is a constant of at most ROWS wherever these are
-// inlined.
+// Sums of a panel times m rows of activations, which are `row` groups apart. m is a constant of at
+// most ROWS wherever these are inlined.
 INLINE void panel_floats(enum type type, const Panel panel, int64_t groups, const Group *x,
-                         int64_t stride, int m, vec out[ROWS][2]) {
+                         int64_t row, int m, vec out[ROWS][2]) {
     vec sums[ROWS][2];
     UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
     for (int64_t k = 0; k < groups; k++)
         UNROLL for (int j = 0; j < m; j++) {
-            const __m512i v = _mm512_set1_epi32(x[j * stride + k]);
+            const __m512i v = _mm512_set1_epi32(x[j * row + k]);
             UNROLL for (int half = 0; half < 2; half++)
                 if (type == FLOAT32) sums[j][half] += (vec)panel[k][half] * (vec)v;
                 else sums[j][half] = add_pairs(sums[j][half], panel[k][half], v);
@@ -599,9 +599,9 @@ INLINE void panel_floats(enum type type, const Panel panel, int64_t groups, cons
     UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
 }
 
-// In units of the weights' scales. `stride` is the number of blocks from row to row.
-INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, const Terms *terms,
-                       int64_t stride, int m, vec out[ROWS][2]) {
+// In units of the weights' scales. The terms of a row are `stride` blocks from those of the next.
+INLINE void panel_int8(const Panel panel, int64_t n_blocks, const Group *x, int64_t row,
+                       const Terms *terms, int64_t stride, int m, vec out[ROWS][2]) {
     vec sums[ROWS][2];
     UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
     for (int64_t b = 0; b < n_blocks; b++) {
@@ -616,8 +616,7 @@ INLINE void panel_int8(const Panel panel, int64_t n_blocks, const int8_t *x, con
             for (int k = 0; k < GROUPS; k++) {
                 const __m512i w0 = panel[b * GROUPS + k][0], w1 = panel[b * GROUPS + k][1];
                 UNROLL for (int j = 0; j < m; j++) {
-                    int32_t inputs;
-                    memcpy(&inputs, x + ((j * stride + b) * 2 + low) * BLOCK + 4 * k, 4);
+                    const Group inputs = x[j * row + (2 * b + low) * GROUPS + k];
                     const __m512i v = _mm512_set1_epi32(inputs);
                     totals[j][0] = _mm512_dpbusd_epi32(totals[j][0], w0, v);
                     totals[j][1] = _mm512_dpbusd_epi32(totals[j][1], w1, v);
@@ -639,6 +638,8 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
     const int64_t K = w->n_in, stride = blocks(K);
     const int64_t size = type == INT8 ? K : type == BFLOAT16 ? 2 * K : 4 * K;
     const int64_t most = type == FLOAT32 ? COLUMNS_OF_FLOATS : COLUMNS;
+    const Group *inputs = type == FLOAT32 ? (const Group *)x : (const Group *)s->quantized;
+    const int64_t row = type == FLOAT32 ? K : stride * BLOCK / 2;  // groups
     const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
     SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
         Panel panel;
@@ -648,16 +649,13 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
             arrange((const char *)w->weight + o * size + at, size, left, n, columns, offset, panel);
             for (int64_t r = 0, m; r < rows; r += m) {
                 m = (rows - r) / ((rows - r + ROWS - 1) / ROWS);  // the rest in equal parts
+                const int64_t from = at / 64 * GROUPS * (type == INT8 ? 2 : 1);  // int8: two terms
+                const Group *in = inputs + r * row + from;
+                const Terms *terms = s->terms + r * stride + at / 64;
                 vec out[ROWS][2];
-#define SUMS(m)                                                                              \
-    if (type == INT8)                                                                        \
-        panel_int8(panel, columns, s->quantized + (r * stride + at / 64) * 2 * BLOCK,        \
-                   s->terms + r * stride + at / 64, stride, m, out);                         \
-    else                                                                                     \
-        panel_floats(type, panel, min(columns * GROUPS, (left + 3) / 4),                     \
-                     (const Group *)(type == FLOAT32 ? (const void *)(x + r * K)             \
-                                                     : s->rounded + r * stride * BLOCK) +    \
-                         at / 4, type == FLOAT32 ? K : stride * BLOCK / 2, m, out);          \
+#define SUMS(m)                                                                                 \
+    if (type == INT8) panel_int8(panel, columns, in, row, terms, stride, m, out);               \
+    else panel_floats(type, panel, min(columns * GROUPS, (left + 3) / 4), in, row, m, out);     \
     break;
                 switch (m) {
                     case 1: SUMS(1)

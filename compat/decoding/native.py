@@ -1,7 +1,7 @@
-"""The decode step in one call of compiled C: embedding, all layers and logits of a few tokens.
+"""Transformers that run in one call of compiled C, and the products that hold their weights.
 
-`native.c` computes what `Transformer` computes, on the same weights and the same cache. Prompts and
-large batches run on torch's attention, and on torch's products or those of `native.c`.
+`native.c` computes what `Transformer` computes, on the same weights and the same cache: passes of a
+few tokens, and on some processors prompts and large batches, too. Torch runs the others.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class NativeTransformer(Transformer):
     prefill_chunk = ROWS_AT_ONCE
 
     def new_cache(self, batch: int) -> Cache:
-        self.native = None  # what was replaced in the transformer counts from the next text on
+        self.native = None  # so that the next text uses weights that were replaced since the last
         return super().new_cache(batch)
 
     def forward(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
