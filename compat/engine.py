@@ -15,8 +15,9 @@ from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
 from compat.decoding import Decoder
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
-from compat.decoding.matrices import Pack
+from compat.decoding.matrices import Pack, quantize
 from compat.decoding.native import transformer_class
+from compat.decoding.outliers import inputs_with_outliers
 from compat.decoding.scoring import Score, score_requests
 from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
@@ -168,7 +169,12 @@ class Engine:
 
         def read_int8(name: str) -> list[Tensor] | list[Quantized]:
             stored = quantized(name)
-            return read(name) if stored is None else [stored.to(self.device)]
+            if stored is not None:
+                return [stored.to(self.device)]
+            tensors, inputs = read(name), outliers.get(name)
+            if inputs is None:
+                return tensors
+            return [quantize(tensor.t() if name == HEAD else tensor, inputs) for tensor in tensors]
 
         def fast(precision: str, rows: int) -> Pack:
             return fastest(precision, rows, torch.get_num_threads(), self.device)
@@ -177,6 +183,9 @@ class Engine:
         stored = torch.float32 if precision == "float32" else torch.bfloat16
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
+            outliers: dict[str, Tensor] = {}
+            if "int8" in (precision, speculate) and quantized(HEAD) is None:
+                outliers = inputs_with_outliers(self.config, embedding, read)
             kind = transformer_class(pack)
             reader = read_int8 if precision == "int8" else read
             self.transformer = kind(

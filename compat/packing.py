@@ -17,8 +17,17 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.checks import not_finite
 from compat.checkpoint.foreign import PROJECTIONS
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
-from compat.checkpoint.packed import ALIGNMENT, METADATA, PRECISIONS, SCALE, checksum
+from compat.checkpoint.packed import (
+    ALIGNMENT,
+    METADATA,
+    OUTLIER_WEIGHT,
+    OUTLIERS,
+    PRECISIONS,
+    SCALE,
+    checksum,
+)
 from compat.decoding.matrices import quantize
+from compat.decoding.outliers import inputs_with_outliers
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.saving.atomic import replacing_file
 
@@ -94,11 +103,15 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: str) -> None:
 
 def _packed(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    outliers = _outliers(checkpoint) if dtype == "int8" else {}
     for name in checkpoint.infos:
         tied = name == HEAD and checkpoint.config.tie_word_embeddings
         if dtype == "int8" and name.endswith((*PROJECTIONS, HEAD)):
             weight = checkpoint.read(EMBEDDING if tied else name)
-            tensors[name], tensors[name + SCALE] = quantize(weight.t() if name == HEAD else weight)
+            by_input = weight.t() if name == HEAD else weight
+            tensors[name], tensors[name + SCALE], exact = quantize(by_input, outliers.get(name))
+            if exact is not None:
+                tensors[name + OUTLIERS], tensors[name + OUTLIER_WEIGHT] = exact
         elif not tied:
             wide = dtype == "int8" and name not in (EMBEDDING, POSITIONS)
             tensor = checkpoint.read(name)
@@ -106,6 +119,14 @@ def _packed(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
             if fault := not_finite(tensors[name]):
                 raise CheckpointError(f"in {tensors[name].dtype}, {name} has {fault}.")
     return tensors
+
+
+def _outliers(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    embedding = (
+        checkpoint.read(EMBEDDING).to(torch.bfloat16),
+        checkpoint.read(POSITIONS).to(torch.bfloat16),
+    )
+    return inputs_with_outliers(checkpoint.config, embedding, lambda name: [checkpoint.read(name)])
 
 
 def _sha256(files: list[Path]) -> str:

@@ -73,12 +73,29 @@ def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> 
     return transformer
 
 
-def plant_outliers(folder: Path) -> None:
-    """Make two channels of each MLP hundreds of times as large as the others."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "mlp.c_fc" in name:
-            tensor[..., [7, 50]] *= 300
-        if name.endswith("mlp.c_proj.weight"):
-            tensor[[7, 50]] /= 300
+def plant_outliers(folder: Path) -> dict[str, list[int]]:
+    """Make a few inputs of three products hundreds of times as large as the others.
+
+    Those of the norms do not change what the model computes: their weights are as much smaller.
+    Two units of each MLP are shifted by 1,000 and scaled.
+
+    Returns:
+        The indices of these inputs by the name of the weight.
+    """
+    tensors, found = load_file(folder / "model.safetensors"), {}
+    for name in [
+        name for name in tensors if name.endswith(("attn.c_attn.weight", "mlp.c_fc.weight"))
+    ]:
+        layer, norm = name.rsplit(".", 3)[0], "ln_1" if "attn" in name else "ln_2"
+        for parameter in (f"{layer}.{norm}.weight", f"{layer}.{norm}.bias"):
+            tensors[parameter][[3, 17]] *= 300
+        tensors[name][[3, 17]] /= 300
+        found[name.removeprefix("transformer.")] = [3, 17]
+    for name in [name for name in tensors if name.endswith("mlp.c_proj.weight")]:
+        into = name.replace("c_proj.weight", "c_fc")
+        tensors[f"{into}.weight"][:, [7, 50]] *= 30
+        tensors[f"{into}.bias"][[7, 50]] += 1000
+        tensors[name.replace("weight", "bias")] -= 1000 * tensors[name][[7, 50]].sum(0)
+        found[name.removeprefix("transformer.")] = [7, 50]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return found

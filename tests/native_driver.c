@@ -37,7 +37,14 @@ static Matrix matrix(enum type type, int64_t n_out, int64_t n_in, int bias) {
         scale = malloc((size_t)n_out * sizeof *scale);
         for (int64_t i = 0; i < n_out; i++) scale[i] = 1 / 254.0f;
     }
-    return (Matrix){values(type, n_out * n_in), scale, bias ? floats(n_out, 0) : NULL, n_out, n_in};
+    Matrix m = {values(type, n_out * n_in), scale, bias ? floats(n_out, 0) : NULL, n_out, n_in,
+                0, NULL, NULL};
+    if (type == INT8 && n_in > 40) {
+        int64_t *outliers = malloc(2 * sizeof *outliers);
+        outliers[0] = 7, outliers[1] = n_in - 1;
+        m.n_outliers = 2, m.outliers = outliers, m.outlier_weight = floats(2 * n_out, 0);
+    }
+    return m;
 }
 
 static Norm norm(int64_t C, int bias) {
@@ -46,6 +53,7 @@ static Norm norm(int64_t C, int bias) {
 
 static void free_matrix(Matrix m) {
     free((void *)m.weight), free((void *)m.scale), free((void *)m.bias);
+    free((void *)m.outliers), free((void *)m.outlier_weight);
 }
 
 static void free_norm(Norm n) { free((void *)n.weight), free((void *)n.bias); }

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from compat import Engine
 from compat.decoding import kernels, native_library
-from compat.decoding.matrices import Int8DynamicActivations, Pack
+from compat.decoding.matrices import Int8DynamicActivations, Pack, WithOutliers
 from compat.decoding.native import (
     FEW_ROWS,
     NATIVE,
+    NativeInt8,
     NativeLinear,
     NativeTransformer,
 )
@@ -123,13 +124,13 @@ def test_logits_depend_on_neither_threads_nor_other_rows(
     assert torch.equal(results[0][9], alone[2]) and torch.equal(verified, alone)
 
 
-def test_outlier_channels_do_not_cost_precision(make_checkpoint: MakeCheckpoint) -> None:
+def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) -> None:
+    """A large activation costs the precision of its own block only."""
     folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
     plant_outliers(folder)
-    ours = native(Engine.from_pretrained(folder, dtype="int8"))
     expected = passes(by_torch(folder, "float64"))
     bound = MORE["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
-    assert max(map(relative, passes(ours), expected)) < bound
+    assert max(map(relative, passes(by(NativeInt8, folder, "int8")), expected)) < bound
     one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # of 8 bits for all channels
     assert max(map(relative, passes(one_scale), expected)) > bound
 
@@ -190,6 +191,14 @@ def test_tensors_that_do_not_fit_are_not_passed_to_c(source: Path) -> None:
             model.hidden(tokens, cache, start)
     with pytest.raises(IndexError):  # torch's own error
         transformer.next_logits(torch.tensor([97]), transformer.new_cache(1), 0)
+    product = transformer.h[0].attn_proj
+    for inputs in ([96], [-1], list(range(65))):
+        exact = torch.ones(len(inputs), 96)
+        transformer.h[0].attn_proj = WithOutliers(product, torch.tensor(inputs), exact)
+        with pytest.raises(Unsupported, match="outliers"):
+            NativeModel(transformer)
+    transformer.h[0].attn_proj = product
+    NativeModel(transformer)
     transformer.h[0].c_fc.weight = transformer.h[0].c_fc.weight.t()
     with pytest.raises(Unsupported):
         NativeModel(transformer)

@@ -22,11 +22,12 @@ from compat import (
     save_pretrained,
 )
 from compat.checkpoint.foreign import PROJECTIONS
-from compat.checkpoint.packed import METADATA, SCALE
+from compat.checkpoint.packed import METADATA, OUTLIER_WEIGHT, OUTLIERS, SCALE, checksum
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.decoding import matrices, native
 from tests.command_line import Cli
 from tests.conftest import MakeCheckpoint
+from tests.native_common import plant_outliers
 
 HEAD = "lm_head.weight"
 IDS = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -50,6 +51,7 @@ def rewrite(file: Path, metadata: object, **tensors: torch.Tensor | None) -> Non
     save_file(kept, file, {METADATA: json.dumps(metadata)})
 
 
+@pytest.mark.parametrize("outliers", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
@@ -63,9 +65,12 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
     dtype: Any,
     kernel: Any,
     tied: bool,
+    outliers: bool,
 ) -> None:
     monkeypatch.setattr("compat.engine.fastest", lambda *_: kernel)
     source = make_checkpoint(n_embd=32, tie_word_embeddings=tied)
+    if outliers:
+        plant_outliers(source)
     file = packed(tmp_path, source, dtype=dtype)
     same = pack_checkpoint(source, tmp_path / "same.safetensors", dtype=getattr(torch, dtype))
     assert metadata_of(same) == metadata_of(file)
@@ -198,6 +203,45 @@ def test_tensors_that_do_not_fit_are_one_error(tmp_path: Path, tiny: Path) -> No
     rewrite(packed(tmp_path, tiny), metadata, **{"ln_f.bias": None})
     with pytest.raises(CompatError, match=r"missing.*ln_f\.bias"):
         open_checkpoint(file)
+
+
+def test_inputs_with_outliers_are_stored_exactly(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    source = make_checkpoint()
+    outliers = plant_outliers(source)
+    file = packed(tmp_path, source)
+    stored, exact = open_checkpoint(file), open_checkpoint(source)
+    for name, inputs in outliers.items():
+        assert torch.equal(stored.read(name)[inputs], exact.read(name)[inputs])
+        assert not torch.equal(stored.read(name), exact.read(name))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows", "reason"),
+    [
+        (torch.tensor([0]), 2, "its outliers do not match"),
+        (torch.tensor([0, 1]), 1, "its outliers do not match"),
+        (torch.tensor([0, 1]).int(), 2, "its outliers do not match"),
+        (torch.tensor([[0, 1]]), 2, "its outliers do not match"),
+        (torch.tensor([0, 24]), 2, "has other inputs than those with outliers"),
+        (torch.tensor([0, -1]), 2, "has other inputs than those with outliers"),
+    ],
+)
+def test_outliers_that_do_not_fit_are_one_error(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint, inputs: torch.Tensor, rows: int, reason: str
+) -> None:
+    source = make_checkpoint()
+    name = next(iter(plant_outliers(source)))
+    file = packed(tmp_path, source)
+    metadata, weight = metadata_of(file), load_file(file)[name + OUTLIER_WEIGHT]
+    metadata["checksums"][name + OUTLIERS] = checksum(inputs)
+    if rows != len(weight):
+        weight = weight[:1].expand(rows, -1).contiguous()
+        metadata["checksums"][name + OUTLIER_WEIGHT] = checksum(weight)
+    rewrite(file, metadata, **{name + OUTLIERS: inputs, name + OUTLIER_WEIGHT: weight})
+    with pytest.raises(CheckpointError, match=reason):
+        Engine.from_pretrained(file)
 
 
 def test_a_failed_packing_keeps_the_old_file(tmp_path: Path, tiny: Path) -> None:

@@ -1,8 +1,9 @@
 """Packed checkpoints: one safetensors file with its config, checksums and, for int8, scales.
 
 A quantized matrix is stored as int8 values [out, in] under its own name, and as one float32 scale
-for each output under that name with `.scale`. The file's metadata has the config and the checksums,
-as JSON.
+for each output under that name with `.scale`. If some of its inputs have outliers, their indices
+stand under that name with `.outliers`, and their float32 weights with `.outlier_weight`. The file's
+metadata has the config and the checksums, as JSON.
 """
 
 from __future__ import annotations
@@ -21,15 +22,27 @@ from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.errors import CheckpointError
 
 METADATA, SCALE = "compat", ".scale"
+OUTLIERS, OUTLIER_WEIGHT = ".outliers", ".outlier_weight"
 PRECISIONS = ("int8", "bfloat16")
 ALIGNMENT = 64  # bytes, of torch's own tensors; some of its int8 kernels crash at other addresses
 
 
+class Outliers(NamedTuple):
+    """The indices (K,) of the inputs with outliers, and their weights (K, out) in float32."""
+
+    inputs: Tensor
+    weight: Tensor
+
+
 class Quantized(NamedTuple):
-    """A weight [in, out] in 8 bits: int8 values (out, in) times scales (out,)."""
+    """A weight [in, out] in 8 bits: int8 values (out, in) times scales (out,).
+
+    The values of inputs with outliers are 0.
+    """
 
     values: Tensor
     scale: Tensor
+    outliers: Outliers | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -44,7 +57,8 @@ class Quantized(NamedTuple):
         """The same weight on a device. `dtype` is that of the products, and has no effect here."""
         if isinstance(target, torch.dtype):
             return self
-        return Quantized(self.values.to(target), self.scale.to(target))
+        outliers = self.outliers and Outliers(*(part.to(target) for part in self.outliers))
+        return Quantized(self.values.to(target), self.scale.to(target), outliers)
 
 
 class PackedFile:
@@ -81,7 +95,7 @@ class PackedFile:
         for name, info in file.infos.items():
             if name + SCALE in file.infos:
                 self.infos[name] = self._quantized_info(name)
-            elif not name.endswith(SCALE):
+            elif not name.endswith((SCALE, OUTLIERS, OUTLIER_WEIGHT)):
                 self.infos[name] = info
 
     def _quantized_info(self, name: str) -> TensorInfo:
@@ -89,14 +103,26 @@ class PackedFile:
         expected = TensorInfo(values.shape[:1], torch.float32)
         if values.dtype != torch.int8 or len(values.shape) != 2 or scale != expected:
             raise self._damaged(f"the shapes of {name} and its scale do not match")
+        if name + OUTLIERS in self._file.infos:
+            self._check_outliers(name, *values.shape)
         shape = values.shape if name == HEAD else values.shape[::-1]
         return TensorInfo(shape, torch.float32)
+
+    def _check_outliers(self, name: str, n_out: int, n_in: int) -> None:
+        inputs = self._file.infos[name + OUTLIERS]
+        weight = self._file.infos.get(name + OUTLIER_WEIGHT)
+        n = inputs.shape[0] if len(inputs.shape) == 1 else 0
+        expected = TensorInfo((n,), torch.int64), TensorInfo((n, n_out), torch.float32)
+        if not 0 < n <= n_in or (inputs, weight) != expected:
+            raise self._damaged(f"the shapes of {name} and its outliers do not match")
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:
         quantized = self.quantized(name, mapped=False)
         if quantized is None:
             return self._checked(name, mapped=False)[rows]
         weight = quantized.values.float().mul_(quantized.scale[:, None])
+        if quantized.outliers is not None:
+            weight[:, quantized.outliers.inputs] = quantized.outliers.weight.t()
         return (weight if name == HEAD else weight.t())[rows].contiguous()
 
     def map(self, name: str) -> Tensor:
@@ -107,7 +133,14 @@ class PackedFile:
         """A weight as it is stored; None if it is not quantized."""
         if name + SCALE not in self._file.infos:
             return None
-        return Quantized(self._checked(name, mapped), self._checked(name + SCALE, mapped))
+        values, scale = self._checked(name, mapped), self._checked(name + SCALE, mapped)
+        if name + OUTLIERS not in self._file.infos:
+            return Quantized(values, scale)
+        inputs = self._checked(name + OUTLIERS, mapped)
+        if not ((inputs >= 0) & (inputs < values.shape[1])).all():
+            raise self._damaged(f"{name} has other inputs than those with outliers")
+        outliers = Outliers(inputs, self._checked(name + OUTLIER_WEIGHT, mapped))
+        return Quantized(values, scale, outliers)
 
     def _checked(self, name: str, mapped: bool) -> Tensor:
         tensor = self._file.map(name) if mapped else self._file.read(name)

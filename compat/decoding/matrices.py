@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.checkpoint.packed import Quantized
+from compat.checkpoint.packed import Outliers, Quantized
 
 # Packs a weight and a bias into a module that maps x (M, in) to x · weight + bias (M, out). The
 # int8 modules also accept a weight that is already quantized.
@@ -128,8 +129,13 @@ class OneDnn(nn.Module):
         return product
 
 
-def quantize(weight: Tensor | Quantized) -> Quantized:
-    """Quantize a weight [in, out] symmetrically: int8 values (out, in) and scales (out,)."""
+def quantize(weight: Tensor | Quantized, outliers: Tensor | None = None) -> Quantized:
+    """Quantize a weight [in, out] symmetrically: int8 values (out, in) and scales (out,).
+
+    Args:
+        weight: the weight; one that is already quantized is returned.
+        outliers: indices of the inputs whose weights stay float32.
+    """
     if isinstance(weight, Quantized):
         return weight
     scale = torch.empty(weight.shape[1], device=weight.device)
@@ -138,9 +144,40 @@ def quantize(weight: Tensor | Quantized) -> Quantized:
     for start in range(0, len(qweight), QUANTIZED_AT_ONCE):
         rows = slice(start, start + QUANTIZED_AT_ONCE)
         columns = weight[:, rows].float()
+        if outliers is not None:
+            columns = columns.index_fill(0, outliers, 0)
         scale[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=smallest)
         qweight[rows] = (columns / scale[rows]).round_().t()
-    return Quantized(qweight.to(weight.device), scale)
+    exact = None if outliers is None else Outliers(outliers, weight[outliers].float())
+    return Quantized(qweight.to(weight.device), scale, exact)
+
+
+class WithOutliers(nn.Module):
+    """A product of 8-bit weights, except for inputs with outliers, which it multiplies in float32.
+
+    A few channels of GPT-2 are up to thousands of times as large as the others. With their weights
+    in 8 bits, rounding errors of these would be as large as all other products (Dettmers et al.
+    2022, LLM.int8()).
+    """
+
+    def __init__(self, product: nn.Module, inputs: Tensor, weight: Tensor) -> None:
+        super().__init__()
+        self.product, self.inputs, self.weight = product, inputs, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = self.product(x.index_fill(1, self.inputs, 0))
+        return torch.addmm(others, x[:, self.inputs], self.weight)
+
+
+def packed(pack: Pack, weights: Sequence[Any], biases: Sequence[Tensor]) -> nn.Module:
+    """Pack the weights of one product, and their biases if they have any."""
+    products = []
+    for weight, bias in zip_longest(weights, biases):
+        product = pack(weight, bias)
+        if isinstance(weight, Quantized) and weight.outliers is not None:
+            product = WithOutliers(product, *weight.outliers)
+        products.append(product)
+    return products[0] if len(products) == 1 else Concatenated(products)
 
 
 class Int8(nn.Module):
@@ -151,7 +188,7 @@ class Int8(nn.Module):
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        qweight, scale = quantize(weight)
+        qweight, scale, _ = quantize(weight)
         self.qweight = qweight
         self.scale = scale
         self.bias = torch.zeros_like(scale) if bias is None else bias.float()
@@ -170,7 +207,7 @@ class Int8TwoTerm(nn.Module):
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.onednn
-        qweight, scale = quantize(weight)
+        qweight, scale, _ = quantize(weight)
         self.qweight = ops.qlinear_prepack(qweight, None)
         self.scale = scale
         self.zero_points = torch.zeros_like(scale, dtype=torch.int32)
@@ -205,7 +242,7 @@ class Int8WeightOnly(nn.Module):
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.aten
-        qweight, scale = quantize(weight)
+        qweight, scale, _ = quantize(weight)
         self.qweight = qweight
         self.scale = scale
         self.ones = torch.ones_like(scale, dtype=torch.bfloat16)
@@ -246,7 +283,7 @@ class Int8DynamicActivations(nn.Module):
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.quantized
-        tensor = _without_warnings(_quantized_tensor)(*quantize(weight))
+        tensor = _without_warnings(_quantized_tensor)(*quantize(weight)[:2])
         self.packed = ops.linear_prepack(tensor, None if bias is None else bias.float())
         self.multiply = ops.linear_dynamic
 

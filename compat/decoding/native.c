@@ -62,6 +62,7 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define LOW 256       // low terms of quantized activations to one of the high term
 #define AHEAD 2048    // bytes from an int8 weight that is read to one that is prefetched
 #define EVEN 10.0f    // times their mean, up to which magnitudes of a block need no low term
+#define MOST_OUTLIERS 64  // of a product
 #define FEW 16        // rows whose products are bound by reading the weights
 #define CHUNK 256     // activations that are one index of a loop
 #define PARTS 3       // of a loop, for each thread; more are slower, as prefetching starts anew
@@ -166,6 +167,9 @@ typedef struct {
     const float *scale;  // (O,) of an int8 weight
     const float *bias;   // (O,) or NULL
     int64_t n_out, n_in;
+    int64_t n_outliers;           // inputs that are multiplied in float32, and whose weights are 0
+    const int64_t *outliers;      // their indices
+    const float *outlier_weight;  // (n_outliers, O)
 } Matrix;
 
 typedef struct {
@@ -231,9 +235,9 @@ static char *allot(char **free, int64_t bytes) {
     return taken;
 }
 
-// No more loops than a pass has: up to 13 in a layer, if its products round or quantize their
-// input.
-INLINE int64_t loops(const Model *model) { return 13 * model->n_layer + 4; }
+// No more loops than a pass has: up to 17 in a layer, if its products quantize their input and have
+// outliers.
+INLINE int64_t loops(const Model *model) { return 17 * model->n_layer + 5; }
 
 static Scratch divide(char **free, const Model *model, int64_t rows, int64_t threads) {
     const int64_t C = model->n_embd, f = sizeof(float), n = rows * blocks(max(C, model->n_inner));
@@ -445,15 +449,19 @@ INLINE Terms quantize_block(const float *x, float even, int8_t *q) {
     return (Terms){scale, (int32_t)sum(highs), (int32_t)sum(lows), has_low};
 }
 
-// Quantizes activations (M, K): blocks of 64 with a scale each, so that a channel with outliers
-// costs the precision of its own block only.
-static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
-    const int64_t n_blocks = blocks(K);
+// Quantizes activations (M, K) except for outliers: blocks of 64 with a scale each, so that a large
+// one costs the precision of its own block only.
+static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
+    const int64_t K = w->n_in, n_blocks = blocks(K);
     const float even = rows > FEW ? EVEN : 0;
     SHARED_LOOP(s, r, rows) {
-        float total = 0;
+        float *row = x + r * K, outliers[MOST_OUTLIERS], total = 0;
+        for (int64_t i = 0; i < w->n_outliers; i++) {
+            outliers[i] = row[w->outliers[i]];
+            row[w->outliers[i]] = 0;
+        }
         for (int64_t b = 0; b < n_blocks; b++) {
-            const float *in = x + r * K + b * BLOCK;
+            const float *in = row + b * BLOCK;
             float rest[BLOCK] = {0};
             if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
             const int64_t at = r * n_blocks + b;
@@ -462,6 +470,20 @@ static void quantize(const float *x, int64_t rows, int64_t K, Scratch *s) {
             s->terms[at] = t;
         }
         s->offsets[r] = OFFSET * total;
+        for (int64_t i = 0; i < w->n_outliers; i++) row[w->outliers[i]] = outliers[i];
+    }
+}
+
+// Adds the products of outliers to y (M, O).
+static void add_outliers(const Matrix *w, const float *x, int64_t rows, Scratch *s, float *y) {
+    SHARED_LOOP(s, chunk, (w->n_out + CHUNK - 1) / CHUNK) {
+        const int64_t O = w->n_out, start = chunk * CHUNK, end = min(start + CHUNK, O);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < w->n_outliers; i++) {
+                const float input = x[r * w->n_in + w->outliers[i]];
+                for (int64_t o = start; o < end; o++)
+                    y[r * O + o] += input * w->outlier_weight[i * O + o];
+            }
     }
 }
 
@@ -685,10 +707,10 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
 #define matmul_panels matmul_of
 #endif
 
-static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows, Scratch *s,
-                   float *y, int residual) {
+static void matmul(const Matrix *w, enum type type, float *x, int64_t rows, Scratch *s, float *y,
+                   int residual) {
     const int few = rows <= FEW;
-    if (type == INT8) quantize(x, rows, w->n_in, s);
+    if (type == INT8) quantize(w, x, rows, s);
     if (type == BFLOAT16) round_to_bfloat16(x, rows, w->n_in, s);
     // The type is a constant in each call, so that each is compiled for one type.
     if (type == FLOAT32 && few) matmul_of(w, FLOAT32, x, rows, s, y, residual);
@@ -697,6 +719,7 @@ static void matmul(const Matrix *w, enum type type, const float *x, int64_t rows
     else if (type == BFLOAT16) matmul_panels(w, BFLOAT16, x, rows, s, y, residual);
     else if (few) matmul_of(w, INT8, x, rows, s, y, residual);
     else matmul_panels(w, INT8, x, rows, s, y, residual);
+    if (w->n_outliers) add_outliers(w, x, rows, s, y);
 }
 
 // Layer normalization (Ba et al. 2016): (M, C) → (M, C).

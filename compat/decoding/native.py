@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
-from compat.decoding.matrices import Int8, Linear, Pack, empty_weight
+from compat.decoding.matrices import Int8, Linear, Pack, WithOutliers, empty_weight
 from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import GELU_ERF, ROWS_AT_ONCE, TANH, NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
@@ -115,7 +115,8 @@ class NativeTransformer(Transformer):
 
     def _native(self, rows: int, run: Callable[[NativeModel], Tensor]) -> Tensor | None:
         """What `run` computes; None if it is for torch, which raises the errors of wrong input."""
-        many = isinstance(self.lm_head, _Prompts)
+        head = self.lm_head
+        many = isinstance(head.product if isinstance(head, WithOutliers) else head, _Prompts)
         if not rows or (rows > FEW_ROWS and not many):
             return None
         try:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.decoding.matrices import Int8, Linear
+from compat.decoding.matrices import Int8, Linear, WithOutliers
 from compat.decoding.native_library import library, usable_threads
+from compat.decoding.outliers import MOST as MOST_OUTLIERS
 from compat.decoding.transformer import Block, Norm, Transformer
 from compat.layers import GELU, QuickGELU
 
@@ -28,6 +29,9 @@ class _Matrix(Structure):
         ("bias", c_void_p),
         ("n_out", c_int64),
         ("n_in", c_int64),
+        ("n_outliers", c_int64),
+        ("outliers", c_void_p),
+        ("outlier_weight", c_void_p),
     )
 
 
@@ -142,12 +146,20 @@ class NativeModel:
         return _Norm(self._floats(norm.weight, C), self._floats(norm.bias, C), norm.eps)
 
     def _matrix(self, product: Any, n_out: int, n_in: int) -> _Matrix:
+        outliers: tuple[Any, ...] = 0, None, None
+        if isinstance(product, WithOutliers):
+            inputs, exact, product = product.inputs, product.weight, product.product
+            n = len(inputs)
+            if not (n <= MOST_OUTLIERS and 0 <= int(inputs.min()) and int(inputs.max()) < n_in):
+                raise Unsupported(f"outliers {inputs.tolist()}")
+            at = self._pointer(inputs, torch.int64, n)
+            outliers = n, at, self._pointer(exact, torch.float32, n, n_out)
         weight = _weight(product)
         if weight.dtype != self.type:
             raise Unsupported(f"matrices of {self.type} and of {weight.dtype}")
         scale = self._floats(product.scale, n_out) if isinstance(product, Int8) else None
-        bias = self._floats(product.bias, n_out)
-        return _Matrix(self._pointer(weight, self.type, n_out, n_in), scale, bias, n_out, n_in)
+        at, bias = self._pointer(weight, self.type, n_out, n_in), self._floats(product.bias, n_out)
+        return _Matrix(at, scale, bias, n_out, n_in, *outliers)
 
     def _block(self, block: Block) -> _Block:
         C, inner = self.config.n_embd, self.config.d_inner
@@ -246,6 +258,8 @@ def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
 
 def _weight(product: Any) -> Tensor:
     """The weight `[out, in]` of a product, which stays where it is."""
+    if isinstance(product, WithOutliers):
+        return _weight(product.product)
     weight = {Linear: "weight", Int8: "qweight"}
     for kind, name in weight.items():
         if isinstance(product, kind):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compat.checkpoint.checks import all_finite
 from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
-from compat.decoding.matrices import Concatenated, Pack, private_memory
+from compat.decoding.matrices import Pack, packed, private_memory
 from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.layers import activation
 from compat.tap import Tap, expand_taps
@@ -181,13 +180,12 @@ class Transformer(nn.Module):
             floats = [tensor for tensor in (*weights, *biases) if isinstance(tensor, Tensor)]
             if name.endswith("c_attn") and not all(map(all_finite, floats)):
                 self.attention = partial(sdpa_kernel, SDPBackend.MATH)
-            products = [pack(*parameters) for parameters in zip_longest(weights, biases)]
-            return products[0] if len(products) == 1 else Concatenated(products)
+            return packed(pack, weights, biases)
 
         def packed_head() -> nn.Module:
             shared = config.tie_word_embeddings and self.wte.dtype == dtype
             head = self.wte if shared else cast("lm_head.weight")[0]
-            return pack(head if isinstance(head, Quantized) else head.t(), None)
+            return packed(pack, [head if isinstance(head, Quantized) else head.t()], [])
 
         @torch.no_grad()  # which holds in one thread only
         def made(part: Callable[[], nn.Module]) -> nn.Module:
