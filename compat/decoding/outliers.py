@@ -13,7 +13,7 @@ from compat.config import GPT2Config
 from compat.decoding.matrices import Blas, packed
 from compat.decoding.transformer import Block, Norm, Read
 
-TOKENS = 32
+TOKENS = 64
 TIMES = 6  # the median size of a product's inputs, above which an input has outliers
 MOST = 64  # of a product; as MOST_OUTLIERS in native.c
 
