@@ -545,8 +545,8 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
 #define PANEL 32
 #define ROWS 6
 #define COLUMNS 48  // of 64 bytes: so much of a panel stays in the level-2 cache
-#define COLUMNS_OF_FLOATS 12  // as sums of few products have small rounding errors
-#define GROUPS 16   // in a column
+#define SHORT 192  // groups in a sum, as sums of few products have small rounding errors
+#define GROUPS 16  // in a column
 
 typedef __m512i Panel[COLUMNS * GROUPS][PANEL / 16];
 typedef int32_t Group __attribute__((may_alias));
@@ -659,40 +659,45 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
                           Scratch *s, float *y, int residual) {
     const int64_t K = w->n_in, stride = blocks(K);
     const int64_t size = type == INT8 ? K : type == BFLOAT16 ? 2 * K : 4 * K;
-    const int64_t most = type == FLOAT32 ? COLUMNS_OF_FLOATS : COLUMNS;
     const Group *inputs = type == FLOAT32 ? (const Group *)x : (const Group *)s->quantized;
     const int64_t row = type == FLOAT32 ? K : stride * BLOCK / 2;  // groups
     const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
     SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
         Panel panel;
         const int64_t o = group * PANEL, n = min(PANEL, w->n_out - o);
-        for (int64_t at = 0; at < size; at += 64 * most) {
-            const int64_t left = size - at, columns = min(most, (left + 63) / 64);
+        for (int64_t at = 0; at < size; at += 64 * COLUMNS) {
+            const int64_t left = size - at, columns = min(COLUMNS, (left + 63) / 64);
             arrange((const char *)w->weight + o * size + at, size, left, n, columns, offset, panel);
             for (int64_t r = 0, m; r < rows; r += m) {
                 m = (rows - r) / ((rows - r + ROWS - 1) / ROWS);  // the rest in equal parts
                 const int64_t from = at / 64 * GROUPS * (type == INT8 ? 2 : 1);  // int8: two terms
                 const Group *in = inputs + r * row + from;
                 const Terms *terms = s->terms + r * stride + at / 64;
-                vec out[ROWS][2];
+                const int64_t groups = min(columns * GROUPS, (left + 3) / 4);
+                const int64_t step = type == INT8 ? groups : SHORT;
+                vec total[ROWS][2] = {{{0}}}, out[ROWS][2];
+                for (int64_t k = 0; k < groups; k += step) {
 #define SUMS(m)                                                                                 \
-    if (type == INT8) panel_int8(panel, columns, in, row, terms, stride, m, out);               \
-    else panel_floats(type, panel, min(columns * GROUPS, (left + 3) / 4), in, row, m, out);     \
+    if (type == INT8) panel_int8(panel, columns, in, row, terms, stride, m, total);             \
+    else panel_floats(type, panel + k, min(step, groups - k), in + k, row, m, out);             \
     break;
-                switch (m) {
-                    case 1: SUMS(1)
-                    case 2: SUMS(2)
-                    case 3: SUMS(3)
-                    case 4: SUMS(4)
-                    case 5: SUMS(5)
-                    default: SUMS(6)
+                    switch (m) {
+                        case 1: SUMS(1)
+                        case 2: SUMS(2)
+                        case 3: SUMS(3)
+                        case 4: SUMS(4)
+                        case 5: SUMS(5)
+                        default: SUMS(6)
+                    }
+                    for (int64_t j = 0; type != INT8 && j < m; j++)
+                        for (int half = 0; half < 2; half++) total[j][half] += out[j][half];
                 }
                 for (int64_t j = 0; j < m; j++)
                     for (int half = 0; half < PANEL / 16; half++) {
                         const int64_t i = o + 16 * half;
                         const __mmask16 kept = (__mmask16)~(~0u << max(0, min(16, o + n - i)));
                         float *to = y + (r + j) * w->n_out + i;
-                        vec sum = out[j][half];
+                        vec sum = total[j][half];
                         if (type == INT8) sum *= (vec)_mm512_maskz_loadu_ps(kept, w->scale + i);
                         if (w->bias && !at) sum += (vec)_mm512_maskz_loadu_ps(kept, w->bias + i);
                         if (residual || at) sum += (vec)_mm512_maskz_loadu_ps(kept, to);
