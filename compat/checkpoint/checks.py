@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -231,7 +232,7 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether a tensor has no NaN and no infinite values; `aminmax` propagates both."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+    return all(map(math.isfinite, torch.stack(torch.aminmax(tensor)).tolist()))
 
 
 def not_finite(tensor: Tensor) -> str | None:

@@ -137,9 +137,7 @@ def _steps(
         preview_sampling=lambda: sampling.preview(generator),
     )
     for found in steps:
-        ids = torch.full((B,), padding, device=device)
-        ids[list(found)] = torch.tensor(list(found.values()), device=device)
-        yield ids
+        yield torch.tensor([found.get(i, padding) for i in range(B)], device=device)
 
 
 def _check_mask(attention_mask: object, ids: Tensor) -> None:
