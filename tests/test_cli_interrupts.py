@@ -40,6 +40,7 @@ def running(*argv: object) -> Iterator[Process]:
         [sys.executable, ROOT / "scripts/generate.py", *map(str, argv)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
         preexec_fn=ctrl_c_works,
+        bufsize=0,  # `communicate` would miss what `read` has left in a buffer
     )  # fmt: skip
     try:
         yield process
