@@ -28,6 +28,9 @@ from compat.adaptation.tracing.graph import (
 from compat.errors import AdaptError
 
 
+ACTIVATIONS = frozenset("gelu relu silu leaky_relu elu selu tanh sigmoid softplus mish".split())
+
+
 class UnknownPart(AdaptError):
     """A part whose structure compat does not know.
 
@@ -110,7 +113,11 @@ class Sum:
 
 @dataclass
 class Layer:
-    """The nodes of one block; taps of `compat.tap` are named in the comments."""
+    """The nodes of one block; taps of `compat.tap` are named in the comments.
+
+    Without an MLP, its nodes are those of `resid_mid`. With a single projection, `act` and `mlp`
+    are the result of its activation.
+    """
 
     cores: list[Core]
     qkv: list[Node]  # the projections that compute q, k and v
@@ -121,11 +128,11 @@ class Layer:
     projected: Node  # the result of the output projection
     attn: Node  # the same, unless GPT-2 has no counterpart of what follows
     attn_sum: Sum  # resid_mid
-    fc: Node
+    fc: Node | None  # None without an MLP
     x2: Node  # ln_2
     act: Node
     fc_end: Node  # fc, with a bias that is added in an operation of its own
-    mlp_proj: Node
+    mlp_proj: Node | None  # None without an MLP, or if it has a single projection
     mlp: Node
     mlp_sum: Sum  # out
     parallel: bool  # the MLP does not depend on the result of attention
@@ -299,8 +306,8 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
 
     Args:
         graph: of the model.
-        partial: accept projections that GPT-2 does not have: the gate of a gated MLP, and others
-            after the MLP.
+        partial: accept blocks without an MLP, and projections that GPT-2 does not have: the gate
+            of a gated MLP, and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
@@ -432,13 +439,14 @@ class _Dissection:
         graph, index, above = self.graph, self.index, self.graph.ancestors
         products = {core.product for core in cores}
         qkv, x1 = self._inputs(i, cores)
+        after = {head, *self._next_qkv(until, head)}
         out_projs = [
-            n for n in index.live if n in index.projections and index.sources(n) <= products
-        ]
+            n for n in index.live
+            if n in index.projections - after and index.sources(n) <= products
+        ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
-        mlp = (following & index.projections) - {*qkv, *out_projs, head}
-        mlp -= self._next_qkv(until, head)
-        if not mlp:
+        mlp = (following & index.projections) - {*qkv, *out_projs, *after}
+        if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
@@ -447,7 +455,6 @@ class _Dissection:
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         fc, gate, mlp_proj, *extra = self._mlp(i, [n for n in ordered if n not in second])
         extra += second  # further projections of what attention computes
-        assert fc is not None and mlp_proj is not None
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
             joined = next(n for n in index.live if wanted <= above[n] | {n})
@@ -455,10 +462,17 @@ class _Dissection:
         else:
             projected = self._joined_heads(cores)
         attn = self._with_bias(second[-1]) if second else projected
-        end = self._with_bias(mlp_proj)
-        attn_sum, mlp_sum = self._sum(attn, products), self._sum(end, {mlp_proj})
-        if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
-            attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, mlp_proj})
+        attn_sum = self._sum(attn, products)
+        x2 = act = fc_end = end = attn_sum.node
+        mlp_sum = Sum(end, end, end)
+        if fc is not None:
+            x2, fc_end = index.input_of(fc), self._with_bias(fc)
+            last = mlp_proj or fc
+            act = index.input_of(last) if mlp_proj else self._activated(fc_end)
+            end = self._with_bias(last) if mlp_proj else act
+            mlp_sum = self._sum(end, {last})
+            if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
+                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last})
         return Layer(
             cores=cores,
             qkv=qkv,
@@ -470,13 +484,13 @@ class _Dissection:
             attn=attn,
             attn_sum=attn_sum,
             fc=fc,
-            x2=index.input_of(fc),
-            act=index.input_of(mlp_proj),
-            fc_end=self._with_bias(fc),
+            x2=x2,
+            act=act,
+            fc_end=fc_end,
             mlp_proj=mlp_proj,
             mlp=end,
             mlp_sum=mlp_sum,
-            parallel=not products & above[fc],
+            parallel=fc is not None and not products & above[fc],
             gate=gate,
             extra=[node for node in extra if node is not None],
         )
@@ -524,6 +538,8 @@ class _Dissection:
     def _mlp(self, i: int, found: list[Node]) -> list[Node | None]:
         """The projections of the MLP: the first, a gate beside it, and the last; then others."""
         sources = self.index.sources
+        if self.partial and len(found) < 2:
+            return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
             return [found[0], None, found[1]]
         gated = len(found) > 2 and sources(found[2]) == set(found[:2])
@@ -551,6 +567,12 @@ class _Dissection:
             f"but the two of an MLP were expected{why}",
             found,
         )
+
+    def _activated(self, node: Node) -> Node:
+        """The result of the activation after a projection."""
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in ACTIVATIONS:
+            [node] = users
+        return node
 
     def _joined_heads(self, cores: list[Core]) -> Node:
         """The concatenated heads, the result of attention without an output projection."""

@@ -197,6 +197,10 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         attention = context.mapping.attentions[int(parts[1])]
         if attention.kv_heads or attention.shared_kv:
             return None
+    if parts[0] == "h" and parts[2] in ("ln_2", "mlp"):
+        layer = context.anatomy.layers[int(parts[1])]
+        if layer.fc is None or (layer.mlp_proj is None and parts[3] == "c_proj"):
+            return None
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
     if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
         end = "attn.c_proj.weight"  # the whole projection is missing

@@ -28,7 +28,8 @@ def _activations(code: str) -> Detector:
         expected = canonical_activation(context.config)
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
-            if context.anatomy.layers[i].gate is not None:
+            layer = context.anatomy.layers[i]
+            if layer.gate is not None or layer.fc is None:
                 continue
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
@@ -57,7 +58,8 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
     built = source.torch_built(context.model, nodes)
-    return built or source.running(graph, nodes) or source.calling(graph, layer.mlp_proj, layer.fc)
+    projections = layer.mlp_proj or layer.act, layer.fc or layer.act
+    return built or source.running(graph, nodes) or source.calling(graph, *projections)
 
 
 def tanh_gelu(place: Place | None) -> str:
@@ -113,6 +115,7 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if layer.extra:
             n = len(layer.extra)
+            assert layer.fc is not None and layer.mlp_proj is not None
             place = source.calling(context.graph, layer.extra[0], layer.mlp_proj)
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1
@@ -124,6 +127,34 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
                 tap = "ln_f" if last else f"h.{i + 1}.ln_1"
             yield Deviation(tap, place, values | after)
             return
+
+
+@deviation(
+    "the block has no MLP, but each of GPT-2's blocks adds the result of an MLP to the residual "
+    "stream",
+    "x = x + mlp(ln_2(x))",
+)
+def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
+    if layers := [i for i, layer in context.layers if layer.fc is None]:
+        layer = context.anatomy.layers[layers[0]]
+        place = source.running(context.graph, [layer.mid])
+        if place is not None and layer.attn_sum.shortcut is None:  # the line that calls attention
+            place = next(iter(source.callers(context.graph, place)), place)
+        only = layers if len(layers) < len(context.layers) else ()
+        changes = Changes(no_mlp=set(layers))
+        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
+
+
+@deviation(
+    "the MLP has one projection, but GPT-2's has two with the activation between them",
+    'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
+)
+def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
+    layers = [i for i, layer in context.layers if layer.fc is not None and layer.mlp_proj is None]
+    if layers:
+        layer = context.anatomy.layers[layers[0]]
+        place = source.running(context.graph, [layer.fc_end])
+        yield Deviation(f"h.{layers[0]}.mlp", place)
 
 
 @deviation(
