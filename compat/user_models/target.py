@@ -200,9 +200,8 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         if not isinstance(error, AdaptError):  # of a statement that the target may not need
             with contextlib.suppress(Exception):
                 return lazily()
-        if parts:
-            with contextlib.suppress(Exception):
-                return despite_missing_libraries(in_package)
+        with contextlib.suppress(Exception):
+            return despite_missing_libraries(in_package)
         raise error
 
 

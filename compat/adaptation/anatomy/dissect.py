@@ -27,7 +27,6 @@ from compat.adaptation.tracing.graph import (
 )
 from compat.errors import AdaptError
 
-
 ACTIVATIONS = frozenset("gelu relu silu leaky_relu elu selu tanh sigmoid softplus mish".split())
 
 
@@ -306,8 +305,8 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
 
     Args:
         graph: of the model.
-        partial: accept blocks without an MLP, and projections that GPT-2 does not have: the gate
-            of a gated MLP, and others after the MLP.
+        partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
+            projections that GPT-2 does not have: the gate of a gated MLP, and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
@@ -344,7 +343,7 @@ class _Dissection:
             elif node in self.index.mixers:
                 core = self._core(self.index.products[node])
                 found += [core] if core is not None else []
-        if not found:
+        if not found and not (self.partial and len(self.index.projections) == 1):  # the head
             projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
             raise UnknownPart(
                 "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
@@ -385,7 +384,7 @@ class _Dissection:
         for core in cores:
             before = [level[c.product] for c in cores if c.product in above[core.product]]
             level[core.product] = max(before, default=-1) + 1
-        levels: list[list[Core]] = [[] for _ in range(max(level.values()) + 1)]
+        levels: list[list[Core]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
         for core in cores:
             levels[level[core.product]].append(core)
         return levels
@@ -451,6 +450,8 @@ class _Dissection:
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
+        if self.partial and len(mlp) == 1 and out_projs and size(out_projs[-1])[-1] != self.width:
+            mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         fc, gate, mlp_proj, *extra = self._mlp(i, [n for n in ordered if n not in second])

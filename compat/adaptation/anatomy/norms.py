@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
-from compat.adaptation.tracing.graph import SHAPE_ONLY, Graph, kind, size
+from compat.adaptation.tracing.graph import MOVES, SHAPE_ONLY, Graph, kind, size, tensor_inputs
 
 KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
 
@@ -239,7 +239,7 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
         if following is final and len(final) == 1 and not places.post:
             following = []  # the model's last norm, before the head
         _name(places, number, branch, following)
-    for norm in branches[0].stream:
+    for norm in branches[0].stream if branches else []:
         places.extra["embed"] = norm
     if final:
         places.named["ln_f"] = final.pop()
@@ -265,8 +265,10 @@ def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> lis
     attention = [branch for number, branch in branches.items() if number % 2 == 0]
     mlp = [branch for number, branch in branches.items() if number % 2]
     found: list[int] = []
-    if all(b.stream and not b.before for b in attention) and _belongs_to_first_block(
-        anatomy, attention[0]
+    if (
+        attention
+        and all(b.stream and not b.before for b in attention)
+        and _belongs_to_first_block(anatomy, attention[0])
     ):
         found += [number for number in branches if number % 2 == 0]
     settled = found or all(b.before for b in attention)
@@ -328,4 +330,7 @@ def _past_attention(anatomy: Anatomy, layer: Layer) -> bool:
     shortcut = layer.mlp_sum.shortcut
     if shortcut is None or layer.parallel:
         return False
-    return layer.mid not in anatomy.graph.ancestors[shortcut] | {shortcut}
+    mid = layer.mid
+    while kind(mid) in MOVES:  # without a sum, the heads may still be merged here
+        mid = tensor_inputs(mid)[0]
+    return mid not in anatomy.graph.ancestors[shortcut] | {shortcut}

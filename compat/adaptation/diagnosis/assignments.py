@@ -86,9 +86,12 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
         place = source.building(context.model, table.split(".")[0])
+    if not found:
+        place = source.running(context.graph, [context.anatomy.head])
     values = {"found": found, "expected": expected}
     changes = Changes(n_layer=found) if found < expected else None
-    yield Deviation(f"h.{min(found, expected) - 1}.out", place, values, changes)
+    tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
+    yield Deviation(tap, place, values, changes)
 
 
 @deviation(
@@ -161,7 +164,7 @@ def _missing(code: str) -> Detector:
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
         if code == "no_qkv_bias":
-            shared = context.mapping.attentions[0].shared_kv
+            shared = any(attention.shared_kv for attention in context.mapping.attentions[:1])
             partly = context.unmatched.partly.items()
             tensors += [hf for hf, absent in partly if absent and not shared]
         if not tensors:
@@ -276,7 +279,8 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.norm_call(context.graph, context.model, norm) or place
     elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
         layer = context.anatomy.layers[int(hf.split(".")[1])]
-        place = source.calling(context.graph, layer.attn, context.anatomy.head) or place
+        head = context.anatomy.head
+        place = source.calling(context.graph, context.model, layer.attn, head) or place
     values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
     weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
     same = all(

@@ -373,6 +373,8 @@ def mask_after_softmax(layer: LayerAttention, formula: AttentionFormula) -> Devi
 @detects("mask_after_softmax")
 def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     """A mask after the softmax whose rows are divided by their sums, which is equivalent."""
+    if not context.layers:
+        return
     layer = LayerAttention(context, 0)
     softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
     masks = [node for node, _ in _masks_like_gpt2(layer)]
@@ -389,7 +391,8 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    for node, values in _masks_like_gpt2(LayerAttention(context, 0)):
+    layers = [LayerAttention(context, i) for i, _ in context.layers[:1]]
+    for node, values in (mask for layer in layers for mask in _masks_like_gpt2(layer)):
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
             place = source.running(context.graph, [node])
@@ -546,10 +549,11 @@ for _code, _message, _fix in (
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     """A cast between the projections and the heads; in a float32 model only the source shows it."""
-    graph, layer = context.graph, context.anatomy.layers[0]
-    operands = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
-    ends = [core.out.node for core in layer.cores]
-    for node in graph.between([*ends, *operands], layer.qkv):
+    graph, first = context.graph, context.anatomy.layers[:1]
+    cores = [core for layer in first for core in layer.cores]
+    operands = [operand.node for core in cores for operand in (core.q, core.k, core.v)]
+    ends = [core.out.node for core in cores]
+    for node in graph.between([*ends, *operands], [n for layer in first for n in layer.qkv]):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
         if cast:
@@ -560,6 +564,8 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation("the model has {found} heads, but the checkpoint has {expected}", "n_head={expected}")
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    if not context.layers:
+        return
     found, expected = context.mapping.attentions[0].q.index.shape[1], context.config.n_head
     if found != expected:
         place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])

@@ -57,9 +57,9 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     graph, layer = context.graph, context.anatomy.layers[i]
     nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
-    built = source.torch_built(context.model, nodes)
+    line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
     projections = layer.mlp_proj or layer.act, layer.fc or layer.act
-    return built or source.running(graph, nodes) or source.calling(graph, *projections)
+    return line or source.calling(graph, context.model, *projections)
 
 
 def tanh_gelu(place: Place | None) -> str:
@@ -116,7 +116,7 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
         if layer.extra:
             n = len(layer.extra)
             assert layer.fc is not None and layer.mlp_proj is not None
-            place = source.calling(context.graph, layer.extra[0], layer.mlp_proj)
+            place = source.calling(context.graph, context.model, layer.extra[0], layer.mlp_proj)
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1
             if context.graph.order[layer.extra[0]] < context.graph.order[layer.fc]:
@@ -187,7 +187,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
             for i in layers:
                 layer = context.anatomy.layers[i]
                 branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
-                lines.append(source.calling(context.graph, branch, other))
+                lines.append(source.calling(context.graph, context.model, branch, other))
             only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"
             yield Deviation(at, lines[0], {}, changes, lines=lines, layers=only)

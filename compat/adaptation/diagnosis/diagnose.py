@@ -69,6 +69,9 @@ def diagnose(
             further = source.owners(context.graph, model, each.place)
             if each.code == "rope":  # q and k are rotated by one module
                 further = source.callers(context.graph, each.place)
+            if each.code == "eps_value":
+                found_eps = each.values["found"]
+                further += source.defaults(context.graph, model, each.place, found_eps)
             each.lines = [*(each.lines or [each.place]), *further]
     expected, exact = reference.trace(ids)
     if report and not any(deviation.changes for deviation in found):

@@ -65,7 +65,10 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     if "wpe.weight" not in context.mapping.by_tensor:
         changes.weights["wpe.weight"] = None
     values = {"n_positions": context.config.n_positions, "n_embd": context.config.n_embd}
-    yield Deviation("embed", _sum_line(context), values, changes)
+    line = _sum_line(context)
+    computing = source.mentions(context.model, r"\b(sin|cos)\(")  # also where the buffer is filled
+    lines = [line, *(computing if len(computing) <= 4 else [])]
+    yield Deviation("embed", line, values, changes, lines=lines)
 
 
 @deviation(
@@ -157,6 +160,8 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     """Operations on the logits other than a bias or a factor, such as a clamp."""
     graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
     after_head = graph.between([graph.output], [context.anatomy.head])
+    if (softmax := context.mapping.output_softmax) is not None:
+        after_head += [node for node, above in graph.ancestors.items() if softmax in above]
     unusual = [node for node in after_head if node in graph.live and kind(node) not in usual]
     guards = [node for node in unusual if kind(node) in NAN_GUARDS]
     others = [node for node in unusual if node not in guards]

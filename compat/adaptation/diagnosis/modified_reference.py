@@ -112,7 +112,8 @@ class ModifiedReference:
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
         x = self._extra_norm("embed", x)
-        for i in range(self.changes.n_layer or self.config.n_layer):
+        n_layer = self.changes.n_layer
+        for i in range(self.config.n_layer if n_layer is None else n_layer):
             x = self.taps[f"h.{i}.out"] = self._block(i, x)
             x = 2 * x if f"h.{i}.out" in self.changes.doubled else x
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))

@@ -190,7 +190,7 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         branch, other = layer.attn, layer.mlp
         if missing[0].endswith("ln_2"):
             branch, other = other, branch
-        place = source.calling(context.graph, branch, other)
+        place = source.calling(context.graph, context.model, branch, other)
         values = {"tensors": ", ".join(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
 
@@ -202,7 +202,8 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if "ln_f" in context.places.missing:
         anatomy = context.anatomy
-        place = source.calling(context.graph, anatomy.head, anatomy.layers[-1].out)
+        last = anatomy.layers[-1].out if anatomy.layers else anatomy.embed
+        place = source.calling(context.graph, context.model, anatomy.head, last)
         yield Deviation("ln_f", place, {}, _without(["ln_f"]))
 
 
