@@ -179,9 +179,13 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         _forget_siblings()
         holder = ModuleType(unique)
         holder.__file__ = str(path)
-        with _importing(holder, [root], deferred):
-            module = importlib.import_module(".".join([*parts, path.stem]))
-            return choose(module, tree.body)
+        try:
+            with _importing(holder, [root], deferred):
+                module = importlib.import_module(".".join([*parts, path.stem]))
+                return choose(module, tree.body)
+        except BaseException:
+            _forget_siblings()
+            raise
 
     if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree) or _hides_model(tree):
         return lazily()

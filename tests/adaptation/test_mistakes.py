@@ -253,8 +253,39 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "no MLP": (
         [("        x = self.norm2(x)\n        x = self.ff(x)\n        x = x + shortcut\n", "")],
-        "unexplained",
-        "return self.out_proj(out)",
+        "no_mlp",
+        "x = x + shortcut",
+    ),
+    "one projection in the MLP": (
+        [
+            (f"self.down({GELU})", GELU),
+            ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, dim)"),
+            ("        self.down = nn.Linear(4 * dim, dim)\n", ""),
+        ],
+        "one_mlp_projection",
+        "F.gelu(self.up(x)",
+    ),
+    "an MLP without an activation": (
+        [(GELU, "self.up(x)")],
+        "other_activation",
+        "self.down(self.up(x))",
+    ),
+    "no blocks": (
+        [(f"{LOOP}            x = block(x)\n", "")],
+        "n_layer_mismatch",
+        "return self.head(x)",
+    ),
+    "attention without a projection, a residual or an MLP": (
+        [
+            ("        return self.out_proj(out)", "        return out"),
+            (
+                "        x = x + shortcut\n        shortcut = x\n        x = self.norm2(x)\n"
+                "        x = self.ff(x)\n        x = x + shortcut\n",
+                "",
+            ),
+        ],
+        "no_mlp",
+        "x = self.att(x)",
     ),
     "no query projection": (
         [("queries = self.W_query(x)", "queries = x")],
@@ -306,7 +337,9 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     assert not adaptation
     found = only(adaptation, code)
     assert found.severity == "breaks" and line in (found.source_line or "")
-    consequences = {"random_parameters", "no_final_ln", "erf_gelu"}
+    consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
+    if name == "attention without a projection, a residual or an MLP":
+        consequences |= {"no_out_proj", "missing_residual"}
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}
 
 
@@ -370,6 +403,35 @@ def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None
     assert found.line == expected[0]
     assert found.also == [f"{tmp_path / 'learner.py'}:{line}" for line in expected[1:]]
     assert len(expected) == 3
+
+
+def test_the_default_and_the_computation_of_a_value_are_named_too(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("def __init__(self, dim):\n        super().__init__()\n        self.scale",
+         "def __init__(self, dim, eps=1e-6):\n        super().__init__()\n        self.eps = eps\n"
+         "        self.scale"),
+        ("torch.sqrt(var + 1e-5)", "torch.sqrt(var + self.eps)"),
+        ("class GPT(", "def waves(T, C):\n    t = torch.arange(T)[:, None] * torch.arange(C)\n"
+         "    return torch.sin(t)\n\n\nclass GPT("),
+        ("self.pos_emb(torch.arange(T, device=ids.device))", "waves(T, 24)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    for code, words in (("eps_value", "eps=1e-6"), ("sinusoidal_pos", "torch.sin(t)")):
+        line = next(n for n, text in enumerate(lines, 1) if words in text)
+        assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
+
+
+def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"
+         "        return torch.round(x, decimals=4)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"softmax_output", "changed_logits"}
+    assert "torch.round" in (only(adaptation, "changed_logits").source_line or "")
 
 
 def test_layers_with_a_deviation_are_named_if_others_lack_it(tiny: Path, tmp_path: Path) -> None:

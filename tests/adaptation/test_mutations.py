@@ -45,6 +45,8 @@ FEW_STYLES = {
     "low_precision": "test_odd_models.py computes attention in bfloat16",
     "grouped_query_attention": "test_odd_models.py shares keys among heads",
     "extra_projection": "test_mistakes.py runs an MLP after the blocks",
+    "no_mlp": "test_mistakes.py leaves out the MLP",
+    "one_mlp_projection": "test_mistakes.py leaves out the second projection",
     "low_rank_term": "test_mistakes.py adds LoRA to the head",
     "weights_changed": "test_mistakes.py writes to the embedding",
     "batch_first": "test_mistakes.py calls nn.MultiheadAttention with (B, T, C)",

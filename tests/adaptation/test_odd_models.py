@@ -391,7 +391,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8, but the checkpoint has 24"}),
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
-    "no layers": (sized(layers=0), {"unexplained": "no attention"}),
+    "no layers": (sized(layers=0), {"n_layer_mismatch": "has 0 layers"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),

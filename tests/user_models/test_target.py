@@ -137,6 +137,13 @@ def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> N
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
+def test_two_files_that_import_each_other(tmp_path: Path) -> None:
+    write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
+    text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
+    path = write(tmp_path / "own_gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
 def test_a_call_of_a_missing_library_while_another_file_is_loaded(tmp_path: Path) -> None:
     write(tmp_path / "own_log.py", "import no_such_log\nlog = no_such_log.get(1).named('x')\n")
     path = write(tmp_path / "gpt.py", f"from own_log import log\n{GPT}    log = log")

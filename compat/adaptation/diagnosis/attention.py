@@ -162,7 +162,7 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
             yield replace(
                 next(iter(found.values())),
                 changes=combine(changes) if changes else None,
-                lines=[hit.place for hit in found.values()],
+                lines=[line for hit in found.values() for line in hit.lines or [hit.place]],
                 layers=list(found) if len(found) < len(every) else (),
             )
 
@@ -279,7 +279,8 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
         return None
     kinds = ("layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm", "norm", "rsqrt")
     place = source.running(layer.graph, layer.before, *kinds, "div", "mul", "sum", "mean")
-    return layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
+    found = layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
+    return replace(found, lines=[found.place, *source.calls(layer.graph, layer.before, place)])
 
 
 @deviation(

@@ -19,6 +19,7 @@ from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inp
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
+CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
 def _activations(code: str) -> Detector:
@@ -39,6 +40,9 @@ def _activations(code: str) -> Detector:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]
+            class_name = CLASS_OF.get(name, "")
+            if lines[0] and class_name and name not in lines[0].text.lower():
+                lines += source.mentions(context.model, rf"\bnn\.{class_name}\b")[:1]  # of a table
             fix = f"Use {expected} as the activation."
             if expected == "gelu_new":
                 fix = tanh_gelu(lines[0])
@@ -138,8 +142,8 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     if layers := [i for i, layer in context.layers if layer.fc is None]:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.mid])
-        if place is not None and layer.attn_sum.shortcut is None:  # the line that calls attention
-            place = next(iter(source.callers(context.graph, place)), place)
+        if layer.attn_sum.shortcut is None:
+            place = source.module_call(context.graph, context.model, layer.attn)
         only = layers if len(layers) < len(context.layers) else ()
         changes = Changes(no_mlp=set(layers))
         yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
@@ -187,7 +191,10 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
             for i in layers:
                 layer = context.anatomy.layers[i]
                 branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
-                lines.append(source.calling(context.graph, context.model, branch, other))
+                line = source.calling(context.graph, context.model, branch, other)
+                if layer.fc is None:
+                    line = source.module_call(context.graph, context.model, layer.attn)
+                lines.append(line)
             only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"
             yield Deviation(at, lines[0], {}, changes, lines=lines, layers=only)

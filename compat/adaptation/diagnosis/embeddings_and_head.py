@@ -151,8 +151,8 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if (node := context.mapping.output_softmax) is not None:
         built = source.torch_built(context.model, [node])
         found = "the logarithm of the softmax" if "log" in kind(node) else "the softmax"
-        place = built or source.running(context.graph, [node])
-        yield Deviation("logits", place, {"found": found}, Changes())
+        lines = [built, source.running(context.graph, [node])]
+        yield Deviation("logits", built or lines[1], {"found": found}, Changes(), lines=lines)
 
 
 @deviation("{found} is applied to the logits, but GPT-2 returns them unchanged", "return logits")

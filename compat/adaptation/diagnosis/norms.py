@@ -52,7 +52,7 @@ def norms_where(
             live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
         place = _line(context, live, kinds)
         found = seen.setdefault(str(values), Deviation(name, place, values, Changes()))
-        found.lines = [*found.lines, place]
+        found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
         assert found.changes is not None
         found.changes.norm_formula[name] = formula or own_formula(context.graph, norm)
     yield from seen.values()
@@ -191,6 +191,8 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         if missing[0].endswith("ln_2"):
             branch, other = other, branch
         place = source.calling(context.graph, context.model, branch, other)
+        if layer.fc is None:
+            place = source.module_call(context.graph, context.model, layer.attn)
         values = {"tensors": ", ".join(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
 

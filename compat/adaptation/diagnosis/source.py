@@ -51,6 +51,20 @@ def callers(graph: Graph, place: Place) -> list[Place]:
     return list(dict.fromkeys(lines[-2] for lines in frames if len(lines) > 1))
 
 
+def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
+    """The lines of forward that call the function, such as `norm(x)`, in which a line is."""
+    frames = [graph.places(node) for node in nodes if graph.place(node) == place]
+    called = [f for f in frames if len(f) > 1 and f[-1].function != "forward" == f[-2].function]
+    return list(dict.fromkeys(lines[-2] for lines in called))
+
+
+def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
+    """The line that calls the user's innermost module that computes a node."""
+    frames, paths = graph.places(node), _module_paths(node)
+    within = bool(paths) and _is_users(model.get_submodule(paths[0]))
+    return frames[-2] if within and len(frames) > 1 else graph.place(node)
+
+
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     """The line that calls a norm, rather than a line inside the norm."""
     frames = graph.places(norm.end)
