@@ -32,12 +32,14 @@ from compat.user_models.notebook import (
     unguarded,
 )
 from compat.user_models.synonyms import takes_sizes
+from compat.user_models.time_limit import limited_time
 from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
+_SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
 # Words in the code of a language model.
 FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
 # Words that distinguish the last of several models in a lesson from those before it.
@@ -165,7 +167,8 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
-            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
+            with limited_time():
+                exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return choose(module, tree.body)
 
     def lazily() -> Model:
@@ -181,13 +184,15 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         holder.__file__ = str(path)
         try:
             with _importing(holder, [root], deferred):
-                module = importlib.import_module(".".join([*parts, path.stem]))
+                with limited_time():
+                    module = importlib.import_module(".".join([*parts, path.stem]))
                 return choose(module, tree.body)
         except BaseException:
             _forget_siblings()
             raise
 
-    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree) or _hides_model(tree):
+    runs_long = str(path) in _SLOW or _trains(tree)
+    if path.suffix == ".ipynb" or runs_long or needs_main(tree) or _hides_model(tree):
         return lazily()
     try:
         try:
@@ -201,6 +206,8 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
             sys.modules.pop(package, None)
             return despite_missing_libraries(lambda: execute(False, [outer]))
     except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError):
+            _SLOW.add(str(path))
         if not isinstance(error, AdaptError):  # of a statement that the target may not need
             with contextlib.suppress(Exception):
                 return lazily()

@@ -308,6 +308,7 @@ EQUAL: dict[str, Edits] = {
         ("def forward(self, ids):", "def forward(self, ids, start_pos):"),
         ("torch.arange(T,", "torch.arange(start_pos, start_pos + T,"),
     ],
+    "a device that the machine lacks": [("device=ids.device", 'device="mps"')],
     "two data types": [
         ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False).double()"),
         ("self.head(x)", "self.head(x.double())"),
