@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn import functional as F
 
 from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
@@ -58,6 +59,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
     Forward,
+    Given,
     batch_sizes,
     check_model,
     eval_mode,
@@ -522,25 +524,30 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """How to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on one
-    sequence without the axis of the batch, and on the numbers of sequences that it may expect, also
-    of full length.
+    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on ids
+    that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
+    batch, and on the numbers of sequences that it may expect, also of full length.
     """
     try:
         return find_signature(model, ids), ids
     except AdaptError:
         config = checkpoint.config
         full_length = random_ids(checkpoint, 0, 2, config.n_positions)
-        others: list[tuple[Tensor, int | None]]
-        others = [(full_length, None), (ids % 16, None), (ids.int(), None)]
-        others += [(ids, 0), (full_length, 0)]
+
+        def one_hot(ids: Tensor) -> Tensor:
+            return F.one_hot(ids, config.vocab_size).to(next(model.parameters()).dtype)
+
+        others: list[tuple[Tensor, int | None, Given | None]]
+        others = [(full_length, None, None), (ids % 16, None, None)]
+        others += [(ids, None, given) for given in (Tensor.int, Tensor.float, one_hot)]
+        others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
-                others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
-        for other, number in others:
+                others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
+        for other, number, given in others:
             with suppress(AdaptError):
-                return find_signature(model, other, number), other.long()
+                return find_signature(model, other, number, given), other
         raise
 
 

@@ -425,6 +425,35 @@ def test_the_default_and_the_computation_of_a_value_are_named_too(
         assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_condition_on_an_id_is_named_beside_other_deviations(
+    tiny: Path, tmp_path: Path, is_named: bool
+) -> None:
+    effect = "* (ids != 9)" if is_named else "+ 0 * (ids != 9)"
+    edits = [(LOOP, f"        x = x {effect}[..., None]\n{LOOP}"), (GELU, "F.relu(self.up(x))")]
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert set(found) == ({"relu", "id_condition"} if is_named else {"relu"})
+    if is_named:
+        assert "the id 9 changes" in found["id_condition"].message
+
+
+def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("LayerNorm(dim)", "nn.RMSNorm(dim, eps=1e-5)"),
+        ("LayerNorm(emb_dim)", "nn.RMSNorm(emb_dim, eps=1e-5)"),
+        ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim, bias=False)\n"
+         "        self.gate = nn.Linear(dim, 4 * dim, bias=False)"),
+        ("nn.Linear(4 * dim, dim)", "nn.Linear(4 * dim, dim, bias=False)"),
+        (GELU, "F.silu(self.up(x)) * self.gate(x)"),
+    ]  # fmt: skip
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert set(found) == {"rmsnorm", "gated_mlp"}
+    assert "has no bias," in found["rmsnorm"].message
+    assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
+
+
 def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"

@@ -212,6 +212,28 @@ class NarrowIds(GPT):
         return self.logits(ids)
 
 
+class FloatIds(GPT):
+    """Takes ids that are floating-point numbers."""
+
+    def forward(self, ids: Tensor) -> Any:
+        assert ids.is_floating_point()
+        return self.logits(ids.long())
+
+
+class OneHotVectors(GPT):
+    """Takes one-hot vectors (B, T, V)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Linear(97, 24, bias=False)
+
+    def head(self, x: Tensor) -> Tensor:
+        return x @ self.wte.weight
+
+    def forward(self, vectors: Tensor) -> Any:
+        return self.logits(vectors)
+
+
 class FixedShape(GPT):
     """Takes exactly four sequences of full length."""
 
@@ -415,6 +437,8 @@ EQUAL: dict[str, Build] = {
     "a longer context": sized(context=64),
     "one sequence": OneSequence,
     "32-bit ids": NarrowIds,
+    "ids as floating-point numbers": FloatIds,
+    "one-hot vectors": OneHotVectors,
     "four full sequences": FixedShape,
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,

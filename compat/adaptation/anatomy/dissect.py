@@ -139,6 +139,11 @@ class Layer:
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
 
     @property
+    def is_gated(self) -> bool:
+        """Whether two projections, or the halves of one, are multiplied."""
+        return self.gate is not None or size(self.fc_end)[-1] == 2 * size(self.act)[-1]
+
+    @property
     def mid(self) -> Node:
         return self.attn_sum.node
 
@@ -327,6 +332,9 @@ class _Dissection:
         tokens, embed = self._embedding()
         self.width = size(tokens)[-1]
         head = self._head(tokens)
+        between = graph.parameters_between([self.index.input_of(head)], [embed])
+        if not levels and any(graph.values[node].ndim > 1 for node in between):
+            raise self._no_attention()
         layers = []
         for i, cores in enumerate(levels):
             until = [c.product for c in levels[i + 1]] if i + 1 < len(levels) else [head]
@@ -343,14 +351,17 @@ class _Dissection:
             elif node in self.index.mixers:
                 core = self._core(self.index.products[node])
                 found += [core] if core is not None else []
-        if not found and not (self.partial and len(self.index.projections) == 1):  # the head
-            projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
-            raise UnknownPart(
-                "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
-                f"with v anywhere; {len(projections)} projections were found",
-                projections,
-            )
+        if not found and not self.partial:
+            raise self._no_attention()
         return found
+
+    def _no_attention(self) -> UnknownPart:
+        projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
+        return UnknownPart(
+            "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
+            f"with v anywhere; {len(projections)} projections were found",
+            projections,
+        )
 
     def _with_own_value(self, core: Core) -> Core:
         """A copy of the node for the value where one is key and value, so that each can be set."""

@@ -204,6 +204,11 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         layer = context.anatomy.layers[int(parts[1])]
         if layer.fc is None or (layer.mlp_proj is None and parts[3] == "c_proj"):
             return None
+        if layer.is_gated and unmatched.lacks(f"h.{parts[1]}.mlp.c_fc.bias"):
+            return None
+    norm = context.norm_formulas.get(module)
+    if parts[-1] == "bias" and norm is not None and not norm.centred:
+        return None  # an RMSNorm
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
     if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
         end = "attn.c_proj.weight"  # the whole projection is missing
@@ -312,6 +317,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    for _, layer in context.layers:  # reported as gated_mlp
+        known |= set(graph.parameters_between([layer.gate], [layer.x2]) if layer.gate else [])
     by_name = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])

@@ -15,7 +15,7 @@ from compat.adaptation.diagnosis.formulas import Activation, canonical_activatio
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inputs
+from compat.adaptation.tracing.graph import MOVES, Place, kind, tensor_inputs
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
@@ -89,16 +89,18 @@ for _code, _message in (
 
 
 @deviation(
-    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU), but GPT-2's "
-    "MLP has one projection before the activation",
+    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU){no_bias}, but "
+    "GPT-2's MLP has one projection before the activation",
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
 def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
-        halved = size(layer.fc_end)[-1] == 2 * size(layer.act)[-1]  # one projection for both
-        if layer.gate is not None or halved:
+        if layer.is_gated:
             last = layer.gate or _product_before(context, layer)
-            yield Deviation(f"h.{i}.act", source.running(context.graph, [last]))
+            missing = context.unmatched.lacks(f"h.{i}.mlp.c_fc.bias")
+            values = {"no_bias": " and has no biases" if missing else ""}
+            tap = f"h.{i}.fc" if missing else f"h.{i}.act"
+            yield Deviation(tap, source.running(context.graph, [last]), values)
             return
 
 

@@ -65,18 +65,23 @@ def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) 
 
 
 @deviation(
-    "the norm is an RMSNorm, which does not subtract the mean, but GPT-2 uses LayerNorm",
+    "the norm is an RMSNorm, which does not subtract the mean{no_bias}, but GPT-2 uses LayerNorm",
     "nn.LayerNorm({n_embd}, eps={expected:g})",
 )
 def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
     config = context.config
 
-    def differs(formula: NormFormula | None, _: Norm) -> dict[str, Any] | None:
+    def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
         if formula is None or formula.centred:
             return None
-        return {"n_embd": config.n_embd, **_eps(context, formula)}
+        no_bias = "" if norm.shift else " and has no bias"
+        return {"n_embd": config.n_embd, "no_bias": no_bias, **_eps(context, formula)}
 
-    return norms_where(context, differs)
+    for found in norms_where(context, differs):
+        if found.values["no_bias"] and found.changes is not None:
+            names = [f"{name}.bias" for name in found.changes.norm_formula]
+            found.changes.weights |= dict.fromkeys(names)
+        yield found
 
 
 @deviation(

@@ -143,6 +143,10 @@ class Unmatched:
     nodes: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
 
+    def lacks(self, hf: str) -> bool:
+        """Whether the model has nothing in place of a tensor."""
+        return hf in self.names and hf not in self.shapes and hf not in self.shared
+
 
 def find_assignments(
     anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
