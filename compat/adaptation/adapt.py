@@ -54,7 +54,7 @@ from compat.adaptation.mapping.assignments import (
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
-from compat.adaptation.part import of_part, with_part
+from compat.adaptation.part import of_part, takes_hidden_states, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
@@ -527,11 +527,20 @@ def _signature(
     If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on ids
     that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
     batch, and on the numbers of sequences that it may expect, also of full length.
+
+    Raises:
+        AdaptError: none of them works.
     """
     try:
         return find_signature(model, ids), ids
     except AdaptError:
         config = checkpoint.config
+        if takes_hidden_states(model, config):
+            raise AdaptError(
+                f"{type(model).__name__} takes hidden states (B, T, C), not ids. Pass which part "
+                'of a GPT-2 it is, part="h.0.attn" or --part h.0.attn. The parts are h.0, '
+                "h.0.attn, h.0.mlp, h.0.ln_1, h.0.ln_2 and ln_f"
+            ) from None
         full_length = random_ids(checkpoint, 0, 2, config.n_positions)
 
         def one_hot(ids: Tensor) -> Tensor:

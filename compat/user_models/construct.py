@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
 import json
 import math
+import re
 import sys
 import warnings
 from collections import Counter
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ from compat.user_models.usage import forwarded, items_of, modules_text, reads, t
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
+LIST_OF_CONFIGS = re.compile(r"(typing\.)?(list|List|Sequence)\[(typing\.)?(dict|Dict)\b")
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
@@ -455,6 +458,10 @@ def _arguments(
             missing += [f"{name}.{key}" for key in unknown]
         elif name in given:
             continue
+        elif parameter.default is parameter.empty and LIST_OF_CONFIGS.match(_annotation(parameter)):
+            entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
+            arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
+            missing += [f"{name}.{key}" for key in unknown]
         elif name in sizes and accepts(parameter, sizes[name]):
             arguments[name] = sizes[name]
         elif parameter.default is parameter.empty:
@@ -469,7 +476,8 @@ def _arguments(
 
 
 def _annotation(parameter: Parameter) -> str:
-    return str(getattr(parameter.annotation, "__name__", parameter.annotation))
+    named = isinstance(parameter.annotation, type) and not get_args(parameter.annotation)
+    return parameter.annotation.__name__ if named else str(parameter.annotation)
 
 
 def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:

@@ -503,6 +503,19 @@ class GPT(nn.Module):
     assert build(tmp_path, source).width == 24
 
 
+def test_a_list_of_a_config_for_each_block(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, blocks: list[dict]):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, blocks[0]["d_model"])
+        self.blocks = nn.ModuleList(nn.Linear(b["d_model"], b["d_ff"]) for b in blocks)
+"""
+    model = build(tmp_path, source)
+    assert model.table.weight.shape == (97, 24)
+    assert [block.weight.shape for block in model.blocks] == [(96, 24)] * 3
+
+
 def test_a_model_that_a_head_takes_is_no_config(tmp_path: Path) -> None:
     """The names that the head reads off the model are not entries of a config."""
     source = """

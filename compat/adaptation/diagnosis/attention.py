@@ -18,6 +18,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     AttentionPiece,
+    depends_on_position,
     rotation_of,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -126,6 +127,12 @@ class LayerAttention:
         """The nodes inside that depend on the ids and are of these kinds."""
         return [n for n in self.inside if n in self.graph.live and kind(n) in kinds]
 
+    @cached_property
+    def is_turned(self) -> bool:
+        """Whether q depends on the position although it is no function of its token alone."""
+        indirect = self.attention.indirect and not self.unsplit
+        return indirect and depends_on_position(self.graph, self.attention, self.core.q)
+
     @property
     def own_attention(self) -> Changes:
         """The model's own function of q, k and v, as a change to the reference."""
@@ -188,26 +195,28 @@ def with_formula(
 )
 @each_layer
 def rope(layer: LayerAttention) -> Deviation | None:
-    if not layer.attention.rotated:
+    if not layer.attention.rotated and not layer.is_turned:
         return None
     turning = layer.graph.between([layer.core.q.node], layer.layer.qkv)
     live = [n for n in turning if n in layer.graph.live]
+    if layer.is_turned:  # after a norm, which multiplies too
+        live = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
     place = source.running(layer.graph, live, "mul", "neg", "cat")
-    return layer.deviation(place, _rotation(layer), tap="q")
+    changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
+    if "wpe.weight" not in layer.context.mapping.by_tensor:
+        changes.weights["wpe.weight"] = None
+    return layer.deviation(place, changes, tap="q")
 
 
 def _rotation(layer: LayerAttention) -> Changes:
-    """The measured rotation, and no learned positions if the model has none."""
+    """The measured rotation."""
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:
         bias = torch.zeros(3 * context.config.n_embd, dtype=torch.float64)
     rotation = rotation_of(layer.graph, layer.attention, layer.layer.x1, weight, bias)
-    changes = Changes() if rotation is None else Changes(rotation={layer.i: rotation})
-    if "wpe.weight" not in assigned:
-        changes.weights["wpe.weight"] = None
-    return changes
+    return Changes() if rotation is None else Changes(rotation={layer.i: rotation})
 
 
 @deviation(

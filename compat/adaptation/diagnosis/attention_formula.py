@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
 from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
@@ -131,6 +132,23 @@ def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
     difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
     error = difference[:, :, formula.allowed.any(-1)].abs().max().item()
     return error < 1e-5
+
+
+def depends_on_position(graph: Graph, attention: Attention, q: Operand) -> bool:
+    """Whether q depends on the position after the projections, from which attention was traced.
+
+    Args:
+        graph: the model's graph.
+        attention: of one layer, whose views are the results of the projections.
+        q: an operand of its first product.
+    """
+    B, H, T, D = attention.q.index.shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, H, 1, D, generator=generator, dtype=torch.float64).expand(B, H, T, D)
+    given = dict(zip(attention.q.nodes, attention.q.write(x), strict=True))
+    [found] = graph.run([q.node], given)
+    later = found.movedim(q.time, 0)[T // 2 :]  # after tokens without a predecessor
+    return not torch.allclose(later, later[:1].expand_as(later), rtol=1e-6, atol=1e-9)
 
 
 def rotation_of(

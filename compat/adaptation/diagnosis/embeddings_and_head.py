@@ -79,7 +79,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None:
         return
-    if not any(attention.rotated for attention in context.mapping.attentions):
+    if not context.has_rotations:
         line = source.running(context.graph, [context.anatomy.token_embedding])
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}))
 
