@@ -249,7 +249,7 @@ def _importing(
     sys.modules[module.__name__] = module
     before, argv = set(sys.modules), sys.argv
     sys.argv = [str(module.__file__)]
-    above = _AboveFinder(folders[0])
+    above = _AboveFinder(folders[0], Path(str(module.__file__)))
     sys.meta_path.append(above)
     sys.meta_path.insert(0, deferred)
     try:
@@ -273,17 +273,22 @@ def _importing(
 class _AboveFinder:
     """Finds modules in the folders above a file, up to the top folder of its project.
 
+    A package with another name than its folder is found too: that of `from package.part import …`
+    in a file beside `part.py`.
+
     Attributes:
         top: the nearest folder with one of `PROJECT_FILES`, or else the third above.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: Path) -> None:
         above = [folder, *(each for each in folder.parents if each not in (Path.home(), Path("/")))]
         tops = (
             i for i, each in enumerate(above) if any((each / f).exists() for f in PROJECT_FILES)
         )
         self._folders = above[: next(tops, 3) + 1]
         self.top = self._folders[-1]
+        names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
+        self._renamed = {name for name, part in names if (folder / f"{part}.py").is_file()}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -295,7 +300,16 @@ class _AboveFinder:
                 code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
                 if any(any(place.glob(pattern)) for pattern in code):
                     return importlib.machinery.PathFinder.find_spec(name, [str(place)])
-        return None
+        if name not in self._renamed:
+            return None
+        package = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        package.submodule_search_locations = [str(self._folders[0])]
+        return package
+
+
+def _text(file: Path) -> str:
+    """The source of a Python file; nothing for a notebook."""
+    return read_source(file) if file.suffix == ".py" else ""
 
 
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -138,6 +138,14 @@ def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> N
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
+def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
+    write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
+    write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")
+    text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
+    path = write(tmp_path / "downloaded" / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
 def test_two_files_that_import_each_other(tmp_path: Path) -> None:
     write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
     text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
