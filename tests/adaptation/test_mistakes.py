@@ -470,6 +470,21 @@ def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: P
     assert "a * c" in (only(adaptation, "rope").source_line or "")
 
 
+@pytest.mark.parametrize("call", ["(x)", ".forward(x)"])
+def test_the_lines_that_build_a_module_are_named(tiny: Path, tmp_path: Path, call: str) -> None:
+    edits = [
+        (
+            "(x - mean) / torch.sqrt(var + 1e-5)",
+            "x * torch.rsqrt(x.square().mean(-1, True) + 1e-5)",
+        ),
+        *((f"{name}(x)", f"{name}{call}") for name in ("self.norm1", "self.norm2", "final_norm")),
+    ]
+    found = only(adapted(tiny, tmp_path, edits), "rmsnorm")
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    built = [i for i, text in enumerate(lines, 1) if "= LayerNorm(" in text]
+    assert {f"{tmp_path / 'learner.py'}:{line}" for line in built} <= set(found.also)
+
+
 def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"
