@@ -485,6 +485,26 @@ def test_the_lines_that_build_a_module_are_named(tiny: Path, tmp_path: Path, cal
     assert {f"{tmp_path / 'learner.py'}:{line}" for line in built} <= set(found.also)
 
 
+def test_one_residual_around_all_attentions_is_that_of_the_last(tiny: Path, tmp_path: Path) -> None:
+    loop = f"        start = x\n{LOOP}            x = block.att(x)\n        x = x + start\n"
+    adaptation = adapted(tiny, tmp_path, [(f"{LOOP}            x = block(x)\n", loop)])
+    assert {"missing_ln", "no_mlp"} <= {f.code for f in adaptation.deviations}
+    found = only(adaptation, "missing_residual")
+    assert found.message.endswith("(only in h.0, h.1)") and "block.att(x)" in str(found.source_line)
+
+
+def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (GELU, 'F.gelu(self.up(x), approximate="none" if self.exact else "tanh")'),
+        ("        self.up = nn", "        self.exact = False\n        self.up = nn"),
+        ("for _ in range(n_layers)]", "for _ in range(4)]\n        blocks[3].ff.exact = True"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"erf_gelu", "n_layer_mismatch"}
+    found = only(adaptation, "erf_gelu")
+    assert found.severity == "breaks" and "does not have" in found.evidence
+
+
 def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"

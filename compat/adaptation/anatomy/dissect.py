@@ -474,7 +474,7 @@ class _Dissection:
         else:
             projected = self._joined_heads(cores)
         attn = self._with_bias(second[-1]) if second else projected
-        attn_sum = self._sum(attn, products)
+        attn_sum = self._sum(attn, products, until)
         x2 = act = fc_end = end = attn_sum.node
         mlp_sum = Sum(end, end, end)
         if fc is not None:
@@ -482,9 +482,9 @@ class _Dissection:
             last = mlp_proj or fc
             act = index.input_of(last) if mlp_proj else self._activated(fc_end)
             end = self._with_bias(last) if mlp_proj else act
-            mlp_sum = self._sum(end, {last})
+            mlp_sum = self._sum(end, {last}, until)
             if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
-                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last})
+                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
         return Layer(
             cores=cores,
             qkv=qkv,
@@ -622,12 +622,17 @@ class _Dissection:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]
         return len(dead) == 1 and bool(self.graph.parameters_of[dead[0]])
 
-    def _sum(self, branch: Node, roots: set[Node]) -> Sum:
-        """The first sum of a branch with a tensor that is not computed from the branch's roots."""
+    def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
+        """The first sum of a branch with a tensor that is not computed from the branch's roots.
+
+        It comes before `until`, the next attention or the head.
+        """
         above = self.graph.ancestors
         for node in self.index.live:
             if self.graph.order[node] <= self.graph.order[branch] or not self._adds_streams(node):
                 continue
+            if not above[node].isdisjoint(until):
+                break
             one, other = tensor_inputs(node)[:2]
             for inner, outer in ((one, other), (other, one)):
                 from_branch = branch in above[inner] or inner is branch

@@ -145,7 +145,7 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.mid])
         if layer.attn_sum.shortcut is None:
-            place = source.module_call(context.graph, context.model, layer.attn)
+            place = source.module_call(context.graph, context.model, layer.cores[0].product)
         only = layers if len(layers) < len(context.layers) else ()
         changes = Changes(no_mlp=set(layers))
         yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
@@ -195,7 +195,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
                 branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
                 line = source.calling(context.graph, context.model, branch, other)
                 if layer.fc is None:
-                    line = source.module_call(context.graph, context.model, layer.attn)
+                    line = source.module_call(context.graph, context.model, layer.cores[0].product)
                 lines.append(line)
             only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"

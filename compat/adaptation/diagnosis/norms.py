@@ -197,7 +197,7 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
             branch, other = other, branch
         place = source.calling(context.graph, context.model, branch, other)
         if layer.fc is None:
-            place = source.module_call(context.graph, context.model, layer.attn)
+            place = source.module_call(context.graph, context.model, layer.cores[0].product)
         values = {"tensors": ", ".join(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
 
