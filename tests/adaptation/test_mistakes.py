@@ -505,6 +505,15 @@ def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Pat
     assert found.severity == "breaks" and "does not have" in found.evidence
 
 
+def test_heads_that_are_not_transposed_are_no_rotation(tiny: Path, tmp_path: Path) -> None:
+    split = "self.heads, self.head_dim).transpose(1, 2)"
+    edits = [
+        (f".view(B, T, {split}", ".reshape(B, self.heads, T, self.head_dim)"),
+        ("self.head_dim ** 0.5", "C ** 0.5"),
+    ]
+    assert "rope" not in {f.code for f in adapted(tiny, tmp_path, edits).findings}
+
+
 def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"
