@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn import functional as F
 
 from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
@@ -53,11 +54,12 @@ from compat.adaptation.mapping.assignments import (
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
-from compat.adaptation.part import of_part, with_part
+from compat.adaptation.part import of_part, takes_hidden_states, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
     Forward,
+    Given,
     batch_sizes,
     check_model,
     eval_mode,
@@ -522,25 +524,39 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """How to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on one
-    sequence without the axis of the batch, and on the numbers of sequences that it may expect, also
-    of full length.
+    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on ids
+    that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
+    batch, and on the numbers of sequences that it may expect, also of full length.
+
+    Raises:
+        AdaptError: none of them works.
     """
     try:
         return find_signature(model, ids), ids
     except AdaptError:
         config = checkpoint.config
+        if takes_hidden_states(model, config):
+            raise AdaptError(
+                f"{type(model).__name__} takes hidden states (B, T, C), not ids. Pass which part "
+                'of a GPT-2 it is, part="h.0.attn" or --part h.0.attn. The parts are h.0, '
+                "h.0.attn, h.0.mlp, h.0.ln_1, h.0.ln_2 and ln_f"
+            ) from None
         full_length = random_ids(checkpoint, 0, 2, config.n_positions)
-        others: list[tuple[Tensor, int | None]]
-        others = [(full_length, None), (ids % 16, None), (ids.int(), None)]
-        others += [(ids, 0), (full_length, 0)]
+
+        def one_hot(ids: Tensor) -> Tensor:
+            return F.one_hot(ids, config.vocab_size).to(next(model.parameters()).dtype)
+
+        others: list[tuple[Tensor, int | None, Given | None]]
+        others = [(full_length, None, None), (ids % 16, None, None)]
+        others += [(ids, None, given) for given in (Tensor.int, Tensor.float, one_hot)]
+        others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
-                others += [(full_length[:, : ids.shape[1]], rows), (full_length, rows)]
-        for other, number in others:
+                others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
+        for other, number, given in others:
             with suppress(AdaptError):
-                return find_signature(model, other, number), other.long()
+                return find_signature(model, other, number, given), other
         raise
 
 

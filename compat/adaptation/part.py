@@ -124,6 +124,15 @@ def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | No
     return working[0]
 
 
+def takes_hidden_states(module: nn.Module, config: GPT2Config) -> bool:
+    """Whether a module can be called like a part."""
+    try:
+        _mask_of(module, config)
+    except AdaptError:
+        return False
+    return True
+
+
 def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> Adaptation:
     """The adaptation of the whole model as that of the part, with the part's own names."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,12 @@ Result = TypeVar("Result")
 
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
 # What torch says where a device is used that this machine does not have.
-_MISSING = re.compile(r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend")
+_MISSING = re.compile(
+    r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend|'_cuda_\w+'"
+    r"|arguments from the '(CUDA|MPS|XPU)' backend"
+)
+# Functions of torch.cuda that have nothing to do without a device.
+_IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
 
 
 def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
@@ -30,8 +36,22 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
     except AdaptError as error:
         if not _MISSING.search(str(error)):
             raise
-    with _OnCpu():
+    with _OnCpu(), _idle_cuda():
         return run(), True
+
+
+@contextlib.contextmanager
+def _idle_cuda() -> Iterator[None]:
+    """Let functions of torch.cuda do nothing, and call the current device number 0."""
+    before = {name: getattr(torch.cuda, name) for name in (*_IDLE, "current_device")}
+    for name in _IDLE:
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
 
 
 class _OnCpu(TorchFunctionMode):
@@ -43,6 +63,8 @@ class _OnCpu(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         named = {name: _available(value) for name, value in (kwargs or {}).items()}
+        if isinstance(named.get("device"), int):  # the number of a device
+            named["device"] = "cpu"
         return func(*map(_available, args), **named)
 
 

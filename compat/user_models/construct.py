@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
 import json
 import math
+import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +57,7 @@ from compat.user_models.usage import forwarded, items_of, modules_text, reads, t
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
+LIST_OF_CONFIGS = re.compile(r"(typing\.)?(list|List|Sequence)\[(typing\.)?(dict|Dict)\b")
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
@@ -261,8 +265,8 @@ def _inferred(
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
-        text = modules_text(target)
-        chosen = tried(run, error.names, chosen, text, config)
+        text, enums = modules_text(target), _enums(target)
+        chosen = tried(run, error.names, chosen, text, enums, config)
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)
@@ -270,10 +274,17 @@ def _inferred(
             others = {name: roles for name, roles in others.items() if name not in chosen}
             other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
-                chosen = tried(run, chosen, other, text, config) or chosen
+                chosen = tried(run, chosen, other, text, enums, config) or chosen
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)
+
+
+def _enums(target: type[nn.Module]) -> list[type[Enum]]:
+    """The enumerations in the user's code."""
+    values = [v for module in user_modules(target) for v in list(vars(module).values())]
+    enums = [v for v in values if isinstance(v, type) and issubclass(v, Enum)]
+    return list(dict.fromkeys(enum for enum in enums if is_users_class(enum)))
 
 
 def _alternatives(
@@ -440,23 +451,33 @@ def _arguments(
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:
             continue
         usage = reads(cls, name)
-        if isinstance(entries, Mapping) and takes_config(cls, parameter, usage):
+        inner = _inner_class(cls, parameter)
+        is_module = inner is not None and _annotation(parameter) == inner.__name__
+        if isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
             arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
             missing += [f"{name}.{key}" for key in unknown]
         elif name in given:
             continue
+        elif parameter.default is parameter.empty and LIST_OF_CONFIGS.match(_annotation(parameter)):
+            entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
+            arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
+            missing += [f"{name}.{key}" for key in unknown]
         elif name in sizes and accepts(parameter, sizes[name]):
             arguments[name] = sizes[name]
         elif parameter.default is parameter.empty:
             has_neutral, arguments[name] = neutral(name)
             if plain(name) == "modeltype" and not any(role_of(n) in SIZES for n in parameters):
                 arguments[name] = "gpt2"  # the name of a preset
-            inner = None if has_neutral else _inner_class(cls, parameter)
-            if inner is not None:
+            if not has_neutral and inner is not None:
                 arguments[name] = construct(inner, config)
             elif not has_neutral:
                 missing.append(name)
     return arguments, missing
+
+
+def _annotation(parameter: Parameter) -> str:
+    named = isinstance(parameter.annotation, type) and not get_args(parameter.annotation)
+    return parameter.annotation.__name__ if named else str(parameter.annotation)
 
 
 def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:
@@ -467,8 +488,9 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
         and is_users_class(value)
     }  # fmt: skip
     for value in classes:
-        annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation))
-        if annotation == value.__name__ or plain(parameter.name) == plain(value.__name__):
+        if _annotation(parameter) == value.__name__ or plain(parameter.name) == plain(
+            value.__name__
+        ):
             return value
     return None
 

@@ -21,6 +21,7 @@ from compat.errors import AdaptError
 from compat.user_code import translated
 from compat.user_models.missing import Unknown
 from compat.user_models.synonyms import plain, role_of
+from compat.user_models.time_limit import limited_time
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
@@ -64,7 +65,7 @@ class LazyModule:
 
     A name needs the statements that bind it or change its value, and what these read. Other
     statements, such as a training loop, are never executed. A statement that raises, as one that
-    reads a file that is missing, binds its names to an `Unknown`.
+    reads a file that is missing, or that takes too long binds its names to an `Unknown`.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -123,10 +124,12 @@ class LazyModule:
         for statement in [self.statements[index] for index in fresh]:
             body = ast.Module(body=[statement.node], type_ignores=[])
             code = compile(body, statement.filename, "exec", self._flags, dont_inherit=True)
+            imports = isinstance(statement.node, (ast.Import, ast.ImportFrom))
             try:
-                exec(code, vars(self.module))
+                with contextlib.nullcontext() if imports else limited_time():
+                    exec(code, vars(self.module))
             except (Exception, SystemExit) as error:
-                if isinstance(statement.node, (ast.Import, ast.ImportFrom)):
+                if imports:
                     raise
                 vars(self.module).update(dict.fromkeys(statement.binds, Unknown(error)))
                 continue

@@ -32,12 +32,14 @@ from compat.user_models.notebook import (
     unguarded,
 )
 from compat.user_models.synonyms import takes_sizes
+from compat.user_models.time_limit import limited_time
 from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
+_SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
 # Words in the code of a language model.
 FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
 # Words that distinguish the last of several models in a lesson from those before it.
@@ -165,7 +167,8 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         module = ModuleType(".".join([*parts, unique]))
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
-            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
+            with limited_time():
+                exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return choose(module, tree.body)
 
     def lazily() -> Model:
@@ -179,11 +182,17 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         _forget_siblings()
         holder = ModuleType(unique)
         holder.__file__ = str(path)
-        with _importing(holder, [root], deferred):
-            module = importlib.import_module(".".join([*parts, path.stem]))
-            return choose(module, tree.body)
+        try:
+            with _importing(holder, [root], deferred):
+                with limited_time():
+                    module = importlib.import_module(".".join([*parts, path.stem]))
+                return choose(module, tree.body)
+        except BaseException:
+            _forget_siblings()
+            raise
 
-    if path.suffix == ".ipynb" or _trains(tree) or needs_main(tree) or _hides_model(tree):
+    runs_long = str(path) in _SLOW or _trains(tree)
+    if path.suffix == ".ipynb" or runs_long or needs_main(tree) or _hides_model(tree):
         return lazily()
     try:
         try:
@@ -197,12 +206,13 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
             sys.modules.pop(package, None)
             return despite_missing_libraries(lambda: execute(False, [outer]))
     except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError):
+            _SLOW.add(str(path))
         if not isinstance(error, AdaptError):  # of a statement that the target may not need
             with contextlib.suppress(Exception):
                 return lazily()
-        if parts:
-            with contextlib.suppress(Exception):
-                return despite_missing_libraries(in_package)
+        with contextlib.suppress(Exception):
+            return despite_missing_libraries(in_package)
         raise error
 
 
@@ -239,7 +249,7 @@ def _importing(
     sys.modules[module.__name__] = module
     before, argv = set(sys.modules), sys.argv
     sys.argv = [str(module.__file__)]
-    above = _AboveFinder(folders[0])
+    above = _AboveFinder(folders[0], Path(str(module.__file__)))
     sys.meta_path.append(above)
     sys.meta_path.insert(0, deferred)
     try:
@@ -263,17 +273,22 @@ def _importing(
 class _AboveFinder:
     """Finds modules in the folders above a file, up to the top folder of its project.
 
+    A package with another name than its folder is found too: that of `from package.part import …`
+    in a file beside `part.py`.
+
     Attributes:
         top: the nearest folder with one of `PROJECT_FILES`, or else the third above.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: Path) -> None:
         above = [folder, *(each for each in folder.parents if each not in (Path.home(), Path("/")))]
         tops = (
             i for i, each in enumerate(above) if any((each / f).exists() for f in PROJECT_FILES)
         )
         self._folders = above[: next(tops, 3) + 1]
         self.top = self._folders[-1]
+        names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
+        self._renamed = {name for name, part in names if (folder / f"{part}.py").is_file()}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -285,7 +300,16 @@ class _AboveFinder:
                 code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
                 if any(any(place.glob(pattern)) for pattern in code):
                     return importlib.machinery.PathFinder.find_spec(name, [str(place)])
-        return None
+        if name not in self._renamed:
+            return None
+        package = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        package.submodule_search_locations = [str(self._folders[0])]
+        return package
+
+
+def _text(file: Path) -> str:
+    """The source of a Python file; nothing for a notebook."""
+    return read_source(file) if file.suffix == ".py" else ""
 
 
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

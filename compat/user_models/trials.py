@@ -9,8 +9,9 @@ and a note says what was built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from itertools import islice, product
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
-from compat.user_models.synonyms import value_of
+from compat.user_models.synonyms import plain, value_of
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
@@ -55,7 +56,12 @@ def small_config(config: GPT2Config) -> GPT2Config:
 
 
 def tried(
-    run: Run, names: Iterable[str], chosen: Mapping[str, Value], text: str, config: GPT2Config
+    run: Run,
+    names: Iterable[str],
+    chosen: Mapping[str, Value],
+    text: str,
+    enums: Sequence[type[Enum]],
+    config: GPT2Config,
 ) -> dict[str, Value]:
     """Values for unknown entries, or {} if no values work.
 
@@ -64,14 +70,15 @@ def tried(
         names: the arguments, and `argument.entry` for the entries of a config.
         chosen: values of other arguments and entries.
         text: the source of the user's code.
+        enums: its enumerations.
         config: the config of the checkpoint.
     """
-    every = {name: _candidates(name, text) for name in names}
+    every = {name: _candidates(name, text, enums) for name in names}
     while True:
         best, unknown = _best(run, config, chosen, every)
         if not unknown:
             return {**chosen, **best} if best else {}
-        every |= {name: _candidates(name, text) for name in unknown}
+        every |= {name: _candidates(name, text, enums) for name in unknown}
 
 
 def better(
@@ -161,9 +168,13 @@ def _counts(config: GPT2Config) -> Iterable[int]:
     return tied, tied + V, tied + V * C, tied + V * C + V
 
 
-def _candidates(entry: str, text: str) -> list[Value]:
+def _candidates(entry: str, text: str, enums: Sequence[type[Enum]]) -> list[Value]:
     """The possible values of an argument or `argument.entry`, the most likely first."""
     name = entry.rpartition(".")[2]
+    for enum in enums:  # `norm_type` or `norm: NormType`
+        annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{enum.__name__}\b", text)
+        if annotated or plain(name) in plain(enum.__name__):
+            return [_constant(member) for member in enum]
     near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
     texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]
     if texts:

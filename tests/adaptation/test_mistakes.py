@@ -253,8 +253,39 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "no MLP": (
         [("        x = self.norm2(x)\n        x = self.ff(x)\n        x = x + shortcut\n", "")],
-        "unexplained",
-        "return self.out_proj(out)",
+        "no_mlp",
+        "x = x + shortcut",
+    ),
+    "one projection in the MLP": (
+        [
+            (f"self.down({GELU})", GELU),
+            ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, dim)"),
+            ("        self.down = nn.Linear(4 * dim, dim)\n", ""),
+        ],
+        "one_mlp_projection",
+        "F.gelu(self.up(x)",
+    ),
+    "an MLP without an activation": (
+        [(GELU, "self.up(x)")],
+        "other_activation",
+        "self.down(self.up(x))",
+    ),
+    "no blocks": (
+        [(f"{LOOP}            x = block(x)\n", "")],
+        "n_layer_mismatch",
+        "return self.head(x)",
+    ),
+    "attention without a projection, a residual or an MLP": (
+        [
+            ("        return self.out_proj(out)", "        return out"),
+            (
+                "        x = x + shortcut\n        shortcut = x\n        x = self.norm2(x)\n"
+                "        x = self.ff(x)\n        x = x + shortcut\n",
+                "",
+            ),
+        ],
+        "no_mlp",
+        "x = self.att(x)",
     ),
     "no query projection": (
         [("queries = self.W_query(x)", "queries = x")],
@@ -277,6 +308,7 @@ EQUAL: dict[str, Edits] = {
         ("def forward(self, ids):", "def forward(self, ids, start_pos):"),
         ("torch.arange(T,", "torch.arange(start_pos, start_pos + T,"),
     ],
+    "a device that the machine lacks": [("device=ids.device", 'device="mps"')],
     "two data types": [
         ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False).double()"),
         ("self.head(x)", "self.head(x.double())"),
@@ -306,7 +338,9 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     assert not adaptation
     found = only(adaptation, code)
     assert found.severity == "breaks" and line in (found.source_line or "")
-    consequences = {"random_parameters", "no_final_ln", "erf_gelu"}
+    consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
+    if name == "attention without a projection, a residual or an MLP":
+        consequences |= {"no_out_proj", "missing_residual"}
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}
 
 
@@ -370,6 +404,124 @@ def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None
     assert found.line == expected[0]
     assert found.also == [f"{tmp_path / 'learner.py'}:{line}" for line in expected[1:]]
     assert len(expected) == 3
+
+
+def test_the_default_and_the_computation_of_a_value_are_named_too(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("def __init__(self, dim):\n        super().__init__()\n        self.scale",
+         "def __init__(self, dim, eps=1e-6):\n        super().__init__()\n        self.eps = eps\n"
+         "        self.scale"),
+        ("torch.sqrt(var + 1e-5)", "torch.sqrt(var + self.eps)"),
+        ("class GPT(", "def waves(T, C):\n    t = torch.arange(T)[:, None] * torch.arange(C)\n"
+         "    return torch.sin(t)\n\n\nclass GPT("),
+        ("self.pos_emb(torch.arange(T, device=ids.device))", "waves(T, 24)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    for code, words in (("eps_value", "eps=1e-6"), ("sinusoidal_pos", "torch.sin(t)")):
+        line = next(n for n, text in enumerate(lines, 1) if words in text)
+        assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_condition_on_an_id_is_named_beside_other_deviations(
+    tiny: Path, tmp_path: Path, is_named: bool
+) -> None:
+    effect = "* (ids != 9)" if is_named else "+ 0 * (ids != 9)"
+    edits = [(LOOP, f"        x = x {effect}[..., None]\n{LOOP}"), (GELU, "F.relu(self.up(x))")]
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert set(found) == ({"relu", "id_condition"} if is_named else {"relu"})
+    if is_named:
+        assert "the id 9 changes" in found["id_condition"].message
+
+
+def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("LayerNorm(dim)", "nn.RMSNorm(dim, eps=1e-5)"),
+        ("LayerNorm(emb_dim)", "nn.RMSNorm(emb_dim, eps=1e-5)"),
+        ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim, bias=False)\n"
+         "        self.gate = nn.Linear(dim, 4 * dim, bias=False)"),
+        ("nn.Linear(4 * dim, dim)", "nn.Linear(4 * dim, dim, bias=False)"),
+        (GELU, "F.silu(self.up(x)) * self.gate(x)"),
+    ]  # fmt: skip
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert set(found) == {"rmsnorm", "gated_mlp"}
+    assert "has no bias," in found["rmsnorm"].message
+    assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
+
+
+def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: Path) -> None:
+    scores = "        scores = queries @"
+    edits = [
+        (scores, "        queries, keys = turned(unit(queries)), turned(unit(keys))\n" + scores),
+        ("class GPT(", "def unit(x):\n    return F.rms_norm(x, x.shape[-1:])\n\n\n"
+         "def turned(x):\n    T, D = x.shape[-2:]\n"
+         "    angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)\n"
+         "    a, b = x.chunk(2, -1)\n"
+         "    c, s = angle.cos(), angle.sin()\n"
+         "    return torch.cat([a * c - b * s, b * c + a * s], -1)\n\n\nclass GPT("),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"qk_norm", "rope"}
+    assert "a * c" in (only(adaptation, "rope").source_line or "")
+
+
+@pytest.mark.parametrize("call", ["(x)", ".forward(x)"])
+def test_the_lines_that_build_a_module_are_named(tiny: Path, tmp_path: Path, call: str) -> None:
+    edits = [
+        (
+            "(x - mean) / torch.sqrt(var + 1e-5)",
+            "x * torch.rsqrt(x.square().mean(-1, True) + 1e-5)",
+        ),
+        *((f"{name}(x)", f"{name}{call}") for name in ("self.norm1", "self.norm2", "final_norm")),
+    ]
+    found = only(adapted(tiny, tmp_path, edits), "rmsnorm")
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    built = [i for i, text in enumerate(lines, 1) if "= LayerNorm(" in text]
+    assert {f"{tmp_path / 'learner.py'}:{line}" for line in built} <= set(found.also)
+
+
+def test_one_residual_around_all_attentions_is_that_of_the_last(tiny: Path, tmp_path: Path) -> None:
+    loop = f"        start = x\n{LOOP}            x = block.att(x)\n        x = x + start\n"
+    adaptation = adapted(tiny, tmp_path, [(f"{LOOP}            x = block(x)\n", loop)])
+    assert {"missing_ln", "no_mlp"} <= {f.code for f in adaptation.deviations}
+    found = only(adaptation, "missing_residual")
+    assert found.message.endswith("(only in h.0, h.1)") and "block.att(x)" in str(found.source_line)
+
+
+def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (GELU, 'F.gelu(self.up(x), approximate="none" if self.exact else "tanh")'),
+        ("        self.up = nn", "        self.exact = False\n        self.up = nn"),
+        ("for _ in range(n_layers)]", "for _ in range(4)]\n        blocks[3].ff.exact = True"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"erf_gelu", "n_layer_mismatch"}
+    found = only(adaptation, "erf_gelu")
+    assert found.severity == "breaks" and "does not have" in found.evidence
+
+
+def test_heads_that_are_not_transposed_are_no_rotation(tiny: Path, tmp_path: Path) -> None:
+    split = "self.heads, self.head_dim).transpose(1, 2)"
+    edits = [
+        (f".view(B, T, {split}", ".reshape(B, self.heads, T, self.head_dim)"),
+        ("self.head_dim ** 0.5", "C ** 0.5"),
+    ]
+    assert "rope" not in {f.code for f in adapted(tiny, tmp_path, edits).findings}
+
+
+def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        return self.head(x)", "        x = self.head(x).softmax(-1)\n"
+         "        return torch.round(x, decimals=4)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"softmax_output", "changed_logits"}
+    assert "torch.round" in (only(adaptation, "changed_logits").source_line or "")
 
 
 def test_layers_with_a_deviation_are_named_if_others_lack_it(tiny: Path, tmp_path: Path) -> None:

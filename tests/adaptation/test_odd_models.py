@@ -212,6 +212,28 @@ class NarrowIds(GPT):
         return self.logits(ids)
 
 
+class FloatIds(GPT):
+    """Takes ids that are floating-point numbers."""
+
+    def forward(self, ids: Tensor) -> Any:
+        assert ids.is_floating_point()
+        return self.logits(ids.long())
+
+
+class OneHotVectors(GPT):
+    """Takes one-hot vectors (B, T, V)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Linear(97, 24, bias=False)
+
+    def head(self, x: Tensor) -> Tensor:
+        return x @ self.wte.weight
+
+    def forward(self, vectors: Tensor) -> Any:
+        return self.logits(vectors)
+
+
 class FixedShape(GPT):
     """Takes exactly four sequences of full length."""
 
@@ -391,7 +413,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8, but the checkpoint has 24"}),
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
-    "no layers": (sized(layers=0), {"unexplained": "no attention"}),
+    "no layers": (sized(layers=0), {"n_layer_mismatch": "has 0 layers"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
@@ -415,6 +437,8 @@ EQUAL: dict[str, Build] = {
     "a longer context": sized(context=64),
     "one sequence": OneSequence,
     "32-bit ids": NarrowIds,
+    "ids as floating-point numbers": FloatIds,
+    "one-hot vectors": OneHotVectors,
     "four full sequences": FixedShape,
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,

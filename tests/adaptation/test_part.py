@@ -132,3 +132,8 @@ def test_a_module_that_is_not_a_part(
 ) -> None:
     with pytest.raises(AdaptError, match=words):
         adapt(make(), tiny, part=part)
+
+
+def test_a_part_without_its_name_is_refused_with_the_names(tiny: Path) -> None:
+    with pytest.raises(AdaptError, match=r"Attention takes hidden states .* --part h\.0\.attn"):
+        adapt(Attention(), tiny)

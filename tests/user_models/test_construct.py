@@ -501,3 +501,32 @@ class GPT(nn.Module):
         return self.wte(ids) @ self.wte.weight.T
 """
     assert build(tmp_path, source).width == 24
+
+
+def test_a_list_of_a_config_for_each_block(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, blocks: list[dict]):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, blocks[0]["d_model"])
+        self.blocks = nn.ModuleList(nn.Linear(b["d_model"], b["d_ff"]) for b in blocks)
+"""
+    model = build(tmp_path, source)
+    assert model.table.weight.shape == (97, 24)
+    assert [block.weight.shape for block in model.blocks] == [(96, 24)] * 3
+
+
+def test_a_model_that_a_head_takes_is_no_config(tmp_path: Path) -> None:
+    """The names that the head reads off the model are not entries of a config."""
+    source = """
+class Trunk(nn.Module):
+    def __init__(self, vocab_size, n_embd):
+        super().__init__()
+        self.hidden_size, self.table = n_embd, nn.Embedding(vocab_size, n_embd)
+
+class GPT(nn.Module):
+    def __init__(self, gpt: Trunk):
+        super().__init__()
+        self.gpt, self.head = gpt, nn.Linear(gpt.hidden_size, gpt.table.num_embeddings)
+"""
+    assert build(tmp_path, source).head.weight.shape == (97, 24)

@@ -8,6 +8,7 @@ import json
 import linecache
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 import compat
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_forward, load_target
+from compat.user_models import construct, load_forward, load_target, time_limit
 
 GPT = """
 import torch
@@ -134,6 +135,21 @@ def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> N
     write(tmp_path / "own_net" / "parts.py", "SIZE = 5")
     text = f"from own_net.parts import SIZE\n{GPT}    size = SIZE"
     path = write(tmp_path / "own_net" / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
+    write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
+    write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")
+    text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
+    path = write(tmp_path / "downloaded" / "gpt.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_two_files_that_import_each_other(tmp_path: Path) -> None:
+    write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
+    text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
+    path = write(tmp_path / "own_gpt.py", text)
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
@@ -281,6 +297,33 @@ def test_training_by_a_trainer_is_not_executed(tmp_path: Path) -> None:
 
 
 # Choosing the function or class.
+
+
+@pytest.mark.parametrize("name", ["own_gpt", "own_data"], ids=["the file", "a file it imports"])
+def test_code_that_does_not_end_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(time_limit, "SECONDS", 0.5)
+    texts = {
+        "own_data": "SIZE = 5\n",
+        "own_gpt": f"from own_data import SIZE\n{GPT}    size = SIZE",
+    }
+    texts[name] += "\nwords = 0\nwhile True:\n    words += 1\n"
+    for each, text in texts.items():
+        write(tmp_path / f"{each}.py", text)
+    handler = signal.getsignal(signal.SIGALRM)
+    for _ in range(2):
+        assert vars(load_target(f"{tmp_path / 'own_gpt.py'}:GPT"))["size"] == 5
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_class_that_needs_a_value_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limit, "SECONDS", 0.5)
+    source = f"def count():\n    while True: pass\nwords = count()\n{GPT}    words = words + 1"
+    path = write(tmp_path / "own_gpt.py", source)
+    refused(f"{path}:GPT", "it did not end in 0.5 seconds", "while True: pass")
 
 
 def test_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:

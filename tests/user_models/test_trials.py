@@ -86,6 +86,22 @@ def test_an_unknown_size_beside_an_ambiguous_name(tmp_path: Path) -> None:
     assert "cfg.hidden_size=6" in call and "cfg.words_known=97" in call
 
 
+@pytest.mark.parametrize(
+    ("entry", "more"),
+    [("cfg.pos_kind", ""), ("cfg.kind", "def check(kind: PosKind): return kind\n")],
+    ids=["name", "annotation"],
+)
+def test_a_member_of_an_enumeration(tmp_path: Path, entry: str, more: str) -> None:
+    enum = f"from enum import Enum\nclass PosKind(Enum):\n    ROTARY = 1\n    LEARNED = 2\n{more}"
+    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", entry)
+    source = source.replace('not in ["rotary", "alibi"]', "== PosKind.LEARNED")
+    source = source.replace("self.tok(ids)", "self.tok(ids) + self.pos(ids * 0)")
+    target = load_target(written(tmp_path, "n_embd", "4 * width", enum + source))
+    model, call = construct_with_call(target, CONFIG)
+    assert model.pos.num_embeddings == 32  # type: ignore[union-attr]
+    assert f"{entry}=<PosKind.LEARNED: 2>" in call
+
+
 def test_a_model_that_no_value_makes_run_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):

@@ -27,6 +27,8 @@ from compat.adaptation.tracing.graph import (
 )
 from compat.errors import AdaptError
 
+ACTIVATIONS = frozenset("gelu relu silu leaky_relu elu selu tanh sigmoid softplus mish".split())
+
 
 class UnknownPart(AdaptError):
     """A part whose structure compat does not know.
@@ -110,7 +112,11 @@ class Sum:
 
 @dataclass
 class Layer:
-    """The nodes of one block; taps of `compat.tap` are named in the comments."""
+    """The nodes of one block; taps of `compat.tap` are named in the comments.
+
+    Without an MLP, its nodes are those of `resid_mid`. With a single projection, `act` and `mlp`
+    are the result of its activation.
+    """
 
     cores: list[Core]
     qkv: list[Node]  # the projections that compute q, k and v
@@ -121,16 +127,21 @@ class Layer:
     projected: Node  # the result of the output projection
     attn: Node  # the same, unless GPT-2 has no counterpart of what follows
     attn_sum: Sum  # resid_mid
-    fc: Node
+    fc: Node | None  # None without an MLP
     x2: Node  # ln_2
     act: Node
     fc_end: Node  # fc, with a bias that is added in an operation of its own
-    mlp_proj: Node
+    mlp_proj: Node | None  # None without an MLP, or if it has a single projection
     mlp: Node
     mlp_sum: Sum  # out
     parallel: bool  # the MLP does not depend on the result of attention
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether two projections, or the halves of one, are multiplied."""
+        return self.gate is not None or size(self.fc_end)[-1] == 2 * size(self.act)[-1]
 
     @property
     def mid(self) -> Node:
@@ -299,8 +310,8 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
 
     Args:
         graph: of the model.
-        partial: accept projections that GPT-2 does not have: the gate of a gated MLP, and others
-            after the MLP.
+        partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
+            projections that GPT-2 does not have: the gate of a gated MLP, and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
@@ -321,6 +332,9 @@ class _Dissection:
         tokens, embed = self._embedding()
         self.width = size(tokens)[-1]
         head = self._head(tokens)
+        between = graph.parameters_between([self.index.input_of(head)], [embed])
+        if not levels and any(graph.values[node].ndim > 1 for node in between):
+            raise self._no_attention()
         layers = []
         for i, cores in enumerate(levels):
             until = [c.product for c in levels[i + 1]] if i + 1 < len(levels) else [head]
@@ -337,14 +351,17 @@ class _Dissection:
             elif node in self.index.mixers:
                 core = self._core(self.index.products[node])
                 found += [core] if core is not None else []
-        if not found:
-            projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
-            raise UnknownPart(
-                "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
-                f"with v anywhere; {len(projections)} projections were found",
-                projections,
-            )
+        if not found and not self.partial:
+            raise self._no_attention()
         return found
+
+    def _no_attention(self) -> UnknownPart:
+        projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
+        return UnknownPart(
+            "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
+            f"with v anywhere; {len(projections)} projections were found",
+            projections,
+        )
 
     def _with_own_value(self, core: Core) -> Core:
         """A copy of the node for the value where one is key and value, so that each can be set."""
@@ -378,7 +395,7 @@ class _Dissection:
         for core in cores:
             before = [level[c.product] for c in cores if c.product in above[core.product]]
             level[core.product] = max(before, default=-1) + 1
-        levels: list[list[Core]] = [[] for _ in range(max(level.values()) + 1)]
+        levels: list[list[Core]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
         for core in cores:
             levels[level[core.product]].append(core)
         return levels
@@ -432,22 +449,24 @@ class _Dissection:
         graph, index, above = self.graph, self.index, self.graph.ancestors
         products = {core.product for core in cores}
         qkv, x1 = self._inputs(i, cores)
+        after = {head, *self._next_qkv(until, head)}
         out_projs = [
-            n for n in index.live if n in index.projections and index.sources(n) <= products
-        ]
+            n for n in index.live
+            if n in index.projections - after and index.sources(n) <= products
+        ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
-        mlp = (following & index.projections) - {*qkv, *out_projs, head}
-        mlp -= self._next_qkv(until, head)
-        if not mlp:
+        mlp = (following & index.projections) - {*qkv, *out_projs, *after}
+        if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
+        if self.partial and len(mlp) == 1 and out_projs and size(out_projs[-1])[-1] != self.width:
+            mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         fc, gate, mlp_proj, *extra = self._mlp(i, [n for n in ordered if n not in second])
         extra += second  # further projections of what attention computes
-        assert fc is not None and mlp_proj is not None
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
             joined = next(n for n in index.live if wanted <= above[n] | {n})
@@ -455,10 +474,17 @@ class _Dissection:
         else:
             projected = self._joined_heads(cores)
         attn = self._with_bias(second[-1]) if second else projected
-        end = self._with_bias(mlp_proj)
-        attn_sum, mlp_sum = self._sum(attn, products), self._sum(end, {mlp_proj})
-        if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
-            attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, mlp_proj})
+        attn_sum = self._sum(attn, products, until)
+        x2 = act = fc_end = end = attn_sum.node
+        mlp_sum = Sum(end, end, end)
+        if fc is not None:
+            x2, fc_end = index.input_of(fc), self._with_bias(fc)
+            last = mlp_proj or fc
+            act = index.input_of(last) if mlp_proj else self._activated(fc_end)
+            end = self._with_bias(last) if mlp_proj else act
+            mlp_sum = self._sum(end, {last}, until)
+            if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
+                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
         return Layer(
             cores=cores,
             qkv=qkv,
@@ -470,13 +496,13 @@ class _Dissection:
             attn=attn,
             attn_sum=attn_sum,
             fc=fc,
-            x2=index.input_of(fc),
-            act=index.input_of(mlp_proj),
-            fc_end=self._with_bias(fc),
+            x2=x2,
+            act=act,
+            fc_end=fc_end,
             mlp_proj=mlp_proj,
             mlp=end,
             mlp_sum=mlp_sum,
-            parallel=not products & above[fc],
+            parallel=fc is not None and not products & above[fc],
             gate=gate,
             extra=[node for node in extra if node is not None],
         )
@@ -524,6 +550,8 @@ class _Dissection:
     def _mlp(self, i: int, found: list[Node]) -> list[Node | None]:
         """The projections of the MLP: the first, a gate beside it, and the last; then others."""
         sources = self.index.sources
+        if self.partial and len(found) < 2:
+            return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
             return [found[0], None, found[1]]
         gated = len(found) > 2 and sources(found[2]) == set(found[:2])
@@ -551,6 +579,12 @@ class _Dissection:
             f"but the two of an MLP were expected{why}",
             found,
         )
+
+    def _activated(self, node: Node) -> Node:
+        """The result of the activation after a projection."""
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in ACTIVATIONS:
+            [node] = users
+        return node
 
     def _joined_heads(self, cores: list[Core]) -> Node:
         """The concatenated heads, the result of attention without an output projection."""
@@ -588,12 +622,17 @@ class _Dissection:
         dead = [a for a in node.all_input_nodes if a not in self.graph.live]
         return len(dead) == 1 and bool(self.graph.parameters_of[dead[0]])
 
-    def _sum(self, branch: Node, roots: set[Node]) -> Sum:
-        """The first sum of a branch with a tensor that is not computed from the branch's roots."""
+    def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
+        """The first sum of a branch with a tensor that is not computed from the branch's roots.
+
+        It comes before `until`, the next attention or the head.
+        """
         above = self.graph.ancestors
         for node in self.index.live:
             if self.graph.order[node] <= self.graph.order[branch] or not self._adds_streams(node):
                 continue
+            if not above[node].isdisjoint(until):
+                break
             one, other = tensor_inputs(node)[:2]
             for inner, outer in ((one, other), (other, one)):
                 from_branch = branch in above[inner] or inner is branch

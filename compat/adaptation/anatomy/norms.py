@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
-from compat.adaptation.tracing.graph import SHAPE_ONLY, Graph, kind, size
+from compat.adaptation.tracing.graph import MOVES, SHAPE_ONLY, Graph, kind, size, tensor_inputs
 
 KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
 
@@ -217,26 +217,29 @@ class _BranchNorms:
 def place_norms(anatomy: Anatomy) -> NormPlaces:
     """Find all norms and name each by its position in the data flow."""
     graph = anatomy.graph
-    branches: list[_BranchNorms] = []
+    branches: dict[int, _BranchNorms] = {}  # by number; without those of missing MLPs
     stream = anatomy.embed
-    for layer in anatomy.layers:
-        branches.append(_branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum))
-        second = stream if layer.parallel else layer.mid
-        branches.append(_branch_norms(graph, second, layer.x2, layer.mlp, layer.mlp_sum))
-        if layer.parallel:
-            branches[-1].stream = []  # the norm before attention, found already
+    for i, layer in enumerate(anatomy.layers):
+        branches[2 * i] = _branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum)
+        if layer.fc is not None:
+            start = stream if layer.parallel else layer.mid
+            second = _branch_norms(graph, start, layer.x2, layer.mlp, layer.mlp_sum)
+            branches[2 * i + 1] = second
+            if layer.parallel:
+                second.stream = []  # the norm before attention, found already
         stream = layer.out
     final = norms_between(graph, stream, anatomy.xf)
     places = NormPlaces()
     for number in _start_from_norm(anatomy, branches):
         branches[number].before.append(branches[number].stream.pop())
         places.from_norm.append(_names(number)[0])
-    for number, branch in enumerate(branches):
-        following = branches[number + 1].stream if number + 1 < len(branches) else final
+    numbers = [*branches, None]
+    for (number, branch), after in zip(branches.items(), numbers[1:], strict=True):
+        following = final if after is None else branches[after].stream
         if following is final and len(final) == 1 and not places.post:
             following = []  # the model's last norm, before the head
         _name(places, number, branch, following)
-    for norm in branches[0].stream:
+    for norm in branches[0].stream if branches else []:
         places.extra["embed"] = norm
     if final:
         places.named["ln_f"] = final.pop()
@@ -253,21 +256,24 @@ def _names(number: int) -> tuple[str, str]:
     return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
 
 
-def _start_from_norm(anatomy: Anatomy, branches: list[_BranchNorms]) -> list[int]:
+def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> list[int]:
     """The numbers of branches of the form x = norm(x); x = x + f(x).
 
     Post-LN after a norm of the embeddings has the same graph as this form of attention. This is the
     only decision by name: the first norm belongs to the first block if its name says so.
     """
-    attention, mlp = branches[0::2], branches[1::2]
+    attention = [branch for number, branch in branches.items() if number % 2 == 0]
+    mlp = [branch for number, branch in branches.items() if number % 2]
     found: list[int] = []
-    if all(b.stream and not b.before for b in attention) and _belongs_to_first_block(
-        anatomy, attention[0]
+    if (
+        attention
+        and all(b.stream and not b.before for b in attention)
+        and _belongs_to_first_block(anatomy, attention[0])
     ):
-        found += range(0, len(branches), 2)
+        found += [number for number in branches if number % 2 == 0]
     settled = found or all(b.before for b in attention)
     if settled and all(b.stream and not b.before for b in mlp):
-        found += range(1, len(branches), 2)
+        found += [number for number in branches if number % 2]
     return found
 
 
@@ -324,4 +330,7 @@ def _past_attention(anatomy: Anatomy, layer: Layer) -> bool:
     shortcut = layer.mlp_sum.shortcut
     if shortcut is None or layer.parallel:
         return False
-    return layer.mid not in anatomy.graph.ancestors[shortcut] | {shortcut}
+    mid = layer.mid
+    while kind(mid) in MOVES:  # without a sum, the heads may still be merged here
+        mid = tensor_inputs(mid)[0]
+    return mid not in anatomy.graph.ancestors[shortcut] | {shortcut}

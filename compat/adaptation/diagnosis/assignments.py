@@ -86,9 +86,12 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
         place = source.building(context.model, table.split(".")[0])
+    if not found:
+        place = source.running(context.graph, [context.anatomy.head])
     values = {"found": found, "expected": expected}
     changes = Changes(n_layer=found) if found < expected else None
-    yield Deviation(f"h.{min(found, expected) - 1}.out", place, values, changes)
+    tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
+    yield Deviation(tap, place, values, changes)
 
 
 @deviation(
@@ -161,7 +164,7 @@ def _missing(code: str) -> Detector:
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
         if code == "no_qkv_bias":
-            shared = context.mapping.attentions[0].shared_kv
+            shared = any(attention.shared_kv for attention in context.mapping.attentions[:1])
             partly = context.unmatched.partly.items()
             tensors += [hf for hf, absent in partly if absent and not shared]
         if not tensors:
@@ -197,6 +200,15 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         attention = context.mapping.attentions[int(parts[1])]
         if attention.kv_heads or attention.shared_kv:
             return None
+    if parts[0] == "h" and parts[2] in ("ln_2", "mlp"):
+        layer = context.anatomy.layers[int(parts[1])]
+        if layer.fc is None or (layer.mlp_proj is None and parts[3] == "c_proj"):
+            return None
+        if layer.is_gated and unmatched.lacks(f"h.{parts[1]}.mlp.c_fc.bias"):
+            return None
+    norm = context.norm_formulas.get(module)
+    if parts[-1] == "bias" and norm is not None and not norm.centred:
+        return None  # an RMSNorm
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
     if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
         end = "attn.c_proj.weight"  # the whole projection is missing
@@ -272,7 +284,8 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.norm_call(context.graph, context.model, norm) or place
     elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
         layer = context.anatomy.layers[int(hf.split(".")[1])]
-        place = source.calling(context.graph, layer.attn, context.anatomy.head) or place
+        head = context.anatomy.head
+        place = source.calling(context.graph, context.model, layer.attn, head) or place
     values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
     weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
     same = all(
@@ -304,6 +317,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    for _, layer in context.layers:  # reported as gated_mlp
+        known |= set(graph.parameters_between([layer.gate], [layer.x2]) if layer.gate else [])
     by_name = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])

@@ -18,6 +18,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     AttentionPiece,
+    depends_on_position,
     rotation_of,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -126,6 +127,12 @@ class LayerAttention:
         """The nodes inside that depend on the ids and are of these kinds."""
         return [n for n in self.inside if n in self.graph.live and kind(n) in kinds]
 
+    @cached_property
+    def is_turned(self) -> bool:
+        """Whether q depends on the position although it is no function of its token alone."""
+        indirect = self.attention.indirect and not self.unsplit
+        return indirect and depends_on_position(self.graph, self.attention, self.core.q)
+
     @property
     def own_attention(self) -> Changes:
         """The model's own function of q, k and v, as a change to the reference."""
@@ -162,7 +169,7 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
             yield replace(
                 next(iter(found.values())),
                 changes=combine(changes) if changes else None,
-                lines=[hit.place for hit in found.values()],
+                lines=[line for hit in found.values() for line in hit.lines or [hit.place]],
                 layers=list(found) if len(found) < len(every) else (),
             )
 
@@ -188,26 +195,28 @@ def with_formula(
 )
 @each_layer
 def rope(layer: LayerAttention) -> Deviation | None:
-    if not layer.attention.rotated:
+    if not layer.attention.rotated and not layer.is_turned:
         return None
     turning = layer.graph.between([layer.core.q.node], layer.layer.qkv)
     live = [n for n in turning if n in layer.graph.live]
+    if layer.is_turned:  # after a norm, which multiplies too
+        live = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
     place = source.running(layer.graph, live, "mul", "neg", "cat")
-    return layer.deviation(place, _rotation(layer), tap="q")
+    changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
+    if "wpe.weight" not in layer.context.mapping.by_tensor:
+        changes.weights["wpe.weight"] = None
+    return layer.deviation(place, changes, tap="q")
 
 
 def _rotation(layer: LayerAttention) -> Changes:
-    """The measured rotation, and no learned positions if the model has none."""
+    """The measured rotation."""
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:
         bias = torch.zeros(3 * context.config.n_embd, dtype=torch.float64)
     rotation = rotation_of(layer.graph, layer.attention, layer.layer.x1, weight, bias)
-    changes = Changes() if rotation is None else Changes(rotation={layer.i: rotation})
-    if "wpe.weight" not in assigned:
-        changes.weights["wpe.weight"] = None
-    return changes
+    return Changes() if rotation is None else Changes(rotation={layer.i: rotation})
 
 
 @deviation(
@@ -279,7 +288,8 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
         return None
     kinds = ("layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm", "norm", "rsqrt")
     place = source.running(layer.graph, layer.before, *kinds, "div", "mul", "sum", "mean")
-    return layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
+    found = layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
+    return replace(found, lines=[found.place, *source.calls(layer.graph, layer.before, place)])
 
 
 @deviation(
@@ -373,6 +383,8 @@ def mask_after_softmax(layer: LayerAttention, formula: AttentionFormula) -> Devi
 @detects("mask_after_softmax")
 def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     """A mask after the softmax whose rows are divided by their sums, which is equivalent."""
+    if not context.layers:
+        return
     layer = LayerAttention(context, 0)
     softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
     masks = [node for node, _ in _masks_like_gpt2(layer)]
@@ -389,7 +401,8 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    for node, values in _masks_like_gpt2(LayerAttention(context, 0)):
+    layers = [LayerAttention(context, i) for i, _ in context.layers[:1]]
+    for node, values in (mask for layer in layers for mask in _masks_like_gpt2(layer)):
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
             place = source.running(context.graph, [node])
@@ -546,10 +559,11 @@ for _code, _message, _fix in (
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     """A cast between the projections and the heads; in a float32 model only the source shows it."""
-    graph, layer = context.graph, context.anatomy.layers[0]
-    operands = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
-    ends = [core.out.node for core in layer.cores]
-    for node in graph.between([*ends, *operands], layer.qkv):
+    graph, first = context.graph, context.anatomy.layers[:1]
+    cores = [core for layer in first for core in layer.cores]
+    operands = [operand.node for core in cores for operand in (core.q, core.k, core.v)]
+    ends = [core.out.node for core in cores]
+    for node in graph.between([*ends, *operands], [n for layer in first for n in layer.qkv]):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
         if cast:
@@ -560,6 +574,8 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation("the model has {found} heads, but the checkpoint has {expected}", "n_head={expected}")
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
+    if not context.layers:
+        return
     found, expected = context.mapping.attentions[0].q.index.shape[1], context.config.n_head
     if found != expected:
         place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])

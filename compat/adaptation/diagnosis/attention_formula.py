@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
 from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
@@ -131,6 +132,29 @@ def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
     difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
     error = difference[:, :, formula.allowed.any(-1)].abs().max().item()
     return error < 1e-5
+
+
+def depends_on_position(graph: Graph, attention: Attention, q: Operand) -> bool:
+    """Whether q depends on the position after the projections, from which attention was traced.
+
+    Args:
+        graph: the model's graph.
+        attention: of one layer, whose views are the results of the projections.
+        q: an operand of its first product.
+    """
+    B, H, T, D = attention.q.index.shape
+    if D % 2:
+        return False
+    # 1, −1, 1, …, which no reshaping of (B, T, C) changes.
+    x = (1 - 2 * (torch.arange(D, dtype=torch.float64) % 2)).expand(B, H, T, D)
+
+    def differs(x: Tensor) -> bool:
+        given = dict(zip(attention.q.nodes, attention.q.write(x), strict=True))
+        [found] = graph.run([q.node], given, finite=True)
+        later = found.movedim(q.time, 0)[T // 2 :]  # after tokens without a predecessor
+        return not torch.allclose(later, later[:1].expand_as(later), rtol=1e-6, atol=1e-9)
+
+    return differs(x) and not differs(torch.zeros_like(x))  # a term would be added to zeros too
 
 
 def rotation_of(

@@ -15,10 +15,11 @@ from compat.adaptation.diagnosis.formulas import Activation, canonical_activatio
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inputs
+from compat.adaptation.tracing.graph import MOVES, Place, kind, tensor_inputs
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
+CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
 def _activations(code: str) -> Detector:
@@ -28,7 +29,8 @@ def _activations(code: str) -> Detector:
         expected = canonical_activation(context.config)
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
-            if context.anatomy.layers[i].gate is not None:
+            layer = context.anatomy.layers[i]
+            if layer.gate is not None or layer.fc is None:
                 continue
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
@@ -38,6 +40,9 @@ def _activations(code: str) -> Detector:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]
+            class_name = CLASS_OF.get(name, "")
+            if lines[0] and class_name and name not in lines[0].text.lower():
+                lines += source.mentions(context.model, rf"\bnn\.{class_name}\b")[:1]  # of a table
             fix = f"Use {expected} as the activation."
             if expected == "gelu_new":
                 fix = tanh_gelu(lines[0])
@@ -56,8 +61,9 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     graph, layer = context.graph, context.anatomy.layers[i]
     nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
-    built = source.torch_built(context.model, nodes)
-    return built or source.running(graph, nodes) or source.calling(graph, layer.mlp_proj, layer.fc)
+    line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
+    projections = layer.mlp_proj or layer.act, layer.fc or layer.act
+    return line or source.calling(graph, context.model, *projections)
 
 
 def tanh_gelu(place: Place | None) -> str:
@@ -83,16 +89,18 @@ for _code, _message in (
 
 
 @deviation(
-    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU), but GPT-2's "
-    "MLP has one projection before the activation",
+    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU){no_bias}, but "
+    "GPT-2's MLP has one projection before the activation",
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
 def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
-        halved = size(layer.fc_end)[-1] == 2 * size(layer.act)[-1]  # one projection for both
-        if layer.gate is not None or halved:
+        if layer.is_gated:
             last = layer.gate or _product_before(context, layer)
-            yield Deviation(f"h.{i}.act", source.running(context.graph, [last]))
+            missing = context.unmatched.lacks(f"h.{i}.mlp.c_fc.bias")
+            values = {"no_bias": " and has no biases" if missing else ""}
+            tap = f"h.{i}.fc" if missing else f"h.{i}.act"
+            yield Deviation(tap, source.running(context.graph, [last]), values)
             return
 
 
@@ -113,7 +121,8 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if layer.extra:
             n = len(layer.extra)
-            place = source.calling(context.graph, layer.extra[0], layer.mlp_proj)
+            assert layer.fc is not None and layer.mlp_proj is not None
+            place = source.calling(context.graph, context.model, layer.extra[0], layer.mlp_proj)
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1
             if context.graph.order[layer.extra[0]] < context.graph.order[layer.fc]:
@@ -124,6 +133,34 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
                 tap = "ln_f" if last else f"h.{i + 1}.ln_1"
             yield Deviation(tap, place, values | after)
             return
+
+
+@deviation(
+    "the block has no MLP, but each of GPT-2's blocks adds the result of an MLP to the residual "
+    "stream",
+    "x = x + mlp(ln_2(x))",
+)
+def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
+    if layers := [i for i, layer in context.layers if layer.fc is None]:
+        layer = context.anatomy.layers[layers[0]]
+        place = source.running(context.graph, [layer.mid])
+        if layer.attn_sum.shortcut is None:
+            place = source.module_call(context.graph, context.model, layer.cores[0].product)
+        only = layers if len(layers) < len(context.layers) else ()
+        changes = Changes(no_mlp=set(layers))
+        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
+
+
+@deviation(
+    "the MLP has one projection, but GPT-2's has two with the activation between them",
+    'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
+)
+def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
+    layers = [i for i, layer in context.layers if layer.fc is not None and layer.mlp_proj is None]
+    if layers:
+        layer = context.anatomy.layers[layers[0]]
+        place = source.running(context.graph, [layer.fc_end])
+        yield Deviation(f"h.{layers[0]}.mlp", place)
 
 
 @deviation(
@@ -156,7 +193,10 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
             for i in layers:
                 layer = context.anatomy.layers[i]
                 branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
-                lines.append(source.calling(context.graph, branch, other))
+                line = source.calling(context.graph, context.model, branch, other)
+                if layer.fc is None:
+                    line = source.module_call(context.graph, context.model, layer.cores[0].product)
+                lines.append(line)
             only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"
             yield Deviation(at, lines[0], {}, changes, lines=lines, layers=only)

@@ -11,7 +11,11 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import Anatomy, Layer
 from compat.adaptation.anatomy.norms import NormFormula, NormPlaces, formula_of
 from compat.adaptation.diagnosis import source
-from compat.adaptation.diagnosis.attention_formula import AttentionFormula, attention_of
+from compat.adaptation.diagnosis.attention_formula import (
+    AttentionFormula,
+    attention_of,
+    depends_on_position,
+)
 from compat.adaptation.diagnosis.formulas import Activation, activation_of
 from compat.adaptation.mapping.assignments import (
     Assignments,
@@ -92,6 +96,17 @@ class DiagnosisContext:
     def attention_formulas(self) -> list[AttentionFormula | None]:
         """The formula of attention in each layer; None if it is unknown."""
         return [attention_of(self.graph, attention) for attention in self.mapping.attentions]
+
+    @cached_property
+    def has_rotations(self) -> bool:
+        """Whether q and k depend on the position in a layer, as with rotary embeddings."""
+        attentions = zip(self.anatomy.layers, self.mapping.attentions, strict=True)
+        return any(
+            attention.rotated
+            or (attention.indirect
+                and depends_on_position(self.graph, attention, layer.cores[0].q))
+            for layer, attention in attentions
+        )  # fmt: skip
 
     @cached_property
     def activations(self) -> list[Activation]:

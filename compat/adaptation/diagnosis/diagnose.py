@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,14 @@ def diagnose(
             further = source.owners(context.graph, model, each.place)
             if each.code == "rope":  # q and k are rotated by one module
                 further = source.callers(context.graph, each.place)
+            if each.code == "eps_value":
+                found_eps = each.values["found"]
+                further += source.defaults(context.graph, model, each.place, found_eps)
             each.lines = [*(each.lines or [each.place]), *further]
+        layer = re.match(r"h\.(\d+)", each.tap or "")
+        if layer and int(layer[1]) >= context.config.n_layer and each.changes is not None:
+            each.changes = None
+            each.evidence = "found in the graph, in a layer that the checkpoint does not have"
     expected, exact = reference.trace(ids)
     if report and not any(deviation.changes for deviation in found):
         result = counterfactual.nothing_to_explain(found)

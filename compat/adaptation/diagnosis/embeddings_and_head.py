@@ -65,7 +65,10 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     if "wpe.weight" not in context.mapping.by_tensor:
         changes.weights["wpe.weight"] = None
     values = {"n_positions": context.config.n_positions, "n_embd": context.config.n_embd}
-    yield Deviation("embed", _sum_line(context), values, changes)
+    line = _sum_line(context)
+    computing = source.mentions(context.model, r"\b(sin|cos)\(")  # also where the buffer is filled
+    lines = [line, *(computing if len(computing) <= 4 else [])]
+    yield Deviation("embed", line, values, changes, lines=lines)
 
 
 @deviation(
@@ -76,7 +79,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None:
         return
-    if not any(attention.rotated for attention in context.mapping.attentions):
+    if not context.has_rotations:
         line = source.running(context.graph, [context.anatomy.token_embedding])
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}))
 
@@ -148,8 +151,8 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if (node := context.mapping.output_softmax) is not None:
         built = source.torch_built(context.model, [node])
         found = "the logarithm of the softmax" if "log" in kind(node) else "the softmax"
-        place = built or source.running(context.graph, [node])
-        yield Deviation("logits", place, {"found": found}, Changes())
+        lines = [built, source.running(context.graph, [node])]
+        yield Deviation("logits", built or lines[1], {"found": found}, Changes(), lines=lines)
 
 
 @deviation("{found} is applied to the logits, but GPT-2 returns them unchanged", "return logits")
@@ -157,6 +160,8 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     """Operations on the logits other than a bias or a factor, such as a clamp."""
     graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
     after_head = graph.between([graph.output], [context.anatomy.head])
+    if (softmax := context.mapping.output_softmax) is not None:
+        after_head += [node for node, above in graph.ancestors.items() if softmax in above]
     unusual = [node for node in after_head if node in graph.live and kind(node) not in usual]
     guards = [node for node in unusual if kind(node) in NAN_GUARDS]
     others = [node for node in unusual if node not in guards]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.fx import Node
 
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
-from compat.adaptation.tracing.graph import DRAWS, kind
+from compat.adaptation.tracing.graph import DRAWS, MOVES, kind, tensor_inputs
 from compat.errors import listed
 from compat.parity.conditions import COMPARISONS
 
@@ -68,8 +69,7 @@ def low_rank_term(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the code depends on the value of an id here, and the logits differ from the reference's on "
-    "{found}, but GPT-2 treats all ids alike",
+    "the code depends on the value of an id here, and {found}, but GPT-2 treats all ids alike",
     "Remove the condition. If it hides padding, pass an attention mask as an argument.",
 )
 def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -81,9 +81,32 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     ]  # fmt: skip
     lines = [graph.place(node) for node in compared] or graph.exits
     if lines and context.failed_input:
-        values = {"found": context.failed_input}
+        values = {"found": f"the logits differ from the reference's on {context.failed_input}"}
         evidence = "confirmed: all taps agree on random ids"
         yield Deviation("logits", lines[0], values, evidence=evidence, lines=lines)
+        return
+    for node in compared:
+        number = node.args[1] if len(node.args) > 1 else None
+        if isinstance(number, int) and _matters(context, node, number):
+            values = {"found": f"the id {number} changes the logits in another way than other ids"}
+            evidence = "confirmed: the logits change with the result of this comparison"
+            yield Deviation("logits", graph.place(node), values, evidence=evidence)
+            return
+
+
+def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
+    """Whether the comparison of the ids with one id changes the logits."""
+    graph, ids = context.graph, tensor_inputs(node)[0]
+    while ids is not graph.input and kind(ids) in MOVES:
+        ids = tensor_inputs(ids)[0]
+    if ids is not graph.input or not 0 <= number < context.config.vocab_size:
+        return False
+    example = graph.example.clone()
+    [other] = graph.run([node], {graph.input: example})
+    example[:, example.shape[1] // 2] = number
+    [own] = graph.run([graph.output], {graph.input: example}, finite=True)
+    [forced] = graph.run([graph.output], {graph.input: example, node: other}, finite=True)
+    return not torch.allclose(own, forced, rtol=1e-6, atol=1e-9)
 
 
 @deviation(

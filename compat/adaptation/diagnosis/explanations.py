@@ -51,6 +51,10 @@ EXPLANATIONS = {
     "has no weights for it.",
     "extra_projection": "The checkpoint has no weights for additional projections, so they keep "
     "random weights, and their results change the logits.",
+    "no_mlp": "Two thirds of the weights of each block are in its MLP. Without it, the hidden "
+    "states that the next block reads are not those that it was trained on.",
+    "one_mlp_projection": "c_fc widens each hidden state, and c_proj returns it to the width of "
+    "the residual stream. A single projection has no place for the weights of both.",
     "batch_first": "The sequences of a batch must not influence each other. With one sequence in "
     "the batch, each token attends to itself alone.",
     "no_head": "The head turns the last hidden states into a score for each token of the "

@@ -41,6 +41,7 @@ class Changes:
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
         value_as_key: layers that use the value as the key.
         unmerged_heads: layers that merge the heads without transposing them back.
+        no_mlp: layers without an MLP.
         parallel: layers whose MLP reads the input of the block.
         no_attn_residual, no_mlp_residual: layers without these residual connections.
         mlp_residual_from_input: layers that add the MLP to the input of the block.
@@ -63,6 +64,7 @@ class Changes:
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     value_as_key: set[int] = field(default_factory=set)
     unmerged_heads: set[int] = field(default_factory=set)
+    no_mlp: set[int] = field(default_factory=set)
     parallel: set[int] = field(default_factory=set)
     no_attn_residual: set[int] = field(default_factory=set)
     no_mlp_residual: set[int] = field(default_factory=set)
@@ -110,7 +112,8 @@ class ModifiedReference:
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
         x = self._extra_norm("embed", x)
-        for i in range(self.changes.n_layer or self.config.n_layer):
+        n_layer = self.changes.n_layer
+        for i in range(self.config.n_layer if n_layer is None else n_layer):
             x = self.taps[f"h.{i}.out"] = self._block(i, x)
             x = 2 * x if f"h.{i}.out" in self.changes.doubled else x
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
@@ -137,6 +140,8 @@ class ModifiedReference:
             mid = self._norm(ln_1, mid)
         self.taps[f"h.{i}.resid_mid"] = mid
         mid = 2 * mid if f"h.{i}.resid_mid" in changes.doubled else mid
+        if i in changes.no_mlp:
+            return mid
         out = self._branch(ln_2, x if i in changes.parallel else mid, lambda y: self._mlp(i, y))
         out = self._extra_norm(f"h.{i}.mlp", out)
         if i not in changes.no_mlp_residual:

@@ -52,7 +52,7 @@ def norms_where(
             live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
         place = _line(context, live, kinds)
         found = seen.setdefault(str(values), Deviation(name, place, values, Changes()))
-        found.lines = [*found.lines, place]
+        found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
         assert found.changes is not None
         found.changes.norm_formula[name] = formula or own_formula(context.graph, norm)
     yield from seen.values()
@@ -65,18 +65,23 @@ def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) 
 
 
 @deviation(
-    "the norm is an RMSNorm, which does not subtract the mean, but GPT-2 uses LayerNorm",
+    "the norm is an RMSNorm, which does not subtract the mean{no_bias}, but GPT-2 uses LayerNorm",
     "nn.LayerNorm({n_embd}, eps={expected:g})",
 )
 def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
     config = context.config
 
-    def differs(formula: NormFormula | None, _: Norm) -> dict[str, Any] | None:
+    def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
         if formula is None or formula.centred:
             return None
-        return {"n_embd": config.n_embd, **_eps(context, formula)}
+        no_bias = "" if norm.shift else " and has no bias"
+        return {"n_embd": config.n_embd, "no_bias": no_bias, **_eps(context, formula)}
 
-    return norms_where(context, differs)
+    for found in norms_where(context, differs):
+        if found.values["no_bias"] and found.changes is not None:
+            names = [f"{name}.bias" for name in found.changes.norm_formula]
+            found.changes.weights |= dict.fromkeys(names)
+        yield found
 
 
 @deviation(
@@ -190,7 +195,9 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         branch, other = layer.attn, layer.mlp
         if missing[0].endswith("ln_2"):
             branch, other = other, branch
-        place = source.calling(context.graph, branch, other)
+        place = source.calling(context.graph, context.model, branch, other)
+        if layer.fc is None:
+            place = source.module_call(context.graph, context.model, layer.cores[0].product)
         values = {"tensors": ", ".join(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
 
@@ -202,7 +209,8 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if "ln_f" in context.places.missing:
         anatomy = context.anatomy
-        place = source.calling(context.graph, anatomy.head, anatomy.layers[-1].out)
+        last = anatomy.layers[-1].out if anatomy.layers else anatomy.embed
+        place = source.calling(context.graph, context.model, anatomy.head, last)
         yield Deviation("ln_f", place, {}, _without(["ln_f"]))
 
 

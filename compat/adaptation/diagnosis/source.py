@@ -15,6 +15,8 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
+from compat.user_models.config_object import is_users_class
+from compat.user_models.usage import user_modules
 
 MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
 
@@ -28,7 +30,7 @@ def running(graph: Graph, nodes: Iterable[Node], *kinds: str) -> Place | None:
     return graph.place((preferred or nodes)[0]) if nodes else None
 
 
-def calling(graph: Graph, node: Node, other: Node) -> Place | None:
+def calling(graph: Graph, model: nn.Module, node: Node, other: Node) -> Place | None:
     """The line of the call that leads to `node`, where its stack departs from that of `other`."""
     frames, others = graph.places(node), graph.places(other)
     before = None
@@ -36,8 +38,10 @@ def calling(graph: Graph, node: Node, other: Node) -> Place | None:
         if frame != beside:  # in different functions, the line before called both
             return frame if frame.function == beside.function else before
         before = frame
-    if frames == others and len(frames) > 1 and _module_paths(node) != _module_paths(other):
-        return frames[-2]  # two modules of one class
+    paths = _module_paths(node)
+    if frames == others and len(frames) > 1 and paths != _module_paths(other):
+        if _is_users(model.get_submodule(paths[0] if paths else "")):
+            return frames[-2]  # two modules of one class
     return before or (frames[-1] if frames else None)
 
 
@@ -45,6 +49,20 @@ def callers(graph: Graph, place: Place) -> list[Place]:
     """The lines that call the function or module whose own code a line is."""
     frames = [graph.places(node) for node in graph.nodes if graph.place(node) == place]
     return list(dict.fromkeys(lines[-2] for lines in frames if len(lines) > 1))
+
+
+def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
+    """The lines of forward that call the function, such as `norm(x)`, in which a line is."""
+    frames = [graph.places(node) for node in nodes if graph.place(node) == place]
+    called = [f for f in frames if len(f) > 1 and f[-1].function != "forward" == f[-2].function]
+    return list(dict.fromkeys(lines[-2] for lines in called))
+
+
+def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
+    """The line that calls the user's innermost module that computes a node."""
+    frames, paths = graph.places(node), _module_paths(node)
+    within = bool(paths) and _is_users(model.get_submodule(paths[0]))
+    return frames[-2] if within and len(frames) > 1 else graph.place(node)
 
 
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
@@ -119,6 +137,23 @@ def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
             found[None if path is None else building(model, path)] = None
     lines = [line for line in found if line is not None]
     return lines if len(lines) <= MOST_OWNERS else []
+
+
+def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> list[Place]:
+    """The lines of arguments with this default, in the user's modules whose own code a line is."""
+    found: dict[Place, None] = {}
+    for node in graph.nodes:
+        users = (model.get_submodule(p) for p in _module_paths(node) if graph.place(node) == place)
+        cls: type | None = next((type(module) for module in users if _is_users(module)), None)
+        if cls is None or (parsed := _parsed(cls)) is None:
+            continue
+        file, first, tree = parsed
+        for inner in ast.walk(tree):
+            given = inner.args.defaults if isinstance(inner, ast.FunctionDef) else []
+            for default in given:
+                if isinstance(default, ast.Constant) and default.value == value:
+                    found[Place(file, first + default.lineno - 1)] = None
+    return list(found)
 
 
 def _torch_module(model: nn.Module, node: Node) -> Place | None:
@@ -220,6 +255,16 @@ def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
 
 
 # Lines with a certain text.
+
+
+def mentions(model: nn.Module, pattern: str) -> list[Place]:
+    """The lines of the files that define the user's modules which match a regular expression."""
+    files = dict.fromkeys(str(module.__file__) for module in user_modules(type(model)))
+    classes = dict.fromkeys(map(type, model.modules()))
+    files |= {p[0]: None for cls in classes if is_users_class(cls) and (p := _parsed(cls))}
+    lines = (Place(f, n) for f in files for n in range(1, len(linecache.getlines(f)) + 1))
+    code = (line for line in lines if not line.text.lstrip().startswith("#"))
+    return list(dict.fromkeys(line.in_cell for line in code if re.search(pattern, line.text)))
 
 
 def matching(model: nn.Module, pattern: str) -> Place | None:

@@ -72,7 +72,7 @@ def _deviation(
         exact = node.kwargs.get("approximate", "none") == "none"
         return (CODE_OF[name], {"fix": tanh_gelu(graph.place(node))}) if exact else None
     if name in RMS_NORMS:
-        values = {"n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
+        values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values
     if name in ("layer_norm", "native_layer_norm"):
         eps = node.args[4] if len(node.args) > 4 else node.kwargs.get("eps", 1e-5)

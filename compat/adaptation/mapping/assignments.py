@@ -143,6 +143,10 @@ class Unmatched:
     nodes: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
 
+    def lacks(self, hf: str) -> bool:
+        """Whether the model has nothing in place of a tensor."""
+        return hf in self.names and hf not in self.shapes and hf not in self.shared
+
 
 def find_assignments(
     anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
@@ -316,11 +320,12 @@ def _assign_layer(
     if layer.out_proj is not None:
         ends = [layer.projected, layer.attn_sum.branch]
         assign("attn.c_proj", layer.heads, ends, bound(out_proj, layer.out_proj))
-    for hf, start, end, branch in (
-        ("mlp.c_fc", layer.x2, layer.fc_end, layer.fc_end),
-        ("mlp.c_proj", layer.act, layer.mlp, layer.mlp_sum.branch),
+    for hf, projection, start, end, branch in (
+        ("mlp.c_fc", layer.fc, layer.x2, layer.fc_end, layer.fc_end),
+        ("mlp.c_proj", layer.mlp_proj, layer.act, layer.mlp, layer.mlp_sum.branch),
     ):
-        assign(hf, start, [end, branch], bound(mlp, hf, start, end))
+        if projection is not None:
+            assign(hf, start, [end, branch], bound(mlp, hf, start, end))
     return assigned, unknown
 
 

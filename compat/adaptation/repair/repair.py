@@ -45,7 +45,14 @@ from compat.dialects.linear import GPTModel
 from compat.errors import CompatError, listed
 from compat.saving import save_pretrained
 from compat.user_code import handle_errors
-from compat.user_models import construct, edited_sources, load_forward, load_target, resized
+from compat.user_models import (
+    construct,
+    edited_sources,
+    load_forward,
+    load_target,
+    on_available_device,
+    resized,
+)
 from compat.user_models.notebook import code_cells, read_source
 from compat.user_models.usage import SIBLINGS, user_modules
 
@@ -83,7 +90,8 @@ class Target:
         Raises:
             CompatError: it cannot be imported, built or adapted.
         """
-        with edited_sources(texts), contextlib.redirect_stdout(sys.stderr):
+
+        def examined() -> Adaptation:
             forward = None if self.forward is None else load_forward(self.forward)
             cls = load_target(self.name)
             with handle_errors(cls):
@@ -92,6 +100,9 @@ class Target:
                 )
                 with resized(cls, checkpoint.config):
                     return adapt(model, checkpoint, part=self.part, forward=forward)
+
+        with edited_sources(texts), contextlib.redirect_stdout(sys.stderr):
+            return on_available_device(examined)[0]
 
 
 @dataclass(frozen=True)

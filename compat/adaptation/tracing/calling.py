@@ -23,6 +23,7 @@ from compat.user_models.synonyms import plain
 from compat.user_models.usage import source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
+Given = Callable[[Tensor], Tensor]
 Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
 
 # The conventions for a mask (T, T): none, True to see, True to hide, and one that is added.
@@ -141,7 +142,8 @@ class CallSignature:
         batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
         rows: how many sequences are passed at once: any number, exactly so many, or with 0 a single
             sequence without the axis of the batch.
-        int32: the ids are passed as 32-bit integers.
+        given: what is passed for the ids (B, T): the same in another data type, or one-hot vectors
+            (B, T, V).
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -149,10 +151,9 @@ class CallSignature:
     targets: bool = False
     batch: bool = False
     rows: int | None = None
-    int32: bool = False
+    given: Given | None = None
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
-        ids = ids.int() if self.int32 else ids
         if self.rows in (None, len(ids)):
             return self._logits(model, ids)
         if self.rows == 0:
@@ -164,12 +165,13 @@ class CallSignature:
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         """The logits for what the model takes at once: ids (B, T), or (T,) if `rows` is 0."""
+        given = self.given(ids) if self.given else ids
         if ids.ndim == 1:
             arguments = {name: value(model, ids[None]) for name, value in self.arguments}
-            return find_logits(model(ids, **arguments), ids[None], self.last)[0]
+            return find_logits(model(given, **arguments), ids[None], self.last)[0]
         arguments = {name: value(model, ids) for name, value in self.arguments}
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return find_logits(model(batch if self.batch else ids, **arguments), ids, self.last)
+        batch = {"input_ids": given, "attention_mask": torch.ones_like(ids)}
+        return find_logits(model(batch if self.batch else given, **arguments), ids, self.last)
 
 
 def _values(name: str) -> tuple[Value, ...]:
@@ -218,15 +220,18 @@ def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
     return [None] * max(lists, default=1)
 
 
-def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> CallSignature:
+def find_signature(
+    model: nn.Module, ids: Tensor, rows: int | None = None, given: Given | None = None
+) -> CallSignature:
     """The first signature that returns logits for these ids, of all positions if possible.
 
     Of several masks, it is the first with which no token attends to a later one.
 
     Args:
         model: the user's model.
-        ids: ids (B, T), of the type that is passed to the model if it is int32.
+        ids: ids (B, T).
         rows: how many sequences are passed at once; see `CallSignature`.
+        given: what is passed for the ids.
 
     Raises:
         AdaptError: none returned logits.
@@ -236,7 +241,7 @@ def find_signature(model: nn.Module, ids: Tensor, rows: int | None = None) -> Ca
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
-            signature = replace(signature, rows=rows, int32=ids.dtype == torch.int32)
+            signature = replace(signature, rows=rows, given=given)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)

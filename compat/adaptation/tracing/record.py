@@ -295,13 +295,14 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         places: list[Place] = []
         modules: list[str] = []
         while frame is not None and frame.f_code is not _call.__code__:
-            code = frame.f_code
-            if code.co_name == "_call_impl":
-                path = self.paths.get(id(frame.f_locals.get("self")))
-                modules += [path] if path else []
-            elif is_users(code.co_filename):
+            code, caller = frame.f_code, frame.f_back
+            called = caller is not None and caller.f_code.co_name == "_call_impl"
+            if code.co_name == "_call_impl" or (code.co_name == "forward" and not called):
+                path = self.paths.get(id(frame.f_locals.get("self")))  # `module.forward(x)` too
+                modules += [path] if path and modules[-1:] != [path] else []
+            if is_users(code.co_filename):
                 places.append(Place(code.co_filename, frame.f_lineno, code.co_name))
-            frame = frame.f_back
+            frame = caller
         return tuple(places[::-1]), tuple(modules[::-1])
 
     def finish(self, logits: Tensor) -> Graph:

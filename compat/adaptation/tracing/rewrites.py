@@ -34,13 +34,13 @@ ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
 
 def remove_output_softmax(graph: Graph) -> Node | None:
-    """If the output is a softmax of the logits, make the logits the output.
+    """If the output is a softmax of the logits, perhaps rounded, make the logits the output.
 
     Returns:
         The node of the softmax.
     """
     node = graph.output
-    while kind(node) in MOVES and tensor_inputs(node)[0] in graph.live:
+    while kind(node) in MOVES | {"round"} and tensor_inputs(node)[0] in graph.live:
         node = tensor_inputs(node)[0]
     if kind(node) not in SOFTMAXES:
         return None
