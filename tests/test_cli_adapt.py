@@ -307,14 +307,14 @@ def test_how_the_model_is_called_may_be_given(cli: Cli, tiny: Path) -> None:
 
 
 def test_a_model_with_an_unknown_part(cli: Cli, tiny: Path) -> None:
-    old, new = 'self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))', "0"
+    old, new = "self.merge(y.transpose", "self.merge(x + y.transpose"
     text = Path("right.py").read_text()
     assert old in text
     Path("part.py").write_text(text.replace(old, new))
     done = cli("adapt", "part.py:MyGPT", "--model", tiny)
     assert done.code == 1 and "✗ mapped 0 of 40 tensors" in done.out
     assert "parity could not be checked: compat does not know a part of the model" in done.out
-    assert "layer 0: no projection follows attention" in " ".join(done.out.split())
+    assert "layer 0: 3 projections follow attention at" in " ".join(done.out.split())
 
 
 def test_a_single_part(cli: Cli, tiny: Path) -> None:

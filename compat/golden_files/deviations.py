@@ -199,11 +199,12 @@ def norms(s: Situation) -> Iterator[Hypothesis]:
         yield one("eps_outside_sqrt", by(outside), **values)
         both = [("unbiased_var", {}), ("eps_outside_sqrt", values)]
         yield Hypothesis(both, by(replace(unbiased, eps_outside=True)))
-        yield one("rmsnorm", by(rms), **values)
+        rmsnorm = {**values, "no_bias": ""}
+        yield one("rmsnorm", by(rms), **rmsnorm)
         if not other:
             no_bias = ("no_ln_bias", {"tensors": f"{name}.bias"})
             scaled_only = {kind: no_biases(piece) for kind, piece in by(rms).items()}
-            yield Hypothesis([("rmsnorm", values), no_bias], scaled_only)
+            yield Hypothesis([("rmsnorm", rmsnorm), no_bias], scaled_only)
     yield one("no_ln_bias", each(kinds, no_biases), tensors=f"{name}.bias")
     yield one("no_ln_weight", each(kinds, unit_weights), tensors=f"{name}.weight")
     tensors = {"tensors": f"{name}.weight and .bias"}

@@ -557,3 +557,10 @@ def test_a_cell_of_a_live_notebook_is_named_by_its_number(
     assert adaptation.target is None and adaptation.patch() is None
     with pytest.raises(ParityError, match=r"^In\[5\]:\d+: erf_gelu"):
         adaptation.raise_if_failed()
+
+
+def test_queries_that_are_added_up_are_no_rotation(tiny: Path, tmp_path: Path) -> None:
+    scores = "        scores = queries @"
+    edits = [(scores, f"        queries = queries.cumsum(2)\n{scores}")]
+    found = {f.code: f.tap for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found == {"unexplained": "h.0.probs"}

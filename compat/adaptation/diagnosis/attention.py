@@ -18,8 +18,8 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     AttentionPiece,
-    depends_on_position,
     rotation_of,
+    turns_with_position,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, causal, combine
@@ -129,9 +129,9 @@ class LayerAttention:
 
     @cached_property
     def is_turned(self) -> bool:
-        """Whether q depends on the position although it is no function of its token alone."""
+        """Whether q is rotated by its position after operations like a norm of q and k."""
         indirect = self.attention.indirect and not self.unsplit
-        return indirect and depends_on_position(self.graph, self.attention, self.core.q)
+        return indirect and turns_with_position(self.graph, self.attention, self.core.q)
 
     @property
     def own_attention(self) -> Changes:

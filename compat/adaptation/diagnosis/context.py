@@ -14,7 +14,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     attention_of,
-    depends_on_position,
+    turns_with_position,
 )
 from compat.adaptation.diagnosis.formulas import Activation, activation_of
 from compat.adaptation.mapping.assignments import (
@@ -104,7 +104,7 @@ class DiagnosisContext:
         return any(
             attention.rotated
             or (attention.indirect
-                and depends_on_position(self.graph, attention, layer.cores[0].q))
+                and turns_with_position(self.graph, attention, layer.cores[0].q))
             for layer, attention in attentions
         )  # fmt: skip
 
