@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -222,20 +223,23 @@ def _looked_up(values: list[Any]) -> set[str]:
     return names
 
 
-def _watched() -> list[tuple[type | ModuleType, str]]:
-    """Return pairs of a class or module and a name that is looked up in it."""
+def _watched() -> tuple[list[type | ModuleType], list[str]]:
+    """Return classes and modules, and names that are looked up in each of them."""
     classes = _classes()
     names = _used_names(classes) | _CALLING | _OPERATORS | {"__init__", "forward"}
     files = {sys.modules[kind.__module__] for kind in classes if issubclass(kind, nn.Module)}
-    owners: list[type | ModuleType] = [torch, F, *files, *classes]
-    pairs = [(owner, name) for owner in owners for name in sorted(names)]
+    return [torch, F, *files, *classes], sorted(names)
+
+
+def _pairs() -> Iterator[tuple[type | ModuleType, str]]:
+    """Yield each owner with each name; a list of them would make Python collect garbage."""
     # Importing torch's compiler wraps nn.Module.__init__.
-    return [pair for pair in pairs if pair != (nn.Module, "__init__")]
+    return (pair for pair in product(_OWNERS, _NAMES) if pair != (nn.Module, "__init__"))
 
 
 def _code() -> Iterator[object]:
-    """Return the current object of each pair, or None if the owner itself does not define it."""
-    return (vars(owner).get(name) for owner, name in _WATCHED)
+    """Yield the current object of each pair, or None if the owner itself does not define it."""
+    return (vars(owner).get(name) for owner, name in _pairs())
 
 
 def _is_foreign(owner: type | ModuleType, value: object) -> bool:
@@ -249,10 +253,10 @@ def _is_foreign(owner: type | ModuleType, value: object) -> bool:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_WATCHED = _watched()
+_OWNERS, _NAMES = _watched()
 _AT_IMPORT = list(_code())
 _FOREIGN = any(
-    _is_foreign(owner, value) for (owner, _), value in zip(_WATCHED, _AT_IMPORT, strict=True)
+    _is_foreign(owner, value) for (owner, _), value in zip(_pairs(), _AT_IMPORT, strict=True)
 )
 
 
