@@ -14,13 +14,15 @@ from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
 from compat.decoding import Decoder
+from compat.decoding.draft import ModelDraft
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
-from compat.decoding.matrices import Pack, quantize
-from compat.decoding.native import transformer_class
-from compat.decoding.outliers import inputs_with_outliers
+from compat.decoding.matrices import Pack
+from compat.decoding.native import NATIVE, transformer_class
+from compat.decoding.outliers import without_outliers
 from compat.decoding.scoring import Score, score_requests
-from compat.decoding.speculative import DraftSource, ModelDraft, SpeculativeDecoder, prompt_lookup
+from compat.decoding.speculative import DraftSource, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
+from compat.decoding.transformer import Read
 from compat.errors import ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import GenerateOptions, generate, stream
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Precision = Literal["float32", "bfloat16", "int8"]
+Speculation = Literal["auto", "int8", "lookup"] | None
 
 
 class EngineOptions(TypedDict, total=False):
@@ -42,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: Precision | torch.dtype
     device: str | torch.device
     max_batch: int | None
-    speculate: Literal["int8", "lookup"] | None
+    speculate: Speculation
 
 
 class Engine:
@@ -66,7 +69,10 @@ class Engine:
         speculate: speculative decoding of a single sequence. Draft tokens come from the same
             weights in 8 bits ("int8"), or from prompt lookup ("lookup"): the tokens that followed
             the last tokens earlier in the text. "int8" also uses prompt lookup when its expected
-            gain is larger. The generated tokens are the same as without speculative decoding.
+            gain is larger. "auto": "int8" where a forward pass of several tokens computes
+            bit-identical logits, which `native.c` does, unless `dtype` is "int8" or `max_batch`
+            is above 1. None: no speculative decoding. The generated tokens are the same. The 8-bit
+            weights are packed when a single sequence is decoded for the first time.
 
     Raises:
         ConfigError: the data type or the kind of speculation is unknown, the device cannot be used,
@@ -137,7 +143,7 @@ class Engine:
         dtype: Precision | torch.dtype = "float32",
         device: str | torch.device = "cpu",
         max_batch: int | None = None,
-        speculate: Literal["int8", "lookup"] | None = None,
+        speculate: Speculation = "auto",
     ) -> None:
         """Read the weights by Hugging Face's names and pack them.
 
@@ -152,59 +158,57 @@ class Engine:
             raise ConfigError(
                 f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'"
             )
-        if not isinstance(speculate, str | None) or speculate not in (None, "int8", "lookup"):
+        if speculate is not None and (
+            not isinstance(speculate, str) or speculate not in ("auto", "int8", "lookup")
+        ):
             raise ConfigError(
-                f"speculate is {short_repr(speculate)}; expected 'int8', 'lookup' or None"
+                f"speculate is {short_repr(speculate)}; expected 'auto', 'int8', 'lookup' or None"
             )
         if max_batch is not None and (not is_integer(max_batch) or max_batch < 1):
             raise ConfigError(
                 f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more, or None"
             )
         self.dtype: Any = precision
-        self.max_batch, self.speculate = max_batch, speculate
+        self.max_batch = max_batch
         self.device = _usable(device)
 
         def read(name: str) -> list[Tensor]:
-            return [weight(name).to(self.device)]
+            is_embedding = name == HEAD and self.config.tie_word_embeddings and not is_int8
+            return [] if is_embedding else [weight(name).to(self.device)]
 
-        def read_int8(name: str) -> list[Tensor] | list[Quantized]:
+        def read_int8(name: str) -> list[Any]:
             stored = quantized(name)
-            if stored is not None:
-                return [stored.to(self.device)]
-            tensors, inputs = read(name), outliers.get(name)
-            if inputs is None:
-                return tensors
-            return [quantize(tensor.t() if name == HEAD else tensor, inputs) for tensor in tensors]
+            return read(name) if stored is None else [stored.to(self.device)]
 
         def fast(precision: str, rows: int) -> Pack:
             return fastest(precision, rows, torch.get_num_threads(), self.device)
 
+        is_int8 = precision == "int8"
+        if speculate == "auto" and (is_int8 or (max_batch or 1) > 1):
+            speculate = None
         pack = fast(precision, rows=4 if speculate else min(max_batch or 1, PROMPT))
+        if speculate == "auto":
+            speculate = "int8" if pack in NATIVE else None
+        self.speculate = speculate
         stored = torch.float32 if precision == "float32" else torch.bfloat16
         with torch.no_grad():
             embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
-            outliers: dict[str, Tensor] = {}
-            if "int8" in (precision, speculate) and quantized(HEAD) is None:
-                outliers = inputs_with_outliers(self.config, embedding, read)
-            kind = transformer_class(pack)
-            reader = read_int8 if precision == "int8" else read
-            self.transformer = kind(
+            reader: Read = read_int8 if is_int8 else read
+            if is_int8 and quantized(HEAD) is None:
+                reader = without_outliers(self.config, embedding, read)
+            self.transformer = transformer_class(pack)(
                 self.config, embedding, reader, pack, ACTIVATIONS[precision], in_order
             )
-            self._draft_sources = [DraftSource(prompt_lookup)]
-            if speculate == "int8":
-                pack = fast("draft", rows=1)
-                kind = transformer_class(pack)
-                draft = kind(
-                    self.config, embedding, read_int8, pack, ACTIVATIONS["draft"], in_order
-                )
-                self._draft_sources.append(DraftSource(ModelDraft(draft)))
+        self._draft_sources = [DraftSource(prompt_lookup)]
+        if speculate == "int8" and not is_int8:
+            draft = ModelDraft(self.transformer, fast("draft", rows=1))
+            self._draft_sources.append(DraftSource(draft))
 
     def decoder(self) -> Decoder:
         """A decoder with a separate batch, for `generate`, `stream` and the text functions."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
-        return SpeculativeDecoder(self.transformer, self._draft_sources)
+        return SpeculativeDecoder(self.transformer, self._draft_sources, self.max_batch)
 
     def generate(
         self,

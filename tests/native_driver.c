@@ -91,6 +91,22 @@ static void run(enum type weights, enum type stored, int64_t kind, int64_t M, in
     free_matrix(model.lm_head), free(kv), free(x), free(logits), free(memory);
 }
 
+// Quantizes a weight (K, O) and its transpose, which must agree.
+static void run_quantize(int64_t K, int64_t O) {
+    float *weight = floats(K * O, 0), *transposed = floats(K * O, 0), *kept = floats(K, 1);
+    float *scales = floats(2 * O, 0);
+    int8_t *found = malloc((size_t)(2 * K * O));
+    for (int64_t i = 0; i < K; i++) {
+        kept[i] = i % 9 != 5;
+        for (int64_t o = 0; o < O; o++) transposed[o * K + i] = weight[i * O + o];
+    }
+    quantize_by_inputs(weight, kept, K, O, found, scales);
+    quantize_by_outputs(transposed, kept, K, O, found + K * O, scales + O);
+    if (memcmp(found, found + K * O, (size_t)(K * O))) exit(2);
+    if (memcmp(scales, scales + O, (size_t)O * sizeof *scales)) exit(3);
+    free(weight), free(transposed), free(kept), free(scales), free(found);
+}
+
 int main(void) {
     for (int weights = FLOAT32; weights <= INT8; weights++)
         for (int stored = FLOAT32; stored <= BFLOAT16; stored++) {
@@ -103,5 +119,6 @@ int main(void) {
         run(FLOAT32, FLOAT32, kind, 3, 26, 2, 50, 1);
     run(FLOAT32, FLOAT32, GELU_TANH, 3, 3, 1, 5, 1);
     run(INT8, FLOAT32, GELU_TANH, 17, 3, 1, 5, 1);
+    run_quantize(64, 64), run_quantize(67, 101), run_quantize(128, 200);
     return 0;
 }

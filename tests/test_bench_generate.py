@@ -12,7 +12,7 @@ import pytest
 
 from tests.command_line import ROOT, script
 
-PEERS = "transformers float32,engine float32+lookup"
+PEERS = "transformers float32,engine float32,engine float32+lookup"
 SVG = "{http://www.w3.org/2000/svg}"
 NUMBERS = {"decode", "prompt", "first", "early", "late", "growth", "peak"}
 

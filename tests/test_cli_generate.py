@@ -135,7 +135,7 @@ def test_ctrl_c_at_the_prompt_ends_the_conversation(
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Ctrl-C in the n-th call that samples a token, counted from 1."""
+    """Ctrl-C in the n-th call that samples a token, counted from 1, without draft tokens."""
     left, draw = [call], Sampling.draw
 
     def interrupted(self: Sampling, *args: Any) -> Any:
@@ -155,7 +155,8 @@ def test_ctrl_c_in_a_text_keeps_it_and_returns_to_the_prompt(
     stop = begun[-1] + "never"
     whole = expected(folder, "x", stop=[stop])[0]["text"]
     interrupt_at(monkeypatch, 8)
-    done = converse(cli, monkeypatch, b"x\nx\n", folder, "--stop", stop)
+    options = ("--speculate", "off", "--stop", stop)
+    done = converse(cli, monkeypatch, b"x\nx\n", folder, *options)
     assert (done.code, done.out) == (0, f"{begun}\n{whole}\n")
     assert "stopped; Ctrl-C again" in done.err
 
@@ -164,7 +165,7 @@ def test_ctrl_c_prints_the_json_so_far(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     begun = expected(folder, "x", max_new_tokens=7, logprobs=True)[0]
-    options = ("--model", folder, *GREEDY, "--json", "--logprobs")
+    options = ("--model", folder, *GREEDY, "--json", "--logprobs", "--speculate", "off")
     interrupt_at(monkeypatch, 8)
     done = cli("generate", "x", *options)
     found = done.json()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compat import Engine
-from compat.decoding import kernels, native_library
+from compat.decoding import kernels, matrices, native_library
 from compat.decoding.matrices import Int8DynamicActivations, Pack, WithOutliers
 from compat.decoding.native import (
     FEW_ROWS,
@@ -398,6 +398,40 @@ def test_a_library_with_wrong_results_is_not_used(
             assert kernels.works(pack, precision) == (pack not in NATIVE)
     n_native = sum(pack in NATIVE for packs in kernels.CANDIDATES.values() for pack in packs)
     assert capfd.readouterr().err.count("does not compute what torch computes") == n_native
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (97, 65), (768, 100), (70, 1000)], ids=str)
+@pytest.mark.parametrize("outliers", [None, torch.tensor([3, 17])], ids=["", "outliers"])
+@pytest.mark.parametrize("by_outputs", [False, True])
+def test_weights_are_quantized_as_by_torch(
+    shape: tuple[int, int],
+    outliers: Tensor | None,
+    by_outputs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[:, 5], weight[2, 7] = 0, 1e-42
+    if by_outputs:
+        weight = weight.t().contiguous().t()
+    found = matrices.quantize(weight, outliers)
+    monkeypatch.setenv("COMPAT_NATIVE", "0")
+    expected = matrices.quantize(weight, outliers)
+    assert torch.equal(found.values, expected.values) and torch.equal(found.scale, expected.scale)
+    assert (found.values.abs().amax(dim=1) == 127).sum() == shape[1] - 1  # all but the one of zeros
+    assert (found.outliers is None) == (outliers is None)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("by_outputs", [False, True])
+def test_a_value_that_is_not_finite_stays_in_a_quantized_weight(
+    value: float, by_outputs: bool
+) -> None:
+    weight = torch.randn(70, 100, generator=torch.Generator().manual_seed(0))
+    weight[66, 50] = value
+    if by_outputs:
+        weight = weight.t().contiguous().t()
+    scale = matrices.quantize(weight).scale
+    assert scale[50].isnan() and scale.isfinite().sum() == 99
 
 
 # The paths of other processors, and every access to memory.

@@ -80,7 +80,7 @@ def test_outliers_do_not_cost_precision(
 
     usual = error(make_checkpoint(**SIZES))
     assert error(planted[0]) < 1.3 * usual
-    monkeypatch.setattr("compat.engine.inputs_with_outliers", lambda *_: {})
+    monkeypatch.setattr("compat.decoding.outliers.inputs_with_outliers", lambda *_: {})
     assert error(planted[0]) > 3 * usual
 
 

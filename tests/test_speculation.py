@@ -14,16 +14,19 @@ from torch import Tensor
 
 from compat import generate, load_pretrained
 from compat.decoding import Decoder
+from compat.decoding.draft import ModelDraft
+from compat.decoding.matrices import Blas
+from compat.decoding.native import NativeInt8, NativeLinear
 from compat.decoding.speculative import (
     Draft,
     DraftSource,
-    ModelDraft,
     SpeculativeDecoder,
     greedy,
 )
 from compat.decoding.transformer import Transformer
 from compat.engine import Engine
 from tests.conftest import MakeCheckpoint
+from tests.native_common import WITH_COMPILER, needs_compiler
 
 N = 64
 both_ways = pytest.mark.parametrize("speculate", ["int8", "lookup"])
@@ -90,6 +93,13 @@ class Speculating:
         return self.speculative
 
 
+def exact_draft(engine: Engine) -> ModelDraft:
+    """A draft model that equals the model."""
+    draft = ModelDraft(engine.transformer, Blas)
+    draft.transformer = engine.transformer
+    return draft
+
+
 def prompt(seed: int, length: int = 8) -> Tensor:
     return torch.randint(97, (1, length), generator=torch.Generator().manual_seed(seed))
 
@@ -126,6 +136,65 @@ def test_the_same_seed_samples_the_same_ids(
             for one in (engine, model)
         )  # fmt: skip
         assert torch.equal(found, expected), seed
+
+
+@both_ways
+def test_a_batch_is_decoded_without_draft_tokens(source: Path, speculate: Any) -> None:
+    ids = torch.cat([prompt(seed) for seed in range(3)])
+    found, expected = (
+        Engine.from_pretrained(source, speculate=how).generate(
+            ids, max_new_tokens=40, temperature=0, stop_ids=[3, 5]
+        )
+        for how in (speculate, None)
+    )
+    assert torch.equal(found, expected)
+
+
+def logits_of_text(engine: Engine, ids: Tensor) -> Tensor:
+    """The logits of a prompt and of the greedy tokens that follow it."""
+    decoder = engine.decoder()
+    found = [decoder.start(ids.tolist())]
+    for _ in range(30):
+        found.append(decoder.step(found[-1].argmax(-1)))
+    return torch.cat(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_by_default_draft_tokens_change_no_bit_of_the_logits(
+    source: Path,
+    dtype: Any,
+    draft_count: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft_count(5)
+    packs = {dtype: NativeLinear, "draft": NativeInt8}
+    monkeypatch.setattr("compat.engine.fastest", lambda precision, *_: packs[precision])
+    engine = Engine.from_pretrained(source, dtype=dtype)
+    assert engine.speculate == "int8"
+    plain = Engine.from_pretrained(source, dtype=dtype, speculate=None)
+    for seed in range(3):
+        assert torch.equal(*(logits_of_text(one, prompt(seed)) for one in (engine, plain)))
+    assert engine._draft_sources[-1].rate > 0.7  # its initial value: draft tokens were accepted
+
+
+@pytest.mark.parametrize(
+    ("pack", "options"),
+    [
+        (Blas, {}),  # rounds several rows otherwise than one
+        (NativeLinear, {"max_batch": 2}),
+        (NativeLinear, {"dtype": "int8"}),
+        (NativeLinear, {"speculate": None}),
+    ],
+)
+def test_by_default_there_are_no_drafts_where_they_are_of_no_use(
+    source: Path, pack: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pack is NativeLinear and not WITH_COMPILER:
+        pytest.skip("no C compiler")
+    packs = {"float32": pack, "int8": NativeInt8}
+    monkeypatch.setattr("compat.engine.fastest", lambda precision, *_: packs[precision])
+    assert Engine.from_pretrained(source, **options).speculate is None
 
 
 @settings(
@@ -185,7 +254,7 @@ def test_drafts_of_sampled_tokens_use_the_same_random_numbers(
     """A draft model that equals the model predicts every sampled token."""
     draft_count(4)
     engine = Engine.from_pretrained(source)
-    speculating = Speculating(engine, ModelDraft(engine.transformer))
+    speculating = Speculating(engine, exact_draft(engine))
     generate(speculating, prompt(4), max_new_tokens=50, stop_ids=(), top_k=50)
     draft_source = speculating.source
     assert draft_source.proposed == 40
@@ -259,10 +328,7 @@ def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any
     expected = engine.generate(
         torch.tensor([ids]), max_new_tokens=count, temperature=0, stop_ids=()
     )
-    assert (
-        ModelDraft(engine.transformer)(ids, count, cache, greedy)
-        == expected[0, len(ids) :].tolist()
-    )
+    assert exact_draft(engine)(ids, count, cache, greedy) == expected[0, len(ids) :].tolist()
 
 
 def test_if_a_draft_fails_the_model_raises_the_error(
@@ -270,6 +336,7 @@ def test_if_a_draft_fails_the_model_raises_the_error(
 ) -> None:
     draft_count(3)
     engine = Engine.from_pretrained(source, speculate="int8")
-    engine._draft_sources[-1].draft.transformer.ln_f.bias.fill_(torch.nan)
+    norm = engine._draft_sources[-1].draft.transformer.ln_f
+    norm.bias = torch.full_like(norm.bias, torch.nan)
     found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop_ids=())
     assert found[0].tolist() == true_ids(source, prompt(2))[:28]

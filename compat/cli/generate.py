@@ -116,9 +116,10 @@ def generate_command(
         ),
     ] = None,
     speculate: Annotated[
-        Literal["int8", "lookup"] | None,
+        Literal["auto", "int8", "lookup", "off"] | None,
         execution(
-            help="Draft with 8-bit weights, or by prompt lookup. The token ids stay the same."
+            help="Draft with 8-bit weights, or by prompt lookup. The token ids stay the same. "
+            "Default: auto, which is int8 for one text in float32 or bfloat16."
         ),
     ] = None,
     batch_size: Annotated[
@@ -143,6 +144,7 @@ def generate_command(
     the text so far. The results of a prompt file are JSON lines.
     """
     plain = plain or dialect is not None
+    one_by_one = speculate in ("int8", "lookup")
     inputs = [prompt is not None, prompt_file is not None, interactive]
     for wrong, fault in (
         (not any(inputs), "Pass a prompt, --prompt-file or --interactive."),
@@ -158,7 +160,7 @@ def generate_command(
             "--batch-size is for several texts. Pass --prompt-file or --n with it.",
         ),
         (
-            batch_size is not None and speculate is not None,
+            batch_size is not None and one_by_one,
             "--speculate generates one text at a time. Leave out --batch-size.",
         ),
     ):
@@ -169,16 +171,16 @@ def generate_command(
     checkpoint = compat.open_checkpoint(model, revision=revision, n_head=n_head)
     tokenizer = compat.load_tokenizer(checkpoint)
     texts = 8 if batch_size is None else batch_size
-    if speculate or (prompt_file is None and n == 1):
+    if one_by_one or (prompt_file is None and n == 1):
         texts = 1  # speculation decodes one text at a time; without a file or --n there is one
     runs: compat.PlainBlocks | compat.Engine
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
     else:
-        precision: dict[str, Any] = {"dtype": dtype} if dtype else {}
-        runs = compat.Engine.from_pretrained(
-            checkpoint, max_batch=max(1, texts), speculate=speculate, **precision
-        )
+        how: dict[str, Any] = {"dtype": dtype} if dtype else {}
+        if speculate is not None:
+            how["speculate"] = None if speculate == "off" else speculate
+        runs = compat.Engine.from_pretrained(checkpoint, max_batch=max(1, texts), **how)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,

@@ -40,7 +40,7 @@ from compat.decoding.native import (
     NativePrompts,
     transformer_class,
 )
-from compat.decoding.native_library import note
+from compat.decoding.native_library import is_available, note
 from compat.decoding.transformer import Cache, Transformer
 
 # The last candidate of each precision only uses documented operators, and works everywhere.
@@ -92,14 +92,14 @@ def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU)
         threads: the number of torch's threads.
         device: the device of the weights.
     """
-    working = _working(precision, device)
     if device != CPU:
-        return next(iter(working.values()))
-    key = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(working)}"
+        return next(iter(_working(precision, device).values()))
+    candidates = {pack.__name__: pack for pack in CANDIDATES[precision]}
+    key = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(candidates)}"
     with _measuring:
         if _chosen.get(key, _NEVER).until < time.monotonic():
-            _chosen[key] = _remembered_or_measured(key, precision, rows, working)
-        return working[_chosen[key].name]
+            _chosen[key] = _remembered_or_measured(key, precision, rows, candidates)
+        return candidates[_chosen[key].name]
 
 
 class _Choice(NamedTuple):
@@ -131,11 +131,12 @@ def _working(precision: str, device: torch.device) -> dict[str, Pack]:
 
 
 def _remembered_or_measured(
-    key: str, precision: str, rows: int, working: dict[str, Pack]
+    key: str, precision: str, rows: int, candidates: dict[str, Pack]
 ) -> _Choice:
     known = _read_memory()
-    if known.get(key) in working:
+    if known.get(key) in candidates and works(candidates[known[key]], precision):
         return _Choice(known[key], math.inf)
+    working = _working(precision, CPU)
     name, idle = _measured(precision, rows, working)
     if not idle or (name, True) != _measured(precision, rows, working):
         return _Choice(name, time.monotonic() + REMEASURE_AFTER)
@@ -224,7 +225,8 @@ def _random_transformers(
     embedding = drawn["wte.weight"].to(dtype), drawn["wpe.weight"].to(dtype)
 
     def read(name: str) -> list[Tensor]:
-        return [drawn[re.sub(r"^h\.\d+", "h.0", name)].clone()]
+        own = re.sub(r"^h\.\d+", "h.0", name)
+        return [drawn[own].clone()] if own in drawn else []
 
     with torch.no_grad():
         return [transformer_class(pack)(config, embedding, read, pack, dtype) for pack in packs]
@@ -260,20 +262,26 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
     first = [decode_step(*each) for each in caches]
     kept = [number for number, time_of in enumerate(first) if time_of < TOO_SLOW * min(first)]
     costs = [math.inf] * len(packs)
-    steps = [[decode_step(*caches[number]) for number in kept] for _ in range(repeats)]
+    steps = {number: math.inf for number in kept}
+    for number in kept * repeats:
+        steps[number] = min(steps[number], decode_step(*caches[number]))
+    # native.c decodes alike with all of its candidates; only their prefills differ.
+    native = [number for number in kept if packs[number] in NATIVE]
+    steps |= dict.fromkeys(native, min((steps[number] for number in native), default=math.inf))
     texts = [(transformer, transformer.new_cache(1)) for transformer in built]
-    prefills = [[prefill(*texts[number]) for number in kept] for _ in range(2)]
-    for number, *times in zip(
-        kept, zip(*steps, strict=True), zip(*prefills, strict=True), strict=True
-    ):
-        step, text = map(min, times)
-        costs[number] = step + text / PROMPT
+    prefills = {number: math.inf for number in kept}
+    for number in kept * 2:
+        prefills[number] = min(prefills[number], prefill(*texts[number]))
+    for number in kept:
+        costs[number] = steps[number] + prefills[number] / PROMPT
     return costs
 
 
 def _machine() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{processor()['model name']}, {capability}, torch {torch.__version__}"
+    native = "with" if is_available() else "without"
+    machine = f"{processor()['model name']}, {capability}"
+    return f"{machine}, torch {torch.__version__}, {native} native.c"
 
 
 def _memory() -> Path | None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Outliers, Quantized
+from compat.decoding.native_library import is_available, library
 
 # Packs a weight and a bias into a module that maps x (M, in) to x · weight + bias (M, out). The
 # int8 modules also accept a weight that is already quantized.
@@ -31,6 +32,7 @@ BLOCK_OF_WEIGHTS = 1 << 25  # bytes
 ALIGNMENT = 64  # bytes, of a weight in it
 WIDE = 8192  # columns from which on a product is computed in parts
 COLUMNS_AT_ONCE = 1024  # of such a product
+FEWEST = 64  # inputs and outputs that native.c quantizes, which it does in strips
 
 
 _of_thread = threading.local()  # the thread's current block of memory, and how much of it is used
@@ -83,6 +85,10 @@ class Blas(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
+    def unpacked(self) -> Tensor:
+        """The weight [in, out]."""
+        return self.weight
+
 
 class Concatenated(nn.Module):
     """The concatenation of several products, such as q, k and v with separate weights."""
@@ -113,6 +119,10 @@ class Linear(nn.Module):
             torch.mm(x, self.weight[columns].t(), out=product[:, columns])
         return product if self.bias is None else product.add_(self.bias)
 
+    def unpacked(self) -> Tensor:
+        """The weight [in, out]."""
+        return self.weight.t()
+
 
 class OneDnn(nn.Module):
     """oneDNN's matrix product on a weight in oneDNN's own blocked layout."""
@@ -128,6 +138,11 @@ class OneDnn(nn.Module):
         product: Tensor = self.multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
+    def unpacked(self) -> Tensor:
+        """The weight [in, out]."""
+        weight: Tensor = self.weight.to_dense()
+        return weight.t()
+
 
 def quantize(weight: Tensor | Quantized, outliers: Tensor | None = None) -> Quantized:
     """Quantize a weight [in, out] symmetrically: int8 values (out, in) and scales (out,).
@@ -138,18 +153,35 @@ def quantize(weight: Tensor | Quantized, outliers: Tensor | None = None) -> Quan
     """
     if isinstance(weight, Quantized):
         return weight
-    scale = torch.empty(weight.shape[1], device=weight.device)
+    kept = torch.ones(weight.shape[0], device=weight.device)
+    exact = None
+    if outliers is not None:
+        kept[outliers], exact = 0, Outliers(outliers, weight[outliers].float())
     qweight = empty_weight(weight.t().shape, torch.int8)
-    smallest = torch.finfo(torch.float32).tiny
-    for start in range(0, len(qweight), QUANTIZED_AT_ONCE):
-        rows = slice(start, start + QUANTIZED_AT_ONCE)
-        columns = weight[:, rows].float()
-        if outliers is not None:
-            columns = columns.index_fill(0, outliers, 0)
-        scale[rows] = (columns.abs().amax(dim=0) / 127).clamp(min=smallest)
-        qweight[rows] = (columns / scale[rows]).round_().t()
-    exact = None if outliers is None else Outliers(outliers, weight[outliers].float())
-    return Quantized(qweight.to(weight.device), scale, exact)
+    scale = torch.empty(len(qweight), device=qweight.device)
+    if not _quantized_by_native_c(weight, kept, qweight, scale):
+        smallest = torch.finfo(torch.float32).tiny
+        for start in range(0, len(qweight), QUANTIZED_AT_ONCE):
+            rows = slice(start, start + QUANTIZED_AT_ONCE)
+            columns = weight[:, rows].float() * kept[:, None]
+            scales = (columns.abs().amax(dim=0) / 127).clamp(min=smallest)
+            qweight[rows], scale[rows] = (columns / scales).round_().t(), scales
+    return Quantized(qweight.to(weight.device), scale.to(weight.device), exact)
+
+
+def _quantized_by_native_c(weight: Tensor, kept: Tensor, values: Tensor, scale: Tensor) -> bool:
+    """Whether `native.c` could quantize a weight, which gives the same values in less time."""
+    fits = weight.is_cpu and weight.dtype == torch.float32 and min(weight.shape) >= FEWEST
+    if not fits or not is_available():
+        return False
+    if weight.is_contiguous():
+        run = library().quantize_by_inputs
+    elif weight.t().is_contiguous():
+        run = library().quantize_by_outputs
+    else:
+        return False
+    run(weight.data_ptr(), kept.data_ptr(), *weight.shape, values.data_ptr(), scale.data_ptr())
+    return True
 
 
 class WithOutliers(nn.Module):

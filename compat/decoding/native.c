@@ -19,6 +19,7 @@
 // Every function that `decode` calls is called by all threads of the team, which share its loops.
 // A result does not depend on the number of threads, or of rows up to FEW.
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -970,6 +971,69 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
         if (logits) {
             layernorm(&model->ln_f, s.x, rows, model->n_embd, &s, s.normed);
             matmul(&model->lm_head, (enum type)model->weights, s.normed, rows, &s, logits, 0);
+        }
+    }
+}
+
+// Quantizes a weight to values (O, K) and scales (O,): each output has the scale that makes its
+// largest value 127. A weight is read by outputs (O, K) or, as checkpoints have it, by inputs (K, O).
+// Inputs with outliers have 0 instead of 1 in `kept` (K,), and become 0.
+//
+// A value that is not finite makes the scale NaN.
+INLINE vec scale_of(vec largest, vec poison) {
+    const vec scale = largest / 127.0f;
+    return choose((bits)(scale < FLT_MIN), broadcast(FLT_MIN), scale) + poison;
+}
+
+INLINE vec larger_magnitude(vec largest, vec x) {
+    x = (vec)((bits)x & 0x7fffffff);
+    return choose((bits)(x > largest), x, largest);
+}
+
+void quantize_by_outputs(const float *weight, const float *kept, int64_t K, int64_t O,
+                         int8_t *values, float *scales) {
+    for (int64_t o = 0; o < O; o++) {
+        const float *row = weight + o * K;
+        vec most = {0}, poison = {0};
+        for (int64_t at = 0; at < K; at += LANES) {
+            const int64_t i = min(at, K - LANES);  // the last ones overlap
+            const vec x = load(row + i) * load(kept + i);
+            most = larger_magnitude(most, x);
+            poison += x * 0;
+        }
+        const vec scale = scale_of(broadcast(largest(most)), broadcast(sum(poison)));
+        scales[o] = scale[0];
+        for (int64_t at = 0; at < K; at += LANES) {
+            const int64_t i = min(at, K - LANES);
+            store_bytes(values + o * K + i, load(row + i) * load(kept + i) / scale + ROUNDING);
+        }
+    }
+}
+
+#define STRIP 4  // vectors of outputs that are read at a time
+void quantize_by_inputs(const float *weight, const float *kept, int64_t K, int64_t O,
+                        int8_t *values, float *scales) {
+    for (int64_t start = 0; start < O; start += STRIP * LANES) {
+        const int64_t o = min(start, O - STRIP * LANES);  // the last strips overlap
+        vec most[STRIP] = {{0}}, poison[STRIP] = {{0}}, scale[STRIP];
+        for (int64_t i = 0; i < K; i++) UNROLL for (int v = 0; v < STRIP; v++) {
+            const vec x = load(weight + i * O + o + v * LANES) * kept[i];
+            most[v] = larger_magnitude(most[v], x);
+            poison[v] += x * 0;
+        }
+        UNROLL for (int v = 0; v < STRIP; v++) {
+            scale[v] = scale_of(most[v], poison[v]);
+            store(scales + o + v * LANES, scale[v]);
+        }
+        for (int64_t first = 0; first < K; first += BLOCK) {
+            const int64_t n = min(BLOCK, K - first);
+            int8_t tile[BLOCK][STRIP * LANES];
+            for (int64_t i = 0; i < n; i++) UNROLL for (int v = 0; v < STRIP; v++) {
+                const vec x = load(weight + (first + i) * O + o + v * LANES) * kept[first + i];
+                store_bytes(tile[i] + v * LANES, x / scale[v] + ROUNDING);
+            }
+            for (int64_t j = 0; j < STRIP * LANES; j++)
+                for (int64_t i = 0; i < n; i++) values[(o + j) * K + first + i] = tile[i][j];
         }
     }
 }

@@ -58,6 +58,15 @@ def library() -> CDLL:
     return _loaded
 
 
+def is_available() -> bool:
+    """Whether the library can be loaded."""
+    try:
+        library()
+    except NativeError:
+        return False
+    return True
+
+
 def note(reason: str) -> None:
     """Print why decoding runs on torch alone."""
     print(
@@ -157,6 +166,8 @@ def _run(command: list[str]) -> str:
 FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "decode": ([c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64], None),
     "scratch_size": ([c_void_p, c_int64, c_int64], c_int64),
+    "quantize_by_outputs": ([c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p], None),
+    "quantize_by_inputs": ([c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p], None),
     "has_panels": ([], c_int32),
 }
 

@@ -10,12 +10,29 @@ from torch import Tensor, nn
 
 from compat.checkpoint.layout import HEAD
 from compat.config import GPT2Config
-from compat.decoding.matrices import Blas, packed
+from compat.decoding.matrices import Blas, packed, quantize
 from compat.decoding.transformer import Block, Norm, Read
 
 TOKENS = 64
 TIMES = 6  # the median size of a product's inputs, above which an input has outliers
 MOST = 64  # of a product; as MOST_OUTLIERS in native.c
+
+
+def without_outliers(config: GPT2Config, embedding: tuple[Tensor, Tensor], read: Read) -> Read:
+    """Return a function like `read` that quantizes the weights of inputs with outliers apart.
+
+    Args:
+        config, embedding, read: as of `Transformer`.
+    """
+    outliers = inputs_with_outliers(config, embedding, read)
+
+    def read_int8(name: str) -> list[Any]:
+        weights, inputs = read(name), outliers.get(name)
+        if inputs is None:
+            return weights
+        return [quantize(weight.t() if name == HEAD else weight, inputs) for weight in weights]
+
+    return read_int8
 
 
 @torch.no_grad()

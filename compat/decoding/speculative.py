@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compat.decoding.decoder import Choose, PreviewSampling, check_prompts
-from compat.decoding.not_finite import NotFiniteError
+from compat.decoding.decoder import Choose, PreviewSampling
+from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Cache, Transformer
 
 # Proposes draft tokens. Arguments: the tokens so far, the number of draft tokens, the model's cache
@@ -31,14 +31,16 @@ class DraftSource:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.rate, self.seconds = draft, INITIAL_RATE, 0.0
+        self.is_warm = False
 
     def propose(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
         """Propose up to `count` draft tokens, and measure their cost."""
         start = time.perf_counter()
         tokens = self.draft(ids, count, cache, choose)
-        if tokens:
+        if tokens and self.is_warm:
             cost = (time.perf_counter() - start) / len(tokens)
             self.seconds = moving_average(self.seconds or cost, cost, 0.1)
+        self.is_warm = self.is_warm or bool(tokens)  # the first draft packs the draft's weights
         return tokens
 
     def observe(self, accepted: bool) -> None:
@@ -75,6 +77,8 @@ def moving_average(average: float, value: float, weight: float = 0.05) -> float:
 class SpeculativeDecoder:
     """Decodes one sequence, and verifies several draft tokens in each forward pass.
 
+    A batch of several sequences is decoded without draft tokens.
+
     The logits after an accepted draft token are already computed. Cache entries of rejected draft
     tokens are overwritten. Tokens are always chosen from the model's own logits, so the output is
     the same as without speculation, greedy or sampled: there is no acceptance test that could
@@ -85,18 +89,27 @@ class SpeculativeDecoder:
         transformer: computes the logits.
         sources: the sources of draft tokens, whose acceptance rates carry over to the next text. If
             two have the same expected gain, the first is used.
+        max_batch: the largest number of sequences, or None for any number.
     """
 
-    def __init__(self, transformer: Transformer, sources: Sequence[DraftSource]) -> None:
+    def __init__(
+        self,
+        transformer: Transformer,
+        sources: Sequence[DraftSource],
+        max_batch: int | None = None,
+    ) -> None:
         self.transformer, self.config = transformer, transformer.config
         self.sources = sources
         self.pass_seconds = 0.0
+        self.several = StaticDecoder(transformer, max_batch)
 
     @torch.inference_mode()
     def start(
         self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
     ) -> Tensor:
-        check_prompts(prompts, 1)
+        self.is_single = len(prompts) == 1
+        if not self.is_single:
+            return self.several.start(prompts)
         self.ids = list(prompts[0])
         self.preview_sampling = preview_sampling or (lambda: greedy)
         self.cache = self.transformer.new_cache(1)
@@ -106,6 +119,8 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
+        if not self.is_single:
+            return self.several.step(ids)
         self.ids.append(int(ids))
         if self.verified:
             token, logits = self.verified.pop(0)
@@ -123,7 +138,8 @@ class SpeculativeDecoder:
         return logits[None, 0]
 
     def keep(self, rows: Tensor) -> None:
-        """Do nothing: there is only one row."""
+        if not self.is_single:
+            self.several.keep(rows)
 
     def why_not_finite(self, context: Sequence[int]) -> str:
         return self.transformer.why_not_finite(context)
@@ -152,29 +168,6 @@ class SpeculativeDecoder:
 def greedy(logits: Tensor, ids: Sequence[int]) -> int:
     """Return the most likely token."""
     return int(logits.argmax())
-
-
-class ModelDraft:
-    """Draft tokens of a less exact model that shares the cache.
-
-    The following forward pass of the model overwrites its keys and values of the draft tokens.
-    """
-
-    def __init__(self, transformer: Transformer) -> None:
-        self.transformer = transformer
-
-    def __call__(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
-        ids = list(ids)
-        n = len(ids)
-        while len(ids) < n + count:
-            try:
-                last = torch.tensor(ids[-1:], device=self.transformer.device)
-                logits = self.transformer.next_logits(last, cache, len(ids) - 1)
-                ids.append(choose(logits, ids))
-            # Some int8 kernels refuse NaN. The model itself raises the more helpful error.
-            except (NotFiniteError, RuntimeError):
-                break
-        return ids[n:]
 
 
 def prompt_lookup(ids: list[int], count: int, *_: object) -> list[int]:

@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         config: the config of the checkpoint.
         embedding: the token embedding (V, C) and position embedding (N, C), which several models
             may share. The cache has their data type, and all tensors are on their device.
-        read: returns the other weights by name.
+        read: returns the other weights by name; none for a head that is the embedding.
         pack: packs a weight and a bias into a matrix product.
         dtype: the data type of the activations.
         in_order: read one weight at a time in the order of the layers, as the ranks of a divided
@@ -183,8 +183,7 @@ class Transformer(nn.Module):
             return packed(pack, weights, biases)
 
         def packed_head() -> nn.Module:
-            shared = config.tie_word_embeddings and self.wte.dtype == dtype
-            head = self.wte if shared else cast("lm_head.weight")[0]
+            [head] = cast("lm_head.weight") or [self.wte.to(dtype)]
             return packed(pack, [head if isinstance(head, Quantized) else head.t()], [])
 
         @torch.no_grad()  # which holds in one thread only

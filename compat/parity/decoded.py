@@ -24,7 +24,7 @@ def prove_decoder(model: HasDecoder, expected: ExpectedLogits) -> LogitsProof:
 
     Args:
         model: creates a decoder for each input. Batches have at most `model.max_batch` rows, if it
-            has this attribute, and one with speculative decoding.
+            has this attribute.
         expected: computes and judges the logits.
     """
     return _DecoderProof(model, expected).run()
@@ -33,8 +33,7 @@ def prove_decoder(model: HasDecoder, expected: ExpectedLogits) -> LogitsProof:
 class _DecoderProof:
     def __init__(self, model: HasDecoder, expected: ExpectedLogits) -> None:
         self.model, self.expected = model, expected
-        speculates = getattr(model, "speculate", None)
-        self.max_rows: int | None = 1 if speculates else getattr(model, "max_batch", None)
+        self.max_rows: int | None = getattr(model, "max_batch", None)
         self.config = model.decoder().config
         self.n_positions = self.config.n_positions
 

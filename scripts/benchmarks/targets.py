@@ -45,30 +45,24 @@ def targets_of(model: str, rows: Rows) -> list[Target]:
 
 
 def of_precision(precision: str, rows: Rows) -> list[Target]:
-    engines = [row for row in rows if row["family"] == "engine"]
-    if not engines:
+    ours = next((row for row in rows if row["name"] == f"engine {precision}"), None)
+    if ours is None:
         return []
-    without_speculation = [row for row in engines if "+" not in row["name"]] or engines
     targets = []
 
-    def against(family: str, key: str, bound: float, ours: Rows, at_most: bool = False) -> None:
-        pick = min if at_most else max  # of several rows of a family, the best counts
-        sides = [ours, [row for row in rows if row["family"] == family]]
-        best = [
-            pick((row for row in side if key in row), key=lambda r: r[key]["median"], default=None)
-            for side in sides
-        ]
-        if best[0] and best[1]:
-            ratio = best[0][key]["median"] / best[1][key]["median"]
-            words = f"{precision}: {key}, {best[0]['name']} / {best[1]['name']}"
+    def against(others: Rows, key: str, bound: float, at_most: bool = False) -> None:
+        pick = min if at_most else max  # of several rows, the best counts
+        measured = [row for row in others if key in row]
+        best = pick(measured, key=lambda row: row[key]["median"], default=None)
+        if best and key in ours:
+            ratio = ours[key]["median"] / best[key]["median"]
+            words = f"{precision}: {key}, {ours['name']} / {best['name']}"
             targets.append(Target(words, ratio, bound, at_most))
 
-    against("transformers", "decode", 2.5, engines)
-    against("llama.cpp", "decode", 1.0, engines)
-    against("ctranslate2", "decode", 1.0, engines)
-    against("llama.cpp", "prompt", 1.0, without_speculation)
-    against("transformers", "first", 0.5, without_speculation, at_most=True)
-    against("transformers", "batch 32", 2.0, without_speculation)
-    growth = without_speculation[0]["growth"]["median"]
-    words = f"{precision}: cost of a token late / early, {without_speculation[0]['name']}"
-    return [*targets, Target(words, growth, 1.3, at_most=True)]
+    others = [row for row in rows if not row["ours"]]
+    transformers = [row for row in rows if row["family"] == "transformers"]
+    for key in ("decode", "batch 8", "batch 32"):
+        against(others, key, 1.2)
+    against(others, "prompt", 1.0)
+    against(transformers, "first", 0.5, at_most=True)
+    return targets

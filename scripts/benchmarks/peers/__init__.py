@@ -51,19 +51,18 @@ PEERS = (
     Peer("plain", "linear", "float32", "plain", "compat"),
     Peer("plain", "conv1d", "float32", "plain", "compat"),
     Peer("engine", "float32", "float32", "engine", "compat"),
-    Peer("engine", "float32+int8", "float32", "engine", "compat", batches=False),
+    Peer("engine", "float32+none", "float32", "engine", "compat", batches=False),
     Peer("engine", "float32+lookup", "float32", "engine", "compat", batches=False),
     Peer("transformers", "bfloat16", "bfloat16", "transformers", "transformers"),
     Peer("llama.cpp", "bf16", "bfloat16", "llama_cpp", "llama_cpp"),
     Peer("engine", "bfloat16", "bfloat16", "engine", "compat"),
-    Peer("engine", "bfloat16+int8", "bfloat16", "engine", "compat", batches=False),
+    Peer("engine", "bfloat16+none", "bfloat16", "engine", "compat", batches=False),
     Peer("ctranslate2", "int8", "int8", "ctranslate2", "ctranslate2"),
     Peer("llama.cpp", "q8_0", "int8", "llama_cpp", "llama_cpp"),
     # Its AMX kernels crash on some machines as soon as two tokens are read at once.
     Peer("llama.cpp", "q8_0 by id", "int8", "llama_cpp", "llama_cpp", False, "llama.cpp q8_0"),
     Peer("llama.cpp", "q8_0 no AMX", "int8", "llama_cpp", "llama_cpp", True, "llama.cpp q8_0"),
     Peer("engine", "int8", "int8", "engine", "compat"),
-    Peer("engine", "int8+int8", "int8", "engine", "compat", batches=False),
 )
 INSTALL = "pip install -c constraints.txt -e '.[bench]'"
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight, scales left out

@@ -1,4 +1,4 @@
-"""compat's engine. The kind is its data type, and after a + the speculation."""
+"""compat's engine. The kind is its data type, and after a + the speculation, or "none"."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from compat.engine import Engine
 
 def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
     torch.set_num_threads(threads)
-    dtype, _, speculate = kind.partition("+")
-    engine = Engine.from_pretrained(
-        folder, dtype=dtype, max_batch=batch, speculate=speculate or None
-    )
+    dtype, _, given = kind.partition("+")
+    speculate = None if given == "none" else given or "auto"
+    engine = Engine.from_pretrained(folder, dtype=dtype, max_batch=batch, speculate=speculate)
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []
