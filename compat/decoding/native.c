@@ -66,6 +66,7 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define MOST_OUTLIERS 64  // of a product
 #define FEW 16        // rows whose products are bound by reading the weights
 #define CHUNK 256     // activations that are one index of a loop
+#define STRIP 64      // outputs whose weights are read at a time, input by input
 #define PARTS 3       // of a loop, for each thread; more are slower, as prefetching starts anew
 #define ALIGNMENT 64  // bytes
 #define ROUNDING 12582912.0f  // 1.5 · 2^23, whose addition rounds a float32 to an integer
@@ -477,14 +478,22 @@ static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
 
 // Adds the products of outliers to y (M, O).
 static void add_outliers(const Matrix *w, const float *x, int64_t rows, Scratch *s, float *y) {
-    SHARED_LOOP(s, chunk, (w->n_out + CHUNK - 1) / CHUNK) {
-        const int64_t O = w->n_out, start = chunk * CHUNK, end = min(start + CHUNK, O);
-        for (int64_t r = 0; r < rows; r++)
+    SHARED_LOOP(s, strip, (w->n_out + STRIP - 1) / STRIP) {
+        const int64_t O = w->n_out, start = strip * STRIP, n = min(STRIP, O - start);
+        for (int64_t r = 0; r < rows; r++) {
+            vec sums[STRIP / LANES] = {{0}};
+            float *to = y + r * O + start;
+            memcpy(sums, to, (size_t)n * sizeof *to);
             for (int64_t i = 0; i < w->n_outliers; i++) {
                 const float input = x[r * w->n_in + w->outliers[i]];
-                for (int64_t o = start; o < end; o++)
-                    y[r * O + o] += input * w->outlier_weight[i * O + o];
+                const float *weight = w->outlier_weight + i * O + start;
+                float rest[STRIP] = {0};
+                if (n < STRIP) weight = memcpy(rest, weight, (size_t)n * sizeof *weight);
+                UNROLL for (int v = 0; v < STRIP / LANES; v++)
+                    sums[v] += input * load(weight + v * LANES);
             }
+            memcpy(to, sums, (size_t)n * sizeof *to);
+        }
     }
 }
 
@@ -1010,29 +1019,28 @@ void quantize_by_outputs(const float *weight, const float *kept, int64_t K, int6
     }
 }
 
-#define STRIP 4  // vectors of outputs that are read at a time
 void quantize_by_inputs(const float *weight, const float *kept, int64_t K, int64_t O,
                         int8_t *values, float *scales) {
-    for (int64_t start = 0; start < O; start += STRIP * LANES) {
-        const int64_t o = min(start, O - STRIP * LANES);  // the last strips overlap
-        vec most[STRIP] = {{0}}, poison[STRIP] = {{0}}, scale[STRIP];
-        for (int64_t i = 0; i < K; i++) UNROLL for (int v = 0; v < STRIP; v++) {
+    for (int64_t start = 0; start < O; start += STRIP) {
+        const int64_t o = min(start, O - STRIP);  // the last strips overlap
+        vec most[STRIP / LANES] = {{0}}, poison[STRIP / LANES] = {{0}}, scale[STRIP / LANES];
+        for (int64_t i = 0; i < K; i++) UNROLL for (int v = 0; v < STRIP / LANES; v++) {
             const vec x = load(weight + i * O + o + v * LANES) * kept[i];
             most[v] = larger_magnitude(most[v], x);
             poison[v] += x * 0;
         }
-        UNROLL for (int v = 0; v < STRIP; v++) {
+        UNROLL for (int v = 0; v < STRIP / LANES; v++) {
             scale[v] = scale_of(most[v], poison[v]);
             store(scales + o + v * LANES, scale[v]);
         }
         for (int64_t first = 0; first < K; first += BLOCK) {
             const int64_t n = min(BLOCK, K - first);
-            int8_t tile[BLOCK][STRIP * LANES];
-            for (int64_t i = 0; i < n; i++) UNROLL for (int v = 0; v < STRIP; v++) {
+            int8_t tile[BLOCK][STRIP];
+            for (int64_t i = 0; i < n; i++) UNROLL for (int v = 0; v < STRIP / LANES; v++) {
                 const vec x = load(weight + (first + i) * O + o + v * LANES) * kept[first + i];
                 store_bytes(tile[i] + v * LANES, x / scale[v] + ROUNDING);
             }
-            for (int64_t j = 0; j < STRIP * LANES; j++)
+            for (int64_t j = 0; j < STRIP; j++)
                 for (int64_t i = 0; i < n; i++) values[(o + j) * K + first + i] = tile[i][j];
         }
     }
