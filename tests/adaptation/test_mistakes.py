@@ -505,7 +505,7 @@ def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Pat
     assert found.severity == "breaks" and "does not have" in found.evidence
 
 
-def test_heads_that_are_not_transposed_are_no_rotation(tiny: Path, tmp_path: Path) -> None:
+def test_heads_that_are_not_transposed_are_not_a_rotation(tiny: Path, tmp_path: Path) -> None:
     split = "self.heads, self.head_dim).transpose(1, 2)"
     edits = [
         (f".view(B, T, {split}", ".reshape(B, self.heads, T, self.head_dim)"),
@@ -559,7 +559,7 @@ def test_a_cell_of_a_live_notebook_is_named_by_its_number(
         adaptation.raise_if_failed()
 
 
-def test_queries_that_are_added_up_are_no_rotation(tiny: Path, tmp_path: Path) -> None:
+def test_queries_that_are_summed_up_are_not_a_rotation(tiny: Path, tmp_path: Path) -> None:
     scores = "        scores = queries @"
     edits = [(scores, f"        queries = queries.cumsum(2)\n{scores}")]
     found = {f.code: f.tap for f in adapted(tiny, tmp_path, edits).deviations}
