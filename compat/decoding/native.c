@@ -223,6 +223,7 @@ typedef struct {
     int8_t *quantized;                     // (M, blocks of K, 2, BLOCK), in the same memory
     Terms *terms;                          // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
+    float *outliers;                       // (M, outliers): inputs that are multiplied in float32
     Loop *loop;                            // the loop that this thread is in
     int64_t taken, threads;                // indices of its current part, and size of the team
 } Scratch;
@@ -254,6 +255,7 @@ static Scratch divide(char **free, const Model *model, int64_t rows, int64_t thr
     s.rounded = (bfloat16 *)s.quantized;
     s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
     s.offsets = (float *)allot(free, rows * f);
+    s.outliers = (float *)allot(free, rows * MOST_OUTLIERS * f);
     s.loop = (Loop *)allot(free, loops(model) * (int64_t)sizeof(Loop));
     s.threads = threads;
     return s;
@@ -395,29 +397,37 @@ INLINE ints dot(block w, block x, ints from) {
 #endif
 #endif
 
+// Adds the products of block b of a row of weights by m rows of activations.
+INLINE void multiply_block(block w, const int8_t *x, const Terms *terms, int64_t n_blocks, int64_t b,
+                           int m, vec sums[TILE]) {
+    UNROLL for (int j = 0; j < m; j++) {
+        const int64_t at = j * n_blocks + b;
+        const block high = load_block(x + at * 2 * BLOCK);
+        const block low = load_block(x + at * 2 * BLOCK + BLOCK);
+        // LOW · high + low: 32 bits hold the sum of 64 such products.
+        const ints total = dot(w, low, dot(w, high, (ints){0}) * LOW);
+        sums[j] += __builtin_convertvector(total, vec) * terms[at].scale;
+    }
+}
+
 // int8 weights by quantized activations, in units of the weights' scales.
 INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, const float *offsets,
                       int64_t K, int n, int m, float out[TILE][TILE]) {
-    const int64_t n_blocks = blocks(K);
+    const int64_t n_blocks = blocks(K), whole = K / BLOCK;
     vec sums[TILE][TILE];
-    UNROLL for (int i = 0; i < n; i++)
+    UNROLL for (int i = 0; i < n; i++) {
+        const int8_t *from = w + i * K;
         UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
-    UNROLL for (int i = 0; i < n; i++)
-        for (int64_t b = 0; b < n_blocks; b++) {
-            const int8_t *from = w + i * K + b * BLOCK;
-            __builtin_prefetch(from + AHEAD);
-            int8_t rest[BLOCK] = {0};
-            if (K - b * BLOCK < BLOCK) from = memcpy(rest, from, (size_t)(K - b * BLOCK));
-            const block v = load_weights(from);
-            UNROLL for (int j = 0; j < m; j++) {
-                const int64_t at = j * n_blocks + b;
-                const block high = load_block(x + at * 2 * BLOCK);
-                const block low = load_block(x + at * 2 * BLOCK + BLOCK);
-                // LOW · high + low: 32 bits hold the sum of 64 such products.
-                const ints total = dot(v, low, dot(v, high, (ints){0}) * LOW);
-                sums[i][j] += __builtin_convertvector(total, vec) * terms[at].scale;
-            }
+        for (int64_t b = 0; b < whole; b++) {
+            __builtin_prefetch(from + b * BLOCK + AHEAD);
+            multiply_block(load_weights(from + b * BLOCK), x, terms, n_blocks, b, m, sums[i]);
         }
+        if (whole < n_blocks) {
+            int8_t rest[BLOCK] = {0};
+            memcpy(rest, from + whole * BLOCK, (size_t)(K - whole * BLOCK));
+            multiply_block(load_weights(rest), x, terms, n_blocks, whole, m, sums[i]);
+        }
+    }
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) * (1.0f / LOW) - offsets[j];
 }
@@ -457,7 +467,7 @@ static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
     const int64_t K = w->n_in, n_blocks = blocks(K);
     const float even = rows > FEW ? EVEN : 0;
     SHARED_LOOP(s, r, rows) {
-        float *row = x + r * K, outliers[MOST_OUTLIERS], total = 0;
+        float *row = x + r * K, *outliers = s->outliers + r * w->n_outliers, total = 0;
         for (int64_t i = 0; i < w->n_outliers; i++) {
             outliers[i] = row[w->outliers[i]];
             row[w->outliers[i]] = 0;
@@ -477,7 +487,7 @@ static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
 }
 
 // Adds the products of outliers to y (M, O).
-static void add_outliers(const Matrix *w, const float *x, int64_t rows, Scratch *s, float *y) {
+static void add_outliers(const Matrix *w, int64_t rows, Scratch *s, float *y) {
     SHARED_LOOP(s, strip, (w->n_out + STRIP - 1) / STRIP) {
         const int64_t O = w->n_out, start = strip * STRIP, n = min(STRIP, O - start);
         for (int64_t r = 0; r < rows; r++) {
@@ -485,7 +495,7 @@ static void add_outliers(const Matrix *w, const float *x, int64_t rows, Scratch 
             float *to = y + r * O + start;
             memcpy(sums, to, (size_t)n * sizeof *to);
             for (int64_t i = 0; i < w->n_outliers; i++) {
-                const float input = x[r * w->n_in + w->outliers[i]];
+                const float input = s->outliers[r * w->n_outliers + i];
                 const float *weight = w->outlier_weight + i * O + start;
                 float rest[STRIP] = {0};
                 if (n < STRIP) weight = memcpy(rest, weight, (size_t)n * sizeof *weight);
@@ -734,7 +744,7 @@ static void matmul(const Matrix *w, enum type type, float *x, int64_t rows, Scra
     else if (type == BFLOAT16) matmul_panels(w, BFLOAT16, x, rows, s, y, residual);
     else if (few) matmul_of(w, INT8, x, rows, s, y, residual);
     else matmul_panels(w, INT8, x, rows, s, y, residual);
-    if (w->n_outliers) add_outliers(w, x, rows, s, y);
+    if (w->n_outliers) add_outliers(w, rows, s, y);
 }
 
 // Layer normalization (Ba et al. 2016): (M, C) → (M, C).
