@@ -415,18 +415,20 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, cons
                       int64_t K, int n, int m, float out[TILE][TILE]) {
     const int64_t n_blocks = blocks(K), whole = K / BLOCK;
     vec sums[TILE][TILE];
-    UNROLL for (int i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         const int8_t *from = w + i * K;
-        UNROLL for (int j = 0; j < m; j++) sums[i][j] = (vec){0};
+        vec row[TILE];
+        UNROLL for (int j = 0; j < m; j++) row[j] = (vec){0};
         for (int64_t b = 0; b < whole; b++) {
             __builtin_prefetch(from + b * BLOCK + AHEAD);
-            multiply_block(load_weights(from + b * BLOCK), x, terms, n_blocks, b, m, sums[i]);
+            multiply_block(load_weights(from + b * BLOCK), x, terms, n_blocks, b, m, row);
         }
         if (whole < n_blocks) {
             int8_t rest[BLOCK] = {0};
             memcpy(rest, from + whole * BLOCK, (size_t)(K - whole * BLOCK));
-            multiply_block(load_weights(rest), x, terms, n_blocks, whole, m, sums[i]);
+            multiply_block(load_weights(rest), x, terms, n_blocks, whole, m, row);
         }
+        UNROLL for (int j = 0; j < m; j++) sums[i][j] = row[j];
     }
     UNROLL for (int i = 0; i < n; i++)
         UNROLL for (int j = 0; j < m; j++) out[i][j] = sum(sums[i][j]) * (1.0f / LOW) - offsets[j];
