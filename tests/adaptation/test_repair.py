@@ -220,6 +220,14 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["sinusoidal_pos"],
         EMBEDDING,
     ),
+    "positions in a model whose constructor has no number of positions": (
+        [("class GPT(", f"block_size = 16\n{WAVES}\nclass GPT("), (f"        {EMBEDDING}\n", ""),
+         ("vocab_size, context_length, emb_dim", "vocab_size, emb_dim"),
+         ("n_heads, context_length)", "n_heads, block_size)"),
+         (LOOKUP, "waves(T, self.tok_emb.embedding_dim, ids.device)")],
+        ["sinusoidal_pos"],
+        "self.pos_emb = nn.Embedding(block_size, emb_dim)",
+    ),
     "a weight that a function creates": (
         [("class FeedForward(", "def weight(*shape):\n"
           "    return nn.Parameter(torch.randn(*shape))\n\n\nclass FeedForward("),

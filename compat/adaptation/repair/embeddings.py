@@ -410,7 +410,11 @@ def _positions(source: Source, init: ast.FunctionDef) -> str | None:
         for key in source.nodes(ast.Constant):
             if isinstance(key.value, str) and POSITIONS.fullmatch(key.value):
                 return f"{owner}[{source.code(key)}]"
-    return None
+    numbers = [node for node in source.tree.body if isinstance(node, ast.Assign)]
+    named = [
+        target.id for node in numbers for target in node.targets if isinstance(target, ast.Name)
+    ]
+    return next((name for name in named if POSITIONS.fullmatch(name)), None)
 
 
 def _position_name(token: str) -> str:
