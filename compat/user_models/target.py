@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import cast
 
 import torch
@@ -95,7 +95,7 @@ def load_forward(text: str) -> Forward:
     """Load how a model is called: `FILE.py:function`, or an expression such as `model(ids)[0]`.
 
     The function is called with the model and ids (B, T); the expression reads `model`, `ids` and
-    `torch`.
+    `torch`, and may itself be a function, such as `lambda model, ids: model(ids)[0]`.
 
     Raises:
         AdaptError: the function cannot be loaded, or the expression is not Python.
@@ -111,7 +111,14 @@ def load_forward(text: str) -> Forward:
         ) from None
 
     def forward(model: nn.Module, ids: Tensor) -> Tensor:
-        found: Tensor = eval(code, {"model": model, "ids": ids, "torch": torch})
+        found: object = eval(code, {"model": model, "ids": ids, "torch": torch})
+        if isinstance(found, FunctionType):
+            found = found(model, ids)
+        if not isinstance(found, Tensor):
+            raise AdaptError(
+                f"the expression {text.strip()!r} has the type {type(found).__name__}, but a "
+                'tensor of logits was expected. Select it, for example "model(ids)[0]"'
+            )
         return found
 
     return forward

@@ -245,6 +245,9 @@ def test_the_call_of_a_model(tmp_path: Path) -> None:
 
     ids = torch.tensor([[1, 2]])
     assert load_forward("model(ids)[0] + 1")(model, ids).tolist() == [[3, 5]]
+    assert load_forward("lambda model, x: model(x)[0]")(model, ids).tolist() == [[2, 4]]
+    with pytest.raises(AdaptError, match="has the type tuple, but a tensor of logits"):
+        load_forward("model(ids)")(model, ids)
     path = write(tmp_path / "call.py", "def logits(model, ids):\n    return model(ids)[0]\n")
     assert load_forward(f"{path}:logits")(model, ids).tolist() == [[2, 4]]
     with pytest.raises(AdaptError, match=r'for example "model\(ids\)\[0\]"'):
