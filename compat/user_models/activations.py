@@ -35,6 +35,8 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
     if "ACT2FN" in text:
         return "gelu_new"
     uses, annotations = _uses(cls, name)
+    if "of nn" in uses:
+        return "GELU"
     is_function = any("Callable" in each and "str" not in each for each in annotations)
     if "other" not in uses or is_function:
         if "made" in uses:
@@ -47,8 +49,9 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
 def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
     """How the user's code uses a name and the attributes that it is assigned to; its annotations.
 
-    The uses are "called" (with arguments), "made" (called without any) and "other", such as a
-    comparison. Storing it, and passing it to the user's classes, are not listed.
+    The uses are "called" (with arguments), "made" (called without any), "of nn", as in
+    `getattr(nn, name)`, and "other", such as a comparison. Storing the value, and passing it to the
+    user's classes, are not listed.
     """
     modules = user_modules(cls)
     nodes = [node for module in modules for node in ast.walk(tree_of(module))]
@@ -66,6 +69,9 @@ def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
                         names += [] if alias in names else [alias]
                     case ast.Call(func) if func is value:
                         uses.add("called" if node.args else "made")
+                    case ast.Call(ast.Name("getattr"), [module, _]):
+                        is_nn = ast.unparse(module) in ("nn", "torch.nn")
+                        uses.add("of nn" if is_nn else "other")
                     case ast.Call(func):
                         callee = ast.unparse(func).rpartition(".")[2]
                         passed = callee in classes or callee in ("__init__", "isinstance")

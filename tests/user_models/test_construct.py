@@ -565,6 +565,7 @@ ACTIVATIONS = {
     "called": ("", "self.activation = activation", "self.activation(x)"),
     "class": ("", "self.act = activation()", "self.act(x)"),
     "name": ("", "self.act = {'gelu': torch.tanh}[activation]", "self.act(x)"),
+    "name of a module": ("", "self.act = getattr(nn, activation)()", "self.act(x)"),
     "name or function": (
         ": typing.Union[str, typing.Callable]",
         "self.act = torch.tanh if activation == 'gelu' else activation",
@@ -599,7 +600,9 @@ class GPT(nn.Module):
     model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     x = torch.linspace(-3, 3, 9)
     expected = nn.functional.gelu(x, approximate="tanh")
-    named = "name" in case
+    named = case in ("name", "name or function")
+    expected = nn.functional.gelu(x) if case == "name of a module" else expected
     assert torch.equal(model.layer(x), torch.tanh(x) if named else expected)  # type: ignore[operator]
-    passed = {"class": "new_gelu"}.get(case, "'gelu'" if named else "gelu_new")
+    passed = "'gelu'" if named else "gelu_new"
+    passed = {"class": "new_gelu", "name of a module": "'GELU'"}.get(case, passed)
     assert call == f"GPT(vocab_size=97, d_model=24, activation={passed})"
