@@ -610,3 +610,30 @@ def test_the_line_that_builds_the_users_module_is_named_as_well(tiny: Path) -> N
     assert [lines[int(place.rpartition(":")[2]) - 1].strip() for place in found.also] == [
         "self.ln_f: Any = RMSNorm()"
     ]
+
+
+class OptionalMask(GPT):
+    """Without the mask, tokens attend to later ones."""
+
+    def forward(self, ids: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + self.masked(block, block.ln_1(x), attn_mask)
+            x = x + block.down(F.gelu(block.up(block.ln_2(x)), approximate="tanh"))
+        return self.ln_f(x) @ self.wte.weight.T
+
+    def masked(self, block: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, 4, -1).transpose(1, 2) for t in block.qkv(x).chunk(3, dim=-1))
+        scores = q @ k.mT / (C // 4) ** 0.5
+        if mask is not None:
+            scores = scores + (1 - mask) * -1e9
+        return block.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+
+
+def test_a_mask_that_is_optional_is_passed_and_reported(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(OptionalMask), tiny)
+    assert adaptation.compatible
+    [found] = [finding for finding in adaptation.findings if finding.severity == "limit"]
+    assert found.code == "mask_argument" and "attn_mask=torch.ones(T, T).tril()" in found.message
+    assert found.source_line and "def forward" in found.source_line
