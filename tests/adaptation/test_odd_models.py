@@ -637,3 +637,33 @@ def test_a_mask_that_is_optional_is_passed_and_reported(tiny: Path) -> None:
     [found] = [finding for finding in adaptation.findings if finding.severity == "limit"]
     assert found.code == "mask_argument" and "attn_mask=torch.ones(T, T).tril()" in found.message
     assert found.source_line and "def forward" in found.source_line
+
+
+class PositionsFromTokens(GPT):
+    def embed(self, ids: Tensor) -> Tensor:
+        tokens = self.wte(ids)
+        places = self.wte(torch.arange(ids.shape[1]))
+        return tokens + places
+
+
+class MultipliedByPosition(GPT):
+    """Each channel of the embedding is multiplied by a number that follows from the position."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        angles = torch.arange(ids.shape[1])[:, None] / 1.3 ** torch.arange(24)
+        return self.wte(ids) * (2 + angles.sin())
+
+
+def test_positions_that_are_looked_up_in_the_token_table(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(PositionsFromTokens), tiny)
+    assert not adaptation.compatible
+    [found] = [finding for finding in adaptation.findings if finding.severity == "breaks"]
+    assert found.code == "no_pos" and "looked up in the token embedding" in found.message
+    assert found.source_line and "places = " in found.source_line
+    assert "confirmed" in found.evidence
+
+
+def test_an_embedding_that_is_multiplied_by_position_is_not_scaled(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(MultipliedByPosition), tiny)
+    found = {finding.code: finding for finding in adaptation.findings}
+    assert found["unexplained"].tap == "embed" and "scaled_embedding" not in found
