@@ -510,6 +510,19 @@ def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence
     return [name for name in names if features[name] == max(features.values())]
 
 
+def _takes_two_sequences(definition: ast.ClassDef) -> bool:
+    """Whether a model's `forward` requires a source and a target, as an encoder-decoder does."""
+    for node in definition.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            required = node.args.args[1 : len(node.args.args) - len(node.args.defaults)]
+            names = [arg.arg.lower() for arg in required if "mask" not in arg.arg.lower()]
+            return all(
+                any(re.match(side, name) for name in names)
+                for side in (r"src|source|enc", r"tgt|target|trg|dec")
+            )
+    return False
+
+
 def _root(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
 ) -> str:
@@ -533,8 +546,9 @@ def _root(
             called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
             if called and any(isinstance(node, ast.Return) for node in ast.walk(function)):
                 used |= {*called} - {called[-1]}
-    roots = [name for name in classes if name not in used]
-    roots = _most(roots, classes, FEATURES)  # without helpers that are left over
+    roots = every = [name for name in classes if name not in used]
+    single = [name for name in roots if not _takes_two_sequences(classes[name])]
+    roots = _most(single or roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)
@@ -545,4 +559,7 @@ def _root(
     if others:
         names = listed([f"{place}:{name}" for name in others])
         notes[:] = [f"{chosen} is the last model in the file, which has others too: {names}"]
+    if other := [name for name in every if name not in (*single, chosen)]:
+        names = listed([f"{place}:{name}" for name in other])
+        notes.append(f"{chosen} was selected, because it takes one sequence, unlike {names}")
     return chosen

@@ -683,3 +683,22 @@ def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Pat
         "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
     )
     assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
+
+
+def test_an_encoder_decoder_beside_the_language_model(tmp_path: Path) -> None:
+    """It is not selected, although it is the last class and has attention in its own code."""
+    model = "        self.tok = nn.Embedding(vocab_size, d_model)\n\n    def forward"
+    init = "    def __init__(self, vocab_size, d_model):\n        super().__init__()\n" + model
+    source = (
+        f"from torch import nn\n\nclass Text(nn.Module):\n{init}(self, inputs, tgt_mask=None):\n"
+        "        return self.tok(inputs)\n\n"
+        f"class Translation(nn.Module):\n{init}(self, src_ids, tgt_ids, src_mask=None):\n"
+        "        attention = self.tok(src_ids).softmax(-1)\n        return self.tok(tgt_ids)\n"
+    )
+    notes: list[str] = []
+    path = write(tmp_path / "both.py", source)
+    assert load_target(str(path), notes).__name__ == "Text"  # type: ignore[attr-defined]
+    [note] = notes
+    assert "because it takes one sequence" in note and f"{path}:Translation" in note
+    path = write(tmp_path / "one.py", source.replace("class Text(nn.Module)", "class Text"))
+    assert load_target(str(path)).__name__ == "Translation"  # type: ignore[attr-defined]
