@@ -90,6 +90,11 @@ _NEUTRAL: dict[str, Any] = {
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
 )
+# With one expert, a mixture of experts is an MLP.
+_EXPERTS = re.compile(
+    r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
+    r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)"
+)
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "
@@ -181,7 +186,12 @@ def _most_rows(config: GPT2Config) -> int:
 
 
 def neutral(name: str) -> tuple[bool, Any]:
-    """Whether an argument of this name does not affect the logits, and a value for it."""
+    """Whether an argument of this name has a value without the checkpoint, and the value.
+
+    Most of these arguments do not affect the logits.
+    """
     if _MASKED_SCORE.fullmatch(plain(name)):
         return True, -1e9  # finite, for code that multiplies it by the mask
+    if _EXPERTS.fullmatch(plain(name)):
+        return True, 1
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

@@ -14,7 +14,7 @@ from torch import nn
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_target
-from compat.user_models.synonyms import role_of, role_of_number
+from compat.user_models.synonyms import neutral, role_of, role_of_number
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 SIZED = """
@@ -222,6 +222,14 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
 )
 def test_names_beside_each_other(names: list[str], roles: list[str]) -> None:
     assert [role_of(name, names) for name in names] == roles
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_experts", "n_experts", "active_experts", "num_experts_per_tok", "top_k", "moe_top_k"],
+)
+def test_a_mixture_of_experts_has_one_expert(name: str) -> None:
+    assert neutral(name) == (True, 1)
 
 
 def test_a_number_whose_name_is_that_of_a_module() -> None:
