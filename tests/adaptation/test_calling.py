@@ -261,7 +261,9 @@ def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
     assert find_signature(Cached(), IDS).arguments == ()
 
 
-@pytest.mark.parametrize("kind", ["1 - mask", "~mask", "text", "flag", "padding", "already causal"])
+@pytest.mark.parametrize(
+    "kind", ["1 - mask", "~mask", "text", "flag", "padding", "already causal", "wrong"]
+)
 def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(kind: str) -> None:
     """The mean of the tokens that are not hidden stands for attention."""
     seen = torch.ones(5, 5).tril()
@@ -299,7 +301,14 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
         def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.mean(ids, seen if mask is None else mask)
 
+    class Wrong(Model):
+        """A mask of its own, by which each token attends to one later token."""
+
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, torch.ones(5, 5).tril(1) if mask is None else mask)
+
     cls, mask = {
+        "wrong": (Wrong, ""),
         "1 - mask": (Subtracted, "tgt_mask=torch.ones(T, T).tril()"),
         "~mask": (Inverted, "mask=torch.ones(T, T, dtype=torch.bool).triu(1)"),
         "text": (Text, "mask='causal'"),
@@ -310,5 +319,5 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
     model = cls()
     signature = find_signature(model, IDS)
     assert signature.mask == mask
-    expected = torch.ones(5, 5) if kind == "padding" else seen
+    expected = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}.get(kind, seen)
     torch.testing.assert_close(signature(model, IDS), model.mean(IDS, expected))
