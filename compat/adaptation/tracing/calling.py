@@ -374,7 +374,10 @@ def _is_bidirectional(model: nn.Module, signature: CallSignature, ids: Tensor) -
 
 
 def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: int) -> Tensor:
-    """Whether the logits of each position change with one token; empty if the call fails."""
+    """Whether the logits of each position change with one token.
+
+    Empty if the call fails, or if the change is not a number.
+    """
     other = ids.clone()
     other[:, place] = ids[:, -1 - place]
     try:
@@ -382,5 +385,7 @@ def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: 
             one, two = signature(model, ids), signature(model, other)
     except Exception:
         return torch.empty(0, dtype=torch.bool)
-    change = (one - two).abs().amax((0, 2))
+    change = torch.where(one == two, 0, (one - two).abs()).amax((0, 2))
+    if not change.isfinite().all():
+        return torch.empty(0, dtype=torch.bool)
     return change > 1e-5 * change.amax()  # less is rounding
