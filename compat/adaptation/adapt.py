@@ -355,6 +355,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         mapped.unmatched,
         last_only=mapped.last_only,
         with_targets=isinstance(run.call, CallSignature) and run.call.targets,
+        mask=run.call.mask if isinstance(run.call, CallSignature) else "",
         fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
         noise=_noise(run) if graph.dropouts else "",
     )

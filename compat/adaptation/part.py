@@ -101,7 +101,7 @@ def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | No
     other = x.clone()
     other[:, -1] += 1
     working, errors = [], []
-    for mask in MASKS:
+    for mask in MASKS.values():
         slot = _Slot(part, mask)
         try:
             with eval_mode(part):

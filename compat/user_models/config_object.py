@@ -9,14 +9,14 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_code import is_users
+from compat.user_models.activations import activation_for
 from compat.user_models.missing import Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
@@ -26,18 +26,23 @@ from compat.user_models.synonyms import (
     neutral,
     plain,
     role_of,
+    role_of_number,
     takes_sizes,
     value_of,
 )
-from compat.user_models.usage import Usage, modules_text, source_of, user_modules
+from compat.user_models.usage import (
+    Usage,
+    is_users_class,
+    modules_text,
+    source_of,
+    user_modules,
+)
 
 Parameter = inspect.Parameter
 # Parts of a config that have entries of their own: `config.model.n_layer`.
 SECTIONS = set(
     "model data architecture arch network transformer gpt decoder languagemodel lm".split()
 )
-# Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
-GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
 
@@ -55,16 +60,17 @@ class ReadableDict(dict[str, Any]):
 
 
 def known_values(
-    cls: Callable[..., Any], names: Iterable[str], config: GPT2Config
+    cls: Callable[..., Any],
+    names: Iterable[str],
+    config: GPT2Config,
+    numbers: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The checkpoint's value for each name that has a role."""
+    """The checkpoint's value for each name that has a role; of `numbers` the value is a number."""
     among = list(names)
-    values = {n: value_of(role, config) for n in among if (role := role_of(n, among))}
-    text = modules_text(cls) if "gelu_new" in values.values() else ""
-    if text and "ACT2FN" not in text:
-        gelu = next((g for g in GELUS if f'"{g}"' in text or f"'{g}'" in text), "gelu")
-        values = {name: gelu if v == "gelu_new" else v for name, v in values.items()}
-    return values
+    roles = {n: (role_of_number if n in numbers else role_of)(n, among) for n in among}
+    values = {n: value_of(role, config) for n, role in roles.items() if role}
+    names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
+    return values | {name: activation_for(cls, name) for name in names_of_gelu}
 
 
 def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
@@ -96,7 +102,8 @@ def make_config(
         return _instance(cls, template, usage, config, entries)
     values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
     values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
-    values |= {**template, **known_values(cls, [*usage.names, *template], config)}
+    numbers = [name for name, value in template.items() if type(value) is int]
+    values |= {**template, **known_values(cls, [*usage.names, *template], config, numbers)}
     values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
@@ -119,7 +126,9 @@ def _instance(
 ) -> tuple[Any, list[str]]:
     """An instance of the user's config class, with the attributes added that it lacks."""
     parameters = inspect.signature(template).parameters
-    known = known_values(cls, {*parameters, *usage.names, *dir(template)}, config)
+    names = {*parameters, *usage.names, *dir(template), *_constants(template)}
+    numbers = {n for n, parameter in parameters.items() if is_number(parameter)}
+    known = known_values(cls, names, config, numbers)
     arguments: dict[str, Any] = {}
     missing: list[str] = []
     for name, parameter in parameters.items():
@@ -140,10 +149,12 @@ def _instance(
     if missing:
         return None, missing
     made = template(**{**arguments, **(entries if parameters else {})})
-    # A class without parameters has its values in its body: these are replaced as well.
+    # Values in the body of a class without parameters, or of its constructor, are replaced as well.
+    constants = _constants(template) - {*parameters, *entries}
     for name, value in (known if parameters else {**known, **entries}).items():
         needed = {*usage.names} - usage.optional
-        if not parameters or (name in needed and not hasattr(made, name)):
+        replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
+        if replaced or (name in needed and not hasattr(made, name)):
             with contextlib.suppress(*REFUSED):  # a property, or frozen
                 setattr(made, name, value)
     for name in _sections(usage):
@@ -157,6 +168,13 @@ def _instance(
         with contextlib.suppress(*REFUSED):
             made.to_dict = lambda: exported
     return made, []
+
+
+def _constants(template: type) -> set[str]:
+    """The attributes that a config class's constructor sets to a number or another constant."""
+    own = source_of(inspect.getattr_static(template, "__init__"))
+    constant = r"[ \t]*(?:-?[\d._]+(?:e-?\d+)?|True|False|None|[\"'].*[\"'])[ \t]*(?:#.*)?$"
+    return {*re.findall(rf"\bself\.(\w+)\s*(?::[^=\n]+)?={constant}", own, re.MULTILINE)}
 
 
 def _sections(usage: Usage) -> set[str]:
@@ -185,12 +203,18 @@ def accepts(parameter: Parameter, value: Any) -> bool:
     if isinstance(default, Unknown):
         return True
     if default is None:
-        return parameter.name.lower() not in AMBIGUOUS and not isinstance(value, str)
+        is_number = not isinstance(value, str) and not callable(value)
+        return parameter.name.lower() not in AMBIGUOUS and is_number
     if default is parameter.empty or isinstance(value, str):
         return default is parameter.empty or (value == "cpu" and isinstance(default, str))
     if isinstance(value, bool) or isinstance(default, bool):
         return type(value) is type(default)
     return isinstance(default, (int, float))
+
+
+def is_number(parameter: Parameter) -> bool:
+    """Whether a parameter's default is an integer, or its annotation says so."""
+    return type(parameter.default) is int or parameter.annotation in (int, "int")
 
 
 def is_namespace(value: Any) -> bool:
@@ -201,12 +225,6 @@ def is_namespace(value: Any) -> bool:
     named = cls.__name__.lower().endswith((*CONFIG_CLASSES, "namespace"))
     integers = [name for name, entry in vars(value).items() if type(entry) is int]
     return named or (is_users_class(cls) and takes_sizes(integers))
-
-
-def is_users_class(cls: type) -> bool:
-    """Whether a class is defined in a user's file."""
-    module = sys.modules.get(cls.__module__)
-    return is_users(str(getattr(module, "__file__", "<unknown>")))
 
 
 def merged(base: Any, entries: Any) -> Any:
@@ -262,7 +280,7 @@ def _similar(
     for name, value in (item for m in user_modules(cls) for item in list(vars(m).items())):
         names: set[str] = set()
         if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
-            names = {*inspect.signature(value).parameters, *dir(value)}
+            names = {*inspect.signature(value).parameters, *dir(value), *_constants(value)}
         elif isinstance(value, Mapping) and usage.items:
             names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
         if most < (found := len(names & sizes)) >= len(sizes) / 2:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -29,7 +29,7 @@ from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_object import (
     ReadableDict,
     accepts,
-    is_users_class,
+    is_number,
     known_values,
     make_config,
     merged,
@@ -53,7 +53,15 @@ from compat.user_models.trials import (
     small_config,
     tried,
 )
-from compat.user_models.usage import forwarded, items_of, modules_text, reads, tree_of, user_modules
+from compat.user_models.usage import (
+    forwarded,
+    is_users_class,
+    items_of,
+    modules_text,
+    reads,
+    tree_of,
+    user_modules,
+)
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
@@ -262,6 +270,7 @@ def _inferred(
     try:
         arguments = _found_arguments(target, small, kwargs, None)
         chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
+        chosen |= _width(target, run, arguments, kwargs or {}, chosen, small)
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
@@ -280,6 +289,36 @@ def _inferred(
     return arguments_with(chosen, config)
 
 
+def _width(
+    target: type[nn.Module],
+    run: Callable[..., tuple[nn.Module, bool]],
+    arguments: Mapping[str, Any],
+    given: Mapping[str, Any],
+    chosen: Mapping[str, Value],
+    sizes: GPT2Config,
+) -> dict[str, Value]:
+    """The one entry without a role whose value is the width of the model that was built, or {}.
+
+    It becomes the checkpoint's width, if that makes the model's table of tokens so wide.
+    """
+    defaults = {name: p.default for name, p in _parameters(target).items() if name not in arguments}
+
+    def width(more: Mapping[str, Value]) -> int:
+        model, _ = run(sizes, arguments_with(more, sizes))
+        tables = [list(p.shape) for p in model.parameters() if p.ndim == 2]
+        found = {n for table in tables if sizes.vocab_size in table for n in table}
+        return sizes.n_embd if sizes.n_embd in found else max(found - {sizes.vocab_size})
+
+    with contextlib.suppress(Exception, SystemExit):
+        wrong = width(chosen)
+        names = _sizes_named({**defaults, **arguments}, given)
+        entries = [n for n, v in names.items() if v == wrong and role_of(_last(n)) is None]
+        if wrong != sizes.n_embd and len(entries) == 1:
+            more: dict[str, Value] = {entries[0]: lambda config: config.n_embd}
+            return more if width({**chosen, **more}) == sizes.n_embd else {}
+    return {}
+
+
 def _enums(target: type[nn.Module]) -> list[type[Enum]]:
     """The enumerations in the user's code."""
     values = [v for module in user_modules(target) for v in list(vars(module).values())]
@@ -291,15 +330,23 @@ def _alternatives(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """The arguments and the entries of configs whose names are ambiguous, and their roles."""
-    found: dict[str, tuple[str, ...]] = {}
+    sizes = _sizes_named(arguments, given)
+    return {name: roles for name in sizes if (roles := meanings(_last(name)))}
+
+
+def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """The integers among arguments and their entries, without those that the caller sets."""
+    found: dict[str, int] = {}
     for name, value in arguments.items():
         entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
         names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
-        found |= {
-            each: roles for each, size in names.items()
-            if type(size) is int and (roles := meanings(each.rpartition(".")[2]))
-        }  # fmt: skip
-    return {name: roles for name, roles in found.items() if name.partition(".")[0] not in given}
+        found |= {each: size for each, size in names.items() if type(size) is int}
+    return {name: size for name, size in found.items() if name.partition(".")[0] not in given}
+
+
+def _last(name: str) -> str:
+    """The entry of `argument.entry`."""
+    return name.rpartition(".")[2]
 
 
 def _attributes(value: object) -> dict[str, Any]:
@@ -365,6 +412,8 @@ def _shown(value: object) -> str:
     if type(value).__repr__ is object.__repr__:
         attributes = ", ".join(f"{name}={each!r}" for name, each in _attributes(value).items())
         return f"{type(value).__name__}({attributes})"
+    if isinstance(value, FunctionType):
+        return value.__name__
     return " ".join(repr(value).split())
 
 
@@ -445,7 +494,8 @@ def _arguments(
     """
     arguments = given | named
     missing: list[str] = []
-    sizes = known_values(cls, parameters, config)
+    numbers = {name for name, parameter in parameters.items() if is_number(parameter)}
+    sizes = known_values(cls, parameters, config, numbers)
     for name, parameter in parameters.items():
         entries = given.get(name, {})
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:

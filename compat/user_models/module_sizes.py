@@ -23,7 +23,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.config_object import is_namespace
 from compat.user_models.missing import Unknown, known_sizes
-from compat.user_models.synonyms import AMBIGUOUS, SIZES, role_of, value_of
+from compat.user_models.synonyms import AMBIGUOUS, SIZES, role_of, role_of_number, value_of
 from compat.user_models.usage import source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
@@ -91,7 +91,10 @@ def _resize(
     """
     kinds = (int, Unknown, *((NoneType,) if by_use is not None else ()))
     numbers = {n: v for n, v in entries.items() if type(v) in kinds and isinstance(n, str)}
-    roles = {n: role_of(n, among=numbers) or (by_use or {}).get(n) for n in numbers}
+    roles = {
+        n: (role_of_number if type(v) is int else role_of)(n, numbers) or (by_use or {}).get(n)
+        for n, v in numbers.items()
+    }
     own = owner if isinstance(owner, dict) else vars(owner)
     for name, value in entries.items():
         if isinstance(value, (str, torch.device)) and role_of(str(name)) == "device":

@@ -29,30 +29,35 @@ _PATTERNS = {
     rf"|(use)?(weight|{_EMB})(tie|tying)",
     "init": r"(weight)?init(ializer)?(range|std|scale)",
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
-    "pre_norm": r"(is|use)?pre(norm|ln)|normfirst|normalizebefore",
+    "pre_norm": r"(is|use)?pre(layer)?(norm(ali[sz]ation)?|ln)|normfirst|normali[sz]ebefore",
     "causal": r"(is|use)?causal(mask)?|masked",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
     "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",
     "off": r"(use)?(rms(norm)?|rope|rotary(emb(eddings)?)?|alibi|(squared)?relu|swiglu|silu|moe"
-    r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|postnorm|postln|normlast"
+    r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|normlast"
+    r"|post(layer)?(norm(ali[sz]ation)?|ln)"
     r"|parallel(block|residual))",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
-    rf"|tokencount|dictsize|{_N}words|output{_SIZE}",
+    rf"|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
+    r"|(alphabet|charset|lexicon)size|(n|num)(chars|characters|symbols)",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
     r"|keysize",
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?|(n|num).*(layer|block|decoder)"
-    r"|layer|(layer|block)(count|num|number)|depth|nl",
+    r"|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
-    r"|(max|input|maxtoken)len(gth)?|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
-    "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid", "n_embd":
+    r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
+    r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
+    "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid"
+    rf"|(pf|fc|ffnn|feedfwd|fwd|forward){_SIZE}|(d|dim)(pf|fc|ffnn)", "n_embd":
     rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
-    rf"|(model|residual|input|token){_SIZE}|{_N}dims?|{_N}(channels|features)|n?width|nstate"
+    rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|channel){_SIZE}"
+    rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
@@ -63,6 +68,10 @@ _TWO_ROLES = [
     (re.compile("nx"), "n_embd", "n_layer"),
     (re.compile("numembeddings"), "n_embd", "vocab_size"),
 ]
+# The size of the vocabulary beside the width, if no other name denotes it; otherwise the width.
+_INPUT = re.compile(rf"(tok(en)?|input){_SIZE}")
+# Names of a number that is the width, where the value is known to be a number.
+_EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
 # The possible roles of names of one letter.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop"
@@ -81,11 +90,17 @@ _NEUTRAL: dict[str, Any] = {
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
 )
+# With one expert, a mixture of experts is an MLP.
+_EXPERTS = re.compile(
+    r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
+    r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)"
+)
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(
-    "config configuration cfg conf args hparams hps hp params opt opts options settings".split()
+    "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "
+    "options settings".split()
 )
-CONFIG_CLASSES = tuple("config cfg conf args hparams params hyperparameters settings".split())
+CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings".split())
 # A default of None for these may mean a module or a list as well as a number.
 AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens words".split())
 SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", "d_head", "ratio"}
@@ -107,15 +122,27 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             letter has no role that a longer name has.
     """
     short = plain(name)
+    if _INPUT.fullmatch(short):
+        roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
+        return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
             others = (other for other in among if not pattern.fullmatch(plain(other)))
-            return second if any(role_of(other) == first for other in others) else first
+            roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in others}
+            return second if first in roles else first
     if short in _LETTERS:
         longer = {role_of(other) for other in among if len(plain(other)) > 1}
         return None if _LETTERS[short] in longer else _LETTERS[short]
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _FIELDS.get(short)
+
+
+def role_of_number(name: str, among: Collection[str] = ()) -> str | None:
+    """The role of a name whose value is a number: `tok_emb` is the width and not a module then."""
+    width = "n_embd" if _EMBEDDING.fullmatch(plain(name)) else None
+    if width and any(role_of(other, among) == width for other in among if other != name):
+        width = None
+    return role_of(name, among) or width
 
 
 def takes_sizes(names: Collection[str]) -> bool:
@@ -159,7 +186,12 @@ def _most_rows(config: GPT2Config) -> int:
 
 
 def neutral(name: str) -> tuple[bool, Any]:
-    """Whether an argument of this name does not affect the logits, and a value for it."""
+    """Whether an argument of this name has a value without the checkpoint, and the value.
+
+    Most of these arguments do not affect the logits.
+    """
     if _MASKED_SCORE.fullmatch(plain(name)):
         return True, -1e9  # finite, for code that multiplies it by the mask
+    if _EXPERTS.fullmatch(plain(name)):
+        return True, 1
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

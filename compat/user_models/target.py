@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import cast
 
 import torch
@@ -95,7 +95,7 @@ def load_forward(text: str) -> Forward:
     """Load how a model is called: `FILE.py:function`, or an expression such as `model(ids)[0]`.
 
     The function is called with the model and ids (B, T); the expression reads `model`, `ids` and
-    `torch`.
+    `torch`, and may itself be a function, such as `lambda model, ids: model(ids)[0]`.
 
     Raises:
         AdaptError: the function cannot be loaded, or the expression is not Python.
@@ -111,7 +111,14 @@ def load_forward(text: str) -> Forward:
         ) from None
 
     def forward(model: nn.Module, ids: Tensor) -> Tensor:
-        found: Tensor = eval(code, {"model": model, "ids": ids, "torch": torch})
+        found: object = eval(code, {"model": model, "ids": ids, "torch": torch})
+        if isinstance(found, FunctionType):
+            found = found(model, ids)
+        if not isinstance(found, Tensor):
+            raise AdaptError(
+                f"the expression {text.strip()!r} has the type {type(found).__name__}, but a "
+                'tensor of logits was expected. Select it, for example "model(ids)[0]"'
+            )
         return found
 
     return forward
@@ -503,6 +510,19 @@ def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence
     return [name for name in names if features[name] == max(features.values())]
 
 
+def _takes_two_sequences(definition: ast.ClassDef) -> bool:
+    """Whether a model's `forward` requires a source and a target, as an encoder-decoder does."""
+    for node in definition.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            required = node.args.args[1 : len(node.args.args) - len(node.args.defaults)]
+            names = [arg.arg.lower() for arg in required if "mask" not in arg.arg.lower()]
+            return all(
+                any(re.match(side, name) for name in names)
+                for side in (r"src|source|enc", r"tgt|target|trg|dec")
+            )
+    return False
+
+
 def _root(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
 ) -> str:
@@ -526,8 +546,9 @@ def _root(
             called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
             if called and any(isinstance(node, ast.Return) for node in ast.walk(function)):
                 used |= {*called} - {called[-1]}
-    roots = [name for name in classes if name not in used]
-    roots = _most(roots, classes, FEATURES)  # without helpers that are left over
+    roots = every = [name for name in classes if name not in used]
+    single = [name for name in roots if not _takes_two_sequences(classes[name])]
+    roots = _most(single or roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)
@@ -538,4 +559,7 @@ def _root(
     if others:
         names = listed([f"{place}:{name}" for name in others])
         notes[:] = [f"{chosen} is the last model in the file, which has others too: {names}"]
+    if other := [name for name in every if name not in (*single, chosen)]:
+        names = listed([f"{place}:{name}" for name in other])
+        notes.append(f"{chosen} was selected, because it takes one sequence, unlike {names}")
     return chosen

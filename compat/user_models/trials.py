@@ -182,8 +182,10 @@ def _candidates(entry: str, text: str, enums: Sequence[type[Enum]]) -> list[Valu
         return [_constant(value) for value in usual]
     if re.search("flash|sdpa|use_?emb", name):
         return [_constant(True), _constant(False)]
-    switches = [_constant(False), _constant(True)]
     sizes = [_of_role(role) for role in SIZE_ROLES]
+    if re.search(rf"\brange\([^()]*\b{re.escape(name)}\b", text):
+        return [_of_role("n_layer"), *sizes, _constant(1)]
+    switches = [_constant(False), _constant(True)]
     if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
         return switches
     return [*switches, _constant(None), _constant(1), *sizes, _constant(10000.0)]

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compat.user_models.synonyms import CONFIG_NAMES, plain, role_of
+from compat.user_code import is_users
+from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
@@ -61,20 +62,26 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
 
     A parameter is a config if it has a usual name of configs, or if the constructor reads a name
     from it. The config is not followed through the code: the result has the names that the class's
-    modules read from any variable, and from attributes such as `self.config`.
+    modules read from any variable, and from attributes such as `self.config`. If the constructor
+    assigns the parameter to another attribute, it is a config if a size is read from that.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
     direct = re.search(rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()""", own)
-    if not direct and plain(parameter) not in CONFIG_NAMES:
-        return Usage()
     text = modules_text(cls)
+    aliases = {
+        alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
+        if any(role_of(n) in SIZES for n in re.findall(rf"\bself\.{alias}\.(\w+)\b(?!\s*\()", text))
+    }  # fmt: skip
+    if not direct and not aliases and plain(parameter) not in CONFIG_NAMES:
+        return Usage()
+    names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()
     for owner, name in _ATTRIBUTE.findall(text):
         first, *rest = owner.removeprefix("self.").split(".")
-        if first in LIBRARIES or (name in TRANSPOSES and plain(first) not in CONFIG_NAMES):
+        if first in LIBRARIES or (name in TRANSPOSES and plain(first) not in names):
             continue
         is_variable = owner == first != "self"
-        if is_variable or first == parameter or plain(first) in CONFIG_NAMES:
+        if is_variable or first == parameter or plain(first) in names:
             attributes += [*rest, name]
     if re.search(rf"\b{parameter}\.items\(\)|\.update\({parameter}\)", own):  # copied to `self`
         made = {name for pair in _MADE.findall(text) for name in pair}
@@ -190,3 +197,10 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
             if other is not None and other not in found and (near or other.__name__ in SIBLINGS):
                 found.append(other)
     return found
+
+
+def is_users_class(value: object) -> bool:
+    """Whether a value is a class that is defined in a user's file."""
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    file = str(getattr(module, "__file__", "<unknown>"))
+    return isinstance(value, type) and is_users(file)

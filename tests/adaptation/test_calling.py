@@ -259,3 +259,65 @@ def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
             return LOGITS
 
     assert find_signature(Cached(), IDS).arguments == ()
+
+
+@pytest.mark.parametrize(
+    "kind", ["1 - mask", "~mask", "text", "flag", "padding", "already causal", "wrong"]
+)
+def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(kind: str) -> None:
+    """The mean of the tokens that are not hidden stands for attention."""
+    seen = torch.ones(5, 5).tril()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, 11)
+
+        def mean(self, ids: Tensor, seen: Tensor) -> Tensor:
+            return seen.float() @ self.table(ids)
+
+    class Subtracted(Model):
+        def forward(self, ids: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
+            hidden = torch.zeros(5, 5) if tgt_mask is None else (1 - tgt_mask)
+            return self.mean(ids, hidden == 0)
+
+    class Inverted(Model):
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, torch.ones(5, 5) if mask is None else ~mask)
+
+    class Text(Model):
+        def forward(self, ids: Tensor, mask: str | None = None) -> Tensor:
+            return self.mean(ids, seen if mask == "causal" else torch.ones(5, 5))
+
+    class Flag(Model):
+        def forward(self, ids: Tensor, is_causal: bool = False) -> Tensor:
+            return self.mean(ids, seen if is_causal else torch.ones(5, 5))
+
+    class Padding(Model):
+        def forward(self, ids: Tensor, pad_mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, torch.ones(5, 5) if pad_mask is None else pad_mask)
+
+    class Causal(Model):
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, seen if mask is None else mask)
+
+    class Wrong(Model):
+        """A mask of its own, by which each token attends to one later token."""
+
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, torch.ones(5, 5).tril(1) if mask is None else mask)
+
+    cls, mask = {
+        "wrong": (Wrong, ""),
+        "1 - mask": (Subtracted, "tgt_mask=torch.ones(T, T).tril()"),
+        "~mask": (Inverted, "mask=torch.ones(T, T, dtype=torch.bool).triu(1)"),
+        "text": (Text, "mask='causal'"),
+        "flag": (Flag, "is_causal=True"),
+        "padding": (Padding, ""),
+        "already causal": (Causal, ""),
+    }[kind]
+    model = cls()
+    signature = find_signature(model, IDS)
+    assert signature.mask == mask
+    expected = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}.get(kind, seen)
+    torch.testing.assert_close(signature(model, IDS), model.mean(IDS, expected))

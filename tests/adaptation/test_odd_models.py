@@ -610,3 +610,60 @@ def test_the_line_that_builds_the_users_module_is_named_as_well(tiny: Path) -> N
     assert [lines[int(place.rpartition(":")[2]) - 1].strip() for place in found.also] == [
         "self.ln_f: Any = RMSNorm()"
     ]
+
+
+class OptionalMask(GPT):
+    """Without the mask, tokens attend to later ones."""
+
+    def forward(self, ids: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + self.masked(block, block.ln_1(x), attn_mask)
+            x = x + block.down(F.gelu(block.up(block.ln_2(x)), approximate="tanh"))
+        return self.ln_f(x) @ self.wte.weight.T
+
+    def masked(self, block: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, 4, -1).transpose(1, 2) for t in block.qkv(x).chunk(3, dim=-1))
+        scores = q @ k.mT / (C // 4) ** 0.5
+        if mask is not None:
+            scores = scores + (1 - mask) * -1e9
+        return block.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+
+
+def test_a_mask_that_is_optional_is_passed_and_reported(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(OptionalMask), tiny)
+    assert adaptation.compatible
+    [found] = [finding for finding in adaptation.findings if finding.severity == "limit"]
+    assert found.code == "mask_argument" and "attn_mask=torch.ones(T, T).tril()" in found.message
+    assert found.source_line and "def forward" in found.source_line
+
+
+class PositionsFromTokens(GPT):
+    def embed(self, ids: Tensor) -> Tensor:
+        tokens = self.wte(ids)
+        places = self.wte(torch.arange(ids.shape[1]))
+        return tokens + places
+
+
+class MultipliedByPosition(GPT):
+    """Each channel of the embedding is multiplied by a number that follows from the position."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        angles = torch.arange(ids.shape[1])[:, None] / 1.3 ** torch.arange(24)
+        return self.wte(ids) * (2 + angles.sin())
+
+
+def test_positions_that_are_looked_up_in_the_token_table(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(PositionsFromTokens), tiny)
+    assert not adaptation.compatible
+    [found] = [finding for finding in adaptation.findings if finding.severity == "breaks"]
+    assert found.code == "no_pos" and "looked up in the token embedding" in found.message
+    assert found.source_line and "places = " in found.source_line
+    assert "confirmed" in found.evidence
+
+
+def test_an_embedding_that_is_multiplied_by_position_is_not_scaled(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(MultipliedByPosition), tiny)
+    found = {finding.code: finding for finding in adaptation.findings}
+    assert found["unexplained"].tap == "embed" and "scaled_embedding" not in found

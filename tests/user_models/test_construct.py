@@ -530,3 +530,79 @@ class GPT(nn.Module):
         self.gpt, self.head = gpt, nn.Linear(gpt.hidden_size, gpt.table.num_embeddings)
 """
     assert build(tmp_path, source).head.weight.shape == (97, 24)
+
+
+@pytest.mark.parametrize("annotation", ["", ": ModelHyperParameters"])
+def test_a_config_class_that_sets_its_values_in_its_constructor(
+    tmp_path: Path, annotation: str
+) -> None:
+    values = "self.vocab_size = 0  # of the data\n        self.block_size: int = 16\n"
+    values += "        self.n_embd = 384\n        self.n_layer, self.n_head = 6, 6"
+    more = f"class ModelHyperParameters:\n    def __init__(self):\n        {values}\n"
+    read = ", ".join(f"self.own.{name[2:]}" for name in READ.split(", "))
+    cls = gpt(f", sizes_of_mine{annotation}", read, "object.__setattr__(self, 'own', None)")
+    cls = cls.replace("object.__setattr__(self, 'own', None)", "self.own = sizes_of_mine")
+    source = cls.replace("class GPT", f"{more}\nclass GPT")
+    assert build(tmp_path, source).sizes == SIZES
+
+
+def test_a_number_in_the_constructor_of_a_config_class_with_parameters(tmp_path: Path) -> None:
+    source = """
+class Config:
+    def __init__(self, vocab_size=65, block_size=16):
+        self.vocab_size, self.block_size = vocab_size, block_size
+        self.n_embd = 384
+        self.n_layer = 6
+        self.n_head = 6
+        self.rows = 6
+""" + gpt(", config: Config", READ.replace("c.", "config.") + ", config.rows")
+    model = build(tmp_path, source)
+    assert (model.sizes, model.extra) == (SIZES, 6)
+
+
+ACTIVATIONS = {
+    "annotated": (": typing.Union[str, typing.Callable]", "self.act = activation", "self.act(x)"),
+    "called": ("", "self.activation = activation", "self.activation(x)"),
+    "class": ("", "self.act = activation()", "self.act(x)"),
+    "name": ("", "self.act = {'gelu': torch.tanh}[activation]", "self.act(x)"),
+    "name of a module": ("", "self.act = getattr(nn, activation)()", "self.act(x)"),
+    "name or function": (
+        ": typing.Union[str, typing.Callable]",
+        "self.act = torch.tanh if activation == 'gelu' else activation",
+        "self.act(x)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACTIVATIONS)
+def test_an_activation_is_passed_as_it_is_used(tmp_path: Path, case: str) -> None:
+    annotation, stored, called = ACTIVATIONS[case]
+    source = f"""
+class Layer(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        {stored}
+
+    def forward(self, x):
+        return {called}
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, d_model, activation{annotation}):
+        super().__init__()
+        self.tok = nn.Embedding(vocab_size, d_model)
+        self.layer = Layer(activation)
+
+    def forward(self, ids):
+        return self.layer(self.tok(ids))
+"""
+    path = tmp_path / "own.py"
+    path.write_text(CORE + source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    x = torch.linspace(-3, 3, 9)
+    expected = nn.functional.gelu(x, approximate="tanh")
+    named = case in ("name", "name or function")
+    expected = nn.functional.gelu(x) if case == "name of a module" else expected
+    assert torch.equal(model.layer(x), torch.tanh(x) if named else expected)  # type: ignore[operator]
+    passed = "'gelu'" if named else "gelu_new"
+    passed = {"class": "new_gelu", "name of a module": "'GELU'"}.get(case, passed)
+    assert call == f"GPT(vocab_size=97, d_model=24, activation={passed})"

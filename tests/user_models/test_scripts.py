@@ -14,7 +14,7 @@ from torch import nn
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_target
-from compat.user_models.synonyms import role_of
+from compat.user_models.synonyms import neutral, role_of, role_of_number
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 SIZED = """
@@ -201,11 +201,41 @@ class GPT(nn.Module):
         ("Nx", "n_embd", "n_layer"),
         ("num_embeddings", "n_embd", "vocab_size"),
         ("hidden_size", "n_embd", "d_inner"),
+        ("token_size", "n_embd", "vocab_size"),
     ],
 )
 def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> None:
     assert role_of(name, [name, "vocab_size"]) == alone
     assert role_of(name, [name, "d_model"]) == beside_a_width
+
+
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (["token_size", "d_model", "heads"], ["vocab_size", "n_embd", "n_head"]),
+        (["input_dim", "hidden_dim", "pf_dim"], ["vocab_size", "n_embd", "d_inner"]),
+        (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
+        (["layers_num", "block_count"], ["n_layer", "n_layer"]),
+        (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
+        (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
+    ],
+)
+def test_names_beside_each_other(names: list[str], roles: list[str]) -> None:
+    assert [role_of(name, names) for name in names] == roles
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_experts", "n_experts", "active_experts", "num_experts_per_tok", "top_k", "moe_top_k"],
+)
+def test_a_mixture_of_experts_has_one_expert(name: str) -> None:
+    assert neutral(name) == (True, 1)
+
+
+def test_a_number_whose_name_is_that_of_a_module() -> None:
+    assert role_of("tok_emb") is None
+    assert role_of_number("tok_emb", ["tok_emb", "vocab_size"]) == "n_embd"
+    assert role_of_number("tok_emb", ["tok_emb", "d_model"]) is None
 
 
 def test_residual_connections_that_can_be_turned_off(tmp_path: Path) -> None:

@@ -245,6 +245,9 @@ def test_the_call_of_a_model(tmp_path: Path) -> None:
 
     ids = torch.tensor([[1, 2]])
     assert load_forward("model(ids)[0] + 1")(model, ids).tolist() == [[3, 5]]
+    assert load_forward("lambda model, x: model(x)[0]")(model, ids).tolist() == [[2, 4]]
+    with pytest.raises(AdaptError, match="has the type tuple, but a tensor of logits"):
+        load_forward("model(ids)")(model, ids)
     path = write(tmp_path / "call.py", "def logits(model, ids):\n    return model(ids)[0]\n")
     assert load_forward(f"{path}:logits")(model, ids).tolist() == [[2, 4]]
     with pytest.raises(AdaptError, match=r'for example "model\(ids\)\[0\]"'):
@@ -680,3 +683,22 @@ def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Pat
         "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
     )
     assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
+
+
+def test_an_encoder_decoder_beside_the_language_model(tmp_path: Path) -> None:
+    """It is not selected, although it is the last class and has attention in its own code."""
+    model = "        self.tok = nn.Embedding(vocab_size, d_model)\n\n    def forward"
+    init = "    def __init__(self, vocab_size, d_model):\n        super().__init__()\n" + model
+    source = (
+        f"from torch import nn\n\nclass Text(nn.Module):\n{init}(self, inputs, tgt_mask=None):\n"
+        "        return self.tok(inputs)\n\n"
+        f"class Translation(nn.Module):\n{init}(self, src_ids, tgt_ids, src_mask=None):\n"
+        "        attention = self.tok(src_ids).softmax(-1)\n        return self.tok(tgt_ids)\n"
+    )
+    notes: list[str] = []
+    path = write(tmp_path / "both.py", source)
+    assert load_target(str(path), notes).__name__ == "Text"  # type: ignore[attr-defined]
+    [note] = notes
+    assert "because it takes one sequence" in note and f"{path}:Translation" in note
+    path = write(tmp_path / "one.py", source.replace("class Text(nn.Module)", "class Text"))
+    assert load_target(str(path)).__name__ == "Translation"  # type: ignore[attr-defined]

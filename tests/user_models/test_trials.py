@@ -106,3 +106,25 @@ def test_a_model_that_no_value_makes_run_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):
         construct(load_target(written(tmp_path, "n_embd", "cfg.factor", source)), CONFIG)
+
+
+def test_a_number_of_layers_is_not_a_switch(tmp_path: Path) -> None:
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace("range(cfg.n_layer)", "range(cfg.repetitions)")
+    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
+    assert "cfg.repetitions=3" in construct_with_call(target, CONFIG)[1]
+
+
+@pytest.mark.parametrize("size", ["vector", "n_vectors"], ids=["one entry", "two entries"])
+def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: str) -> None:
+    """An entry whose name says nothing is the width if it alone has the width that was built."""
+    own = f"CONFIG = dict(vocab_size=65, block_size=16, n_layer=2, vector=512, {size}=512)\n"
+    source = own + MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    for name in ("vocab_size", "block_size", "n_layer", "WIDTH"):
+        source = source.replace(f"cfg.{name}", f'cfg["{name}"]')
+    model, call = construct_with_call(
+        load_target(written(tmp_path, "vector", "4 * width", source)), CONFIG
+    )
+    found = size == "vector"
+    assert model.tok.embedding_dim == (24 if found else 512)  # type: ignore[union-attr]
+    assert ("; found by trying: cfg.vector=24" in call) is found

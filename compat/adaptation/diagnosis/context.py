@@ -42,6 +42,7 @@ class DiagnosisContext:
         unmatched: the tensors without a parameter.
         last_only: the node that drops all positions but the last, if there is one.
         with_targets: the model is called with targets, because it drops these positions otherwise.
+        mask: the optional argument that is passed, because tokens attend to later ones without it.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         noise: a sentence that says by how much two runs in eval mode differ.
         failed_input: the first designed input on which the logits differ, if they agree on ids that
@@ -57,6 +58,7 @@ class DiagnosisContext:
     unmatched: Unmatched
     last_only: Node | None = None
     with_targets: bool = False
+    mask: str = ""
     fixed_length: int | None = None
     noise: str = ""
     failed_input: str = ""

@@ -79,7 +79,19 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None:
         return
-    if not context.has_rotations:
+    if found.from_tokens:
+        tables = context.mapping.by_tensor["wte.weight"][0]
+        after = [n for n in _path(context) if n not in context.graph.live and n not in tables]
+        lookups = [n for n in after if context.graph.parameters_of[n]]
+        added = context.weights["wte.weight"][: context.config.n_positions]
+        message = (
+            "the positions are looked up in the token embedding, but GPT-2 has a table for them, "
+            "so wpe.weight cannot be loaded"
+        )
+        changes = Changes(weights={"wpe.weight": None}, added=added)
+        line = source.running(context.graph, lookups)
+        yield Deviation("embed", line or position_line(context), {}, changes, message=message)
+    elif not context.has_rotations:
         line = source.running(context.graph, [context.anatomy.token_embedding])
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}))
 

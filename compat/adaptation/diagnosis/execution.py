@@ -59,6 +59,18 @@ def weights_changed(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
+    "the model was called with {found}, because tokens attend to later ones without this argument",
+    "Pass the mask in every call, or apply a causal mask in forward.",
+    severity="limit",
+)
+def mask_argument(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.mask:
+        name = context.mask.partition("=")[0]
+        place = source.matching(context.model, rf"\b{name}\b.*=")
+        yield Deviation(None, place, {"found": context.mask})
+
+
+@deviation(
     "a low-rank term (LoRA) is added to the result of a projection, but GPT-2 has no such term",
     "Merge the term with `weight += scale * B @ A`, or remove it.",
 )

@@ -159,6 +159,8 @@ EXPLANATIONS = {
     "themselves. A second one makes training slow and sampling almost uniform.",
     "changed_logits": "GPT-2 returns the result of the head. Operations such as a clamp or a "
     "soft cap change it.",
+    "mask_argument": "GPT-2 always applies a causal mask. A call without this argument predicts a "
+    "token from the tokens after it, so parity was shown for calls with the argument only.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "

@@ -44,7 +44,7 @@ def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
         file=place.file if place else None,
         line=place.line if place else None,
         source_line=place.text if place else None,
-        message=code.message.format(**deviation.values) + only,
+        message=(deviation.message or code.message).format(**deviation.values) + only,
         fix=code.fix.format(**deviation.values),
         evidence=evidence,
         values=deviation.values,

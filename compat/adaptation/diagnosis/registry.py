@@ -32,6 +32,7 @@ class Deviation:
         code: the entry's code; set by the registry.
         lines: the lines of all nodes or layers with the deviation, None where a line is unknown.
         layers: the layers with the deviation, if there are others without it.
+        message: replaces the message of the entry.
     """
 
     tap: str | None
@@ -43,6 +44,7 @@ class Deviation:
     code: str = ""
     lines: Sequence[Place | None] = ()
     layers: Sequence[int] = ()
+    message: str = ""
 
 
 Detector = Callable[[DiagnosisContext], Iterable[Deviation]]

@@ -15,8 +15,7 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
-from compat.user_models.config_object import is_users_class
-from compat.user_models.usage import user_modules
+from compat.user_models.usage import is_users_class, user_modules
 
 MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
+from math import prod
 
 import torch
 from torch import Tensor
@@ -612,12 +613,14 @@ class EmbeddingFormula:
         position_scale: 1 in GPT-2.
         offset: the row of the first token's position; None without learned positions.
         added: an added constant (T, C) that is not a parameter, such as sinusoids; or None.
+        from_tokens: positions are looked up in the token table, from row 0 on.
     """
 
     token_scale: float
     position_scale: float
     offset: int | None
     added: Tensor | None
+    from_tokens: bool = False
 
 
 def embedding_of(
@@ -651,15 +654,27 @@ def embedding_of(
     scale = tokens.reshape(-1)[0].item()
     if not torch.allclose(tokens, torch.full_like(tokens, scale)):
         return None
+    shape = graph.values[table].shape
+    filled = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = filled.movedim(_row_axis(shape, view.index.shape[-1]), 0).reshape(-1, tokens.shape[-1])
+    looked_up, own = only(table, filled) - constant, rows[graph.example]
+    from_tokens = T <= len(rows) and torch.allclose(looked_up, own + rows[:T])
+    if from_tokens:
+        scale = 1.0
+    # The ids may be shifted, which is another deviation, and the first row is then zero.
+    elif (looked_up.norm(dim=-1) > 1e-6).logical_and(
+        torch.cdist(looked_up, scale * own).amin(-1) > 1e-5
+    ).any():  # fmt: skip
+        return None
     added = constant[0] if constant.abs().max() > 0 else None
     if positions is None:
-        return EmbeddingFormula(scale, 1.0, None, added)
+        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     factor = (only(positions) - constant).reshape(-1)[0].item()
     if factor == 0:
-        return EmbeddingFormula(scale, 1.0, None, added)
+        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     C = view.index.shape[-1]
     shape = graph.values[positions].shape
-    axis = next(i for i, n in enumerate(shape) if n != 1 and (n != C or shape.numel() == C * C))
+    axis = _row_axis(shape, C)
     broadcast = [-1 if i == axis else 1 for i in range(len(shape))]
     number = torch.arange(shape[axis], dtype=torch.float64).view(broadcast).expand(shape)
     row = (only(positions, number) - constant) / factor
@@ -668,6 +683,11 @@ def embedding_of(
     if not torch.allclose(row, expected.expand_as(row), atol=1e-4):
         return None
     return EmbeddingFormula(scale, factor, offset, added)
+
+
+def _row_axis(shape: Sequence[int], C: int) -> int:
+    """The axis of the rows of a table of width C."""
+    return next(i for i, n in enumerate(shape) if n != 1 and (n != C or prod(shape) == C * C))
 
 
 def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Unmatched:

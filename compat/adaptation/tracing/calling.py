@@ -20,19 +20,21 @@ from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
 from compat.user_code import is_users, users_frames
 from compat.user_models.synonyms import plain
-from compat.user_models.usage import source_of, user_modules
+from compat.user_models.usage import modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Given = Callable[[Tensor], Tensor]
 Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
 
-# The conventions for a mask (T, T): none, True to see, True to hide, and one that is added.
-MASKS: tuple[Callable[[int], Tensor | None], ...] = (
-    lambda T: None,
-    lambda T: torch.ones(T, T, dtype=torch.bool).tril(),
-    lambda T: torch.ones(T, T, dtype=torch.bool).triu(1),
-    lambda T: torch.full((T, T), float("-inf")).triu(1),
-)
+# The conventions for a mask (T, T): none, True to see, True to hide, 1 to see in code that computes
+# `1 - mask`, where infinities would be inexact, and one that is added.
+MASKS: dict[str, Callable[[int], Tensor | None]] = {
+    "None": lambda T: None,
+    "torch.ones(T, T, dtype=torch.bool).tril()": lambda T: torch.ones(T, T).tril().bool(),
+    "torch.ones(T, T, dtype=torch.bool).triu(1)": lambda T: torch.ones(T, T).triu(1).bool(),
+    "torch.ones(T, T).tril()": lambda T: torch.ones(T, T).tril(),
+    'torch.full((T, T), float("-inf")).triu(1)': lambda T: torch.full((T, T), -torch.inf).triu(1),
+}
 TARGETS = ("targets", "target", "labels", "label", "y")
 MOST_COMBINATIONS = 24  # of values for the arguments that a model needs
 
@@ -144,6 +146,8 @@ class CallSignature:
             sequence without the axis of the batch.
         given: what is passed for the ids (B, T): the same in another data type, or one-hot vectors
             (B, T, V).
+        mask: the argument among them that is optional, but without which tokens attend to later
+            ones.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -152,6 +156,7 @@ class CallSignature:
     batch: bool = False
     rows: int | None = None
     given: Given | None = None
+    mask: str = ""
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         if self.rows in (None, len(ids)):
@@ -178,9 +183,8 @@ def _values(name: str) -> tuple[Value, ...]:
     """The values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
         return (lambda model, ids: ids,)
-    if "mask" in name and "pad" not in name:
-        masks = [partial(_mask, mask, axes) for axes in ((), (None,)) for mask in MASKS]
-        return *masks, _yes
+    if _is_mask(name):
+        return tuple(_masks().values())
     if re.search("start|offset|past_?len|cur", name):
         return (lambda model, ids: 0,)
     if "pos" in name:
@@ -194,6 +198,17 @@ def _values(name: str) -> tuple[Value, ...]:
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
 
 
+def _is_mask(name: str) -> bool:
+    return "mask" in name and "pad" not in name
+
+
+def _masks() -> dict[str, Value]:
+    """The values to try for a mask, by their text."""
+    found: dict[str, Value] = {text: partial(_mask, mask, ()) for text, mask in MASKS.items()}
+    found |= {f"{text}[None]": partial(_mask, mask, (None,)) for text, mask in MASKS.items()}
+    return {**found, "True": _yes}
+
+
 def _mask(
     mask: Callable[[int], Tensor | None], axes: tuple[None, ...], model: nn.Module, ids: Tensor
 ) -> Tensor | None:
@@ -204,6 +219,10 @@ def _mask(
 
 def _positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1])
+
+
+def _text(text: str, model: nn.Module, ids: Tensor) -> str:
+    return text
 
 
 def _yes(model: nn.Module, ids: Tensor) -> bool:
@@ -225,7 +244,8 @@ def find_signature(
 ) -> CallSignature:
     """The first signature that returns logits for these ids, of all positions if possible.
 
-    Of several masks, it is the first with which no token attends to a later one.
+    Of several masks, it is the first with which no token attends to a later one. Optional masks are
+    passed only if every token attends to all others without them.
 
     Args:
         model: the user's model.
@@ -249,9 +269,12 @@ def find_signature(
             except Exception as error:
                 if not last:
                     tried.append(f"{text}: {describe_error(error)}")
-        causal = (s for s in found if len(found) == 1 or _is_causal(model, s, ids))
+        masked = _with_optional_masks(model, found[0]) if found else []
+        if masked and not _is_bidirectional(model, found[0], ids):
+            masked = []  # a mask of the model's own, which may be wrong, is compared
+        causal = (s for s in [*found, *masked] if _is_causal(model, s, ids))
         if found:
-            return next(causal, found[0])
+            return found[0] if len(found) == 1 and not masked else next(causal, found[0])
     raise AdaptError(
         f"{type(model).__name__} gives no logits, but adapt() expected a float tensor (B, T, V) "
         "for ids (B, T). It was called as follows:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"
@@ -314,10 +337,55 @@ def _with_empty_caches(model: nn.Module) -> list[tuple[str, CallSignature]]:
     ]  # fmt: skip
 
 
+def _with_optional_masks(model: nn.Module, signature: CallSignature) -> list[CallSignature]:
+    """The signature with each optional mask, or with a flag such as `causal=True`."""
+    texts = re.findall(
+        r"""mask\w*\s*(?:==|in\b)\s*[\[({]?\s*["'](\w*causal\w*)["']""", modules_text(type(model))
+    )
+    passed = {name for name, _ in signature.arguments}
+    found = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if name in passed or parameter.default is parameter.empty:
+            continue
+        values: dict[str, Value] = {}
+        if _is_mask(name):
+            values = {repr(text): partial(_text, text) for text in texts} | _masks()
+        elif "causal" in name:
+            values = {"True": _yes}
+        found += [
+            replace(
+                signature, arguments=(*signature.arguments, (name, value)), mask=f"{name}={text}"
+            )
+            for text, value in values.items()
+        ]
+    return found
+
+
 def _is_causal(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
     """Whether a change of the last token leaves all earlier logits unchanged."""
+    changed = _changed_by(model, signature, ids, -1)
+    return len(changed) > 1 and not changed[:-1].any()
+
+
+def _is_bidirectional(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
+    """Whether a change of the first or the last token changes the logits of all others."""
+    changed = [_changed_by(model, signature, ids, place) for place in (0, -1)]
+    return len(changed[0]) > 1 and bool(torch.stack(changed).all())
+
+
+def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: int) -> Tensor:
+    """Whether the logits of each position change with one token.
+
+    Empty if the call fails, or if the change is not a number.
+    """
     other = ids.clone()
-    other[:, -1] = ids[:, 0]
-    with eval_mode(model), plain_kernels():
-        one, two = signature(model, ids), signature(model, other)
-    return one.shape[1] > 1 and torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4)
+    other[:, place] = ids[:, -1 - place]
+    try:
+        with eval_mode(model), plain_kernels():
+            one, two = signature(model, ids), signature(model, other)
+    except Exception:
+        return torch.empty(0, dtype=torch.bool)
+    change = torch.where(one == two, 0, (one - two).abs()).amax((0, 2))
+    if not change.isfinite().all():
+        return torch.empty(0, dtype=torch.bool)
+    return change > 1e-5 * change.amax()  # less is rounding

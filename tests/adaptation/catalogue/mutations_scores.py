@@ -50,6 +50,12 @@ MUTATIONS = [
     M("head_loop", "no_mask", "score + mask", "score", "torch.softmax(score, dim=2)"),
     M("mha_seq_first", "no_mask", "attn_mask=attn_mask, ", "",
       "self.attn(y, y, y, need_weights=False)"),
+    # mask_argument
+    M("annotated", "mask_argument",
+      "def forward(self, tgt):\n        mask = subsequent_mask(tgt.size(-1)).to(tgt.device)\n",
+      "def forward(self, tgt, mask=None):\n", "def forward(self, tgt, mask=None)"),
+    M("cached", "mask_argument", "            mask = mask.tril(n_key - n_query)\n", "",
+      "def forward(self, idx, cache=None, mask=None)"),
     # mask_off
     M("book", "mask_off", "diagonal=1", "diagonal=2", "diagonal=2", ("masked_fill_(mask_bool",)),
     M("vkq_fused", "mask_off", "device=x.device), 1)", "device=x.device), 2)",

@@ -1,0 +1,94 @@
+"""What a constructor expects as the activation: a name such as "gelu", a function or a class."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compat.user_models.usage import is_users_class, modules_text, tree_of, user_modules
+
+# Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
+GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GPT-2's activation."""
+    return F.gelu(x, approximate="tanh")
+
+
+def new_gelu() -> nn.Module:
+    """GPT-2's activation as a module, for code that calls a class of activations."""
+    return nn.GELU(approximate="tanh")
+
+
+def activation_for(cls: Callable[..., Any], name: str) -> object:
+    """GPT-2's activation in the form in which the user's code uses an argument of this name.
+
+    It is a function if the argument is annotated as one, or is only stored, passed on and called; a
+    function without arguments if it is called without any, as a class is; and otherwise a name.
+    """
+    text = modules_text(cls)
+    if "ACT2FN" in text:
+        return "gelu_new"
+    uses, annotations = _uses(cls, name)
+    if "of nn" in uses:
+        return "GELU"
+    is_function = any("Callable" in each and "str" not in each for each in annotations)
+    if "other" not in uses or is_function:
+        if "made" in uses:
+            return new_gelu
+        if "called" in uses or any("Callable" in each for each in annotations):
+            return gelu_new
+    return next((g for g in GELUS if f'"{g}"' in text or f"'{g}'" in text), "gelu")
+
+
+def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
+    """How the user's code uses a name and the attributes that it is assigned to; its annotations.
+
+    The uses are "called" (with arguments), "made" (called without any), "of nn", as in
+    `getattr(nn, name)`, and "other", such as a comparison. Storing the value, and passing it to the
+    user's classes, are not listed.
+    """
+    modules = user_modules(cls)
+    nodes = [node for module in modules for node in ast.walk(tree_of(module))]
+    classes = {n for module in modules for n, v in vars(module).items() if is_users_class(v)}
+    names = [name]
+    uses: set[str] = set()
+    for each in names:  # grows
+        for node in nodes:
+            for child in ast.iter_child_nodes(node):
+                value = child.value if isinstance(child, ast.keyword) else child
+                if not _is_read(value, each):
+                    continue
+                match node:
+                    case ast.Assign([ast.Attribute(attr=alias)]):
+                        names += [] if alias in names else [alias]
+                    case ast.Call(func) if func is value:
+                        uses.add("called" if node.args else "made")
+                    case ast.Call(ast.Name("getattr"), [module, _]):
+                        is_nn = ast.unparse(module) in ("nn", "torch.nn")
+                        uses.add("of nn" if is_nn else "other")
+                    case ast.Call(func):
+                        callee = ast.unparse(func).rpartition(".")[2]
+                        passed = callee in classes or callee in ("__init__", "isinstance")
+                        uses |= set() if passed else {"other"}
+                    case ast.keyword() | ast.Attribute() | ast.Expr():
+                        pass
+                    case _:
+                        uses.add("other")
+    annotated = [n for n in nodes if isinstance(n, (ast.arg, ast.AnnAssign)) and n.annotation]
+    return uses, [
+        ast.unparse(node.annotation) for node in annotated if node.annotation
+        and name == (node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+    ]  # fmt: skip
+
+
+def _is_read(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(found, ast.Load()) | ast.Attribute(_, found, ast.Load()):
+            return found == name
+    return False
