@@ -10,8 +10,9 @@
 // Decoding a single token does almost nothing but read weights, so that memory bandwidth bounds it.
 // Products of a few rows therefore read each weight once for all rows, and prefetch it line by line
 // in the order of its addresses. In any other order the processor's own prefetching does not help,
-// and reading takes almost twice as long. Arithmetic bounds products of many rows, which are
-// computed in another way.
+// and reading takes almost twice as long. If several rows share a weight, so that more than reading
+// has to be done for each line, prefetching into the level-2 cache is faster. Arithmetic bounds
+// products of many rows, which are computed in another way.
 //
 // Activations are float32. The input of a product is rounded to bfloat16 or quantized if its
 // weights are.
@@ -61,7 +62,7 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
 #define LOW 256       // low terms of quantized activations to one of the high term
-#define AHEAD 2048    // bytes from an int8 weight that is read to one that is prefetched
+#define AHEAD 8192    // bytes from an int8 weight that is read to one that is prefetched
 #define EVEN 10.0f    // times their mean, up to which magnitudes of a block need no low term
 #define MOST_OUTLIERS 64  // of a product
 #define FEW 16        // rows whose products are bound by reading the weights
@@ -288,6 +289,12 @@ INLINE int take_part(Scratch *s, int64_t count, int64_t *start, int64_t *end) {
 }
 INLINE void done(Scratch *s) { __atomic_fetch_add(&s->loop->done, s->taken, __ATOMIC_RELEASE); }
 
+// Prefetches a line into the level-1 or the level-2 cache. (A constant is required in each call.)
+INLINE void prefetch(const void *p, int level_2) {
+    if (level_2) __builtin_prefetch(p, 0, 2);
+    else __builtin_prefetch(p, 0, 3);
+}
+
 // Elements of float32 or bfloat16, by their index.
 INLINE const void *element(enum type type, const void *p, int64_t at) {
     return (const char *)p + at * (type == FLOAT32 ? sizeof(float) : sizeof(bfloat16));
@@ -318,7 +325,7 @@ INLINE void tile_floats(enum type type, const void *w, enum type inputs, const v
         for (; k < K; k += 2 * LANES) {
             const __mmask32 kept = ~0u >> (2 * LANES - min(2 * LANES, K - k));
             UNROLL for (int i = 0; i < n; i++) {
-                __builtin_prefetch(element(type, w, n * K + n * k + 2 * i * LANES));
+                prefetch(element(type, w, n * K + n * k + 2 * i * LANES), m > 2);
                 const void *from = element(type, w, i * K + k);
                 const __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(kept, from);
                 UNROLL for (int j = 0; j < m; j++) {
@@ -332,7 +339,7 @@ INLINE void tile_floats(enum type type, const void *w, enum type inputs, const v
     for (; k + LANES <= K; k += LANES) {
         UNROLL for (int i = 0; i < n; i++) {
             // The rows after these n, line by line in the order of their addresses.
-            __builtin_prefetch(element(type, w, n * K + n * k + i * LANES));
+            prefetch(element(type, w, n * K + n * k + i * LANES), m > 2);
             const vec v = load_stored(type, w, i * K + k);
             UNROLL for (int j = 0; j < m; j++)
                 sums[i][j] += v * load_stored(inputs, x, j * stride + k);
@@ -420,7 +427,7 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, cons
         vec row[TILE];
         UNROLL for (int j = 0; j < m; j++) row[j] = (vec){0};
         for (int64_t b = 0; b < whole; b++) {
-            __builtin_prefetch(from + b * BLOCK + AHEAD);
+            if (m > 1) prefetch(from + b * BLOCK + AHEAD, 1);  // for one row, the processor does
             multiply_block(load_weights(from + b * BLOCK), x, terms, n_blocks, b, m, row);
         }
         if (whole < n_blocks) {
@@ -490,21 +497,24 @@ static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
 
 // Adds the products of outliers to y (M, O).
 static void add_outliers(const Matrix *w, int64_t rows, Scratch *s, float *y) {
-    SHARED_LOOP(s, strip, (w->n_out + STRIP - 1) / STRIP) {
-        const int64_t O = w->n_out, start = strip * STRIP, n = min(STRIP, O - start);
+    const int64_t O = w->n_out, n = w->n_outliers;
+    SHARED_LOOP(s, strip, (O + STRIP - 1) / STRIP) {
+        const int64_t start = strip * STRIP, end = min(start + STRIP, O);
+        const float *weight = w->outlier_weight + start;
         for (int64_t r = 0; r < rows; r++) {
-            vec sums[STRIP / LANES] = {{0}};
+            const float *inputs = s->outliers + r * n;
             float *to = y + r * O + start;
-            memcpy(sums, to, (size_t)n * sizeof *to);
-            for (int64_t i = 0; i < w->n_outliers; i++) {
-                const float input = s->outliers[r * w->n_outliers + i];
-                const float *weight = w->outlier_weight + i * O + start;
-                float rest[STRIP] = {0};
-                if (n < STRIP) weight = memcpy(rest, weight, (size_t)n * sizeof *weight);
-                UNROLL for (int v = 0; v < STRIP / LANES; v++)
-                    sums[v] += input * load(weight + v * LANES);
+            if (end - start < STRIP) {
+                for (int64_t i = 0; i < n; i++)
+                    for (int64_t o = 0; o < end - start; o++) to[o] += inputs[i] * weight[i * O + o];
+                continue;
             }
-            memcpy(to, sums, (size_t)n * sizeof *to);
+            vec sums[STRIP / LANES];
+            UNROLL for (int v = 0; v < STRIP / LANES; v++) sums[v] = load(to + v * LANES);
+            for (int64_t i = 0; i < n; i++)
+                UNROLL for (int v = 0; v < STRIP / LANES; v++)
+                    sums[v] += inputs[i] * load(weight + i * O + v * LANES);
+            UNROLL for (int v = 0; v < STRIP / LANES; v++) store(to + v * LANES, sums[v]);
         }
     }
 }
@@ -618,7 +628,7 @@ INLINE void arrange(const char *w, int64_t size, int64_t left, int64_t n, int64_
             for (int i = 0; i < 16; i++) {
                 const int64_t o = 16 * half + i;
                 const char *from = w + o * size + 64 * column;
-                __builtin_prefetch(from + PANEL * size, 0, 2);  // into the level-2 cache
+                prefetch(from + PANEL * size, 1);
                 rows[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(o < n ? kept : 0, from), offset);
             }
             transpose(rows);
