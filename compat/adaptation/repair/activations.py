@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs
 from compat.adaptation.repair.source import Source
+from compat.adaptation.repair.syntax import argument, called, name_of
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
 

@@ -8,10 +8,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes, name_of
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import removed, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import assigned, constructor, is_self, parameters
+from compat.adaptation.repair.syntax import (
+    assigned,
+    called,
+    constructor,
+    is_self,
+    is_sum,
+    name_of,
+    parameters,
+)
 
 NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
 WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
@@ -46,16 +54,16 @@ class Residual:
 
 def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
     """The readings of a statement as a residual sum, the likeliest first."""
-    if isinstance(statement, ast.AugAssign):
-        target, value = statement.target, statement.value
-        if not isinstance(statement.op, ast.Add) or not isinstance(target, ast.Name):
+    match statement:
+        case ast.AugAssign(ast.Name() as target, ast.Add(), ast.Name() as value):
+            readings = [(target, value), (value, target)]
+            return [Residual(statement, None, stream, branch) for stream, branch in readings]
+        case ast.AugAssign(ast.Name() as target, ast.Add(), value):
+            return [Residual(statement, None, target, value)]
+        case ast.Assign() | ast.Return() | ast.AnnAssign():
+            pass
+        case _:
             return []
-        found = [Residual(statement, None, target, value)]
-        if isinstance(value, ast.Name):
-            found.append(Residual(statement, None, value, target))
-        return found
-    if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
-        return []
     for node in source.nodes(ast.BinOp, statement):
         if isinstance(node.op, ast.Add) and not isinstance(source.parents[node], ast.Subscript):
             pairs = [(node.left, node.right), (node.right, node.left)]
@@ -144,14 +152,13 @@ def _passed_together(site: Site, name: str) -> list[str]:
     """
     names = [] if site.function is None else [each.arg for each in parameters(site.function)]
     names = [each for each in names if each != "self"]
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            codes = [source.code(each) for each in call.args]
-            same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
-            root = next((n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)), "")
-            is_method = root == "self" or root not in {called(call), *site.imported}
-            if is_method and same > 1 and len(codes) <= len(names) and name in names[:same]:
-                return names[:same]
+    for source, call in site.every(ast.Call):
+        codes = [source.code(each) for each in call.args]
+        same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
+        root = next((n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)), "")
+        is_method = root == "self" or root not in {called(call), *site.imported}
+        if is_method and same > 1 and len(codes) <= len(names) and name in names[:same]:
+            return names[:same]
     return [name]
 
 
@@ -161,29 +168,22 @@ def _passed_together(site: Site, name: str) -> list[str]:
 def _norm_modules(site: Site) -> dict[str, ast.Call]:
     """The calls that build a norm, by the attribute or key under which a module holds it."""
     found: dict[str, ast.Call] = {}
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            if not _is_norm_class(called(call)):
-                continue
-            for above in source.ancestors(call):
-                if isinstance(above, ast.keyword) and above.arg:
-                    found.setdefault(above.arg, call)
-                elif isinstance(above, ast.Dict):
-                    for key, value in zip(above.keys, above.values, strict=True):
+    for source, call in site.every(ast.Call):
+        if not _is_norm_class(called(call)):
+            continue
+        for above in source.ancestors(call):
+            match above:
+                case ast.keyword(str(name)) | ast.Assign([ast.Attribute(attr=name), *_]):
+                    found.setdefault(name, call)
+                case ast.Dict(keys, values):
+                    for key, value in zip(keys, values, strict=True):
                         if isinstance(key, ast.Constant) and call in set(ast.walk(value)):
                             found.setdefault(str(key.value), call)
-                elif isinstance(above, ast.Assign):
-                    target = above.targets[0]
-                    if isinstance(target, ast.Attribute):
-                        found.setdefault(target.attr, call)
-                elif isinstance(above, (ast.Call, ast.List, ast.comprehension, ast.ListComp,
-                                        ast.GeneratorExp)):  # fmt: skip
-                    inside = isinstance(above, ast.Call) and called(above) not in (
-                        "ModuleList", "ModuleDict", "dict",
-                    )  # fmt: skip
-                    if not inside:
-                        continue
-                break
+                case ast.List() | ast.ListComp() | ast.GeneratorExp() | ast.comprehension():
+                    continue
+                case ast.Call() if called(above) in ("ModuleList", "ModuleDict", "dict"):
+                    continue
+            break
     return found
 
 
@@ -238,13 +238,12 @@ def pre_norm(site: Site) -> Iterator[Edits]:
 
 def _post_norms(site: Site) -> Iterator[Edits]:
     """The edits for every function of the user's, where the finding's line only calls it."""
-    for source in site.sources.values():
-        for function in source.nodes(ast.FunctionDef):
-            finding = replace(site.finding, file=source.file, line=function.body[0].lineno)
-            place = Site(finding, site.sources, site.config)
-            for statement in _statements(place):
-                if edits := _post_to_pre(place, statement):
-                    yield edits
+    for source, function in site.every(ast.FunctionDef):
+        finding = replace(site.finding, file=source.file, line=function.body[0].lineno)
+        place = Site(finding, site.sources, site.config)
+        for statement in _statements(place):
+            if edits := _post_to_pre(place, statement):
+                yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
@@ -271,10 +270,10 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
 
 def _without(source: Source, statement: ast.stmt, call: ast.Call) -> Edits:
     """Remove a call of a norm, or its statement if it does nothing else."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    same = isinstance(target, ast.Name) and ast.unparse(target) == ast.unparse(call.args[0])
-    if same and isinstance(statement, ast.Assign) and statement.value is call:
-        return [removed(source, statement)]
+    match statement:
+        case ast.Assign([ast.Name(name), *_], value) if value is call:
+            if name == name_of(call.args[0]):
+                return [removed(source, statement)]
     return source.unwrap(call, call.args[0])
 
 
@@ -432,8 +431,7 @@ def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
     within = set(ast.walk(cls))
     every = {
         node.attr
-        for source in site.sources.values()
-        for node in source.nodes(ast.Attribute)
+        for source, node in site.every(ast.Attribute)
         if isinstance(node.ctx, ast.Load) and (node in within or not is_self(node))
     }
     return [name for name, call in _norm_modules(site).items()
@@ -445,16 +443,14 @@ def _new_norms(
 ) -> Iterator[tuple[str, ast.stmt, str]]:
     """The name of a new norm, the statement it stands beside, and the statement that builds it."""
     source = site.source
-    own = [
-        s
-        for s in init.body
-        if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Attribute)
-    ]
-    for statement in own:
-        target, value = statement.targets[0], statement.value
-        if isinstance(target, ast.Attribute) and target.attr in _norm_modules(site):
-            name = _sibling(target.attr, first)
-            yield name, statement, f"self.{name} = {source.code(value)}"
+    own = []
+    for statement in init.body:
+        match statement:
+            case ast.Assign([ast.Attribute(attr=old), *_], value):
+                own.append(statement)
+                if old in _norm_modules(site):
+                    name = _sibling(old, first)
+                    yield name, statement, f"self.{name} = {source.code(value)}"
     name = "ln_1" if first else "ln_2"
     for new in _constructors(site, init):
         yield name, own[0], f"self.{name} = {new}"
@@ -586,12 +582,8 @@ def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
     read = {n.attr for n in site.source.nodes(ast.Attribute, site.statement)}
     built = [s for s in init.body if isinstance(s, ast.Assign)]
     for statement in built:
-        target = statement.targets[0]
-        if (
-            isinstance(target, ast.Attribute)
-            and target.attr in read
-            and called_in(statement, "Linear")
-        ):
+        held = isinstance(statement.targets[0], ast.Attribute)
+        if held and name_of(statement.targets[0]) in read and called_in(statement, "Linear"):
             return site.source.insert_before(statement, new)
     blocks = [s for s in built if any(called_in(s, name) for name in BODY)]
     return site.source.insert_after((blocks or built or init.body)[-1], new)
@@ -622,8 +614,8 @@ def added_residual(site: Site) -> Iterator[Edits]:
         for name in _streams(site, block[:start], statement):
             left = f"{name} + {source.code(value)}"
             right = f"{source.code(value)} + {name}"
-            is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)  # with a bias
-            yield [source.replace(value, right if is_sum or _stream_last(site) else left)]
+            last = is_sum(value) or _stream_last(site)  # a sum with a bias
+            yield [source.replace(value, right if last else left)]
     yield from _saved_residual(site, block, start)
 
 
@@ -711,17 +703,16 @@ def _saved_residual(site: Site, block: list[ast.stmt], start: int) -> Iterator[E
 @fixes("missing_residual")
 def residual_wrapper(site: Site) -> Iterator[Edits]:
     """Put a module into the user's wrapper that adds the input to the output."""
-    for source in site.sources.values():
-        for wrapper in source.nodes(ast.ClassDef):
-            if not re.search("resid", wrapper.name, re.I):
-                continue
-            wrapped = [c for c in source.nodes(ast.Call) if called(c) == wrapper.name and c.args]
-            names = {called(c.args[0]) for c in wrapped if isinstance(c.args[0], ast.Call)}
-            for call in source.nodes(ast.Call):
-                above = source.parents[call]
-                inside = isinstance(above, ast.Call) and called(above) == wrapper.name
-                if called(call) in names and not inside:
-                    yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
+    for source, wrapper in site.every(ast.ClassDef):
+        if not re.search("resid", wrapper.name, re.I):
+            continue
+        wrapped = [c for c in source.nodes(ast.Call) if called(c) == wrapper.name and c.args]
+        names = {called(c.args[0]) for c in wrapped if isinstance(c.args[0], ast.Call)}
+        for call in source.nodes(ast.Call):
+            above = source.parents[call]
+            inside = isinstance(above, ast.Call) and called(above) == wrapper.name
+            if called(call) in names and not inside:
+                yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
 
 
 @fixes("missing_residual")
@@ -754,15 +745,12 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
 def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
     """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
     source = site.source
-    return [
-        source.unwrap(operand, operand.args[0])
-        for node in source.nodes(ast.BinOp, statement)
-        for operand in (node.left, node.right)
-        if isinstance(node.op, ast.Add)
-        and isinstance(operand, ast.Call)
-        and _is_norm(site, operand)
-        and isinstance(operand.args[0], ast.Name)
-    ][:1]
+    for node in source.nodes(ast.BinOp, statement):
+        for operand in (node.left, node.right) if is_sum(node) else ():
+            match operand:
+                case ast.Call(_, [ast.Name() as tensor, *_]) if _is_norm(site, operand):
+                    return [source.unwrap(operand, tensor)]
+    return []
 
 
 def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
@@ -772,28 +760,22 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
     i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
     if i < 0 or not isinstance(definition := block[i], ast.Assign):
         return None
-    value = definition.value
-    before = block[i - 1] if i else None
-    if isinstance(value, ast.Name) and isinstance(before, ast.Assign):  # x = ln(x); residual = x
-        call = before.value
-        if value.id in _stores(before) and isinstance(call, ast.Call) and _is_norm(site, call):
-            same = isinstance(call.args[0], ast.Name) and call.args[0].id == value.id
-            if not same:
+    match (block[i - 1] if i else None), definition.value:
+        case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
+            if copied not in _stores(before) or not _is_norm(site, call):
+                return None
+            if name_of(call.args[0]) != copied:  # h = ln(x); residual = h
                 return [source.replace(value, source.code(call.args[0]))]
-            return [
+            return [  # x = ln(x); residual = x
                 source.replace(before, source.code(definition)),
                 source.replace(definition, source.code(before)),
             ]
-        return None
-    if not isinstance(value, ast.Call) or not _is_norm(site, value):
-        return None
-    tensor = value.args[0]
-    if not isinstance(tensor, ast.Name):
-        return None
-    if tensor.id != name:  # h = ln(x); x = h + branch(h)
-        return [source.replace(residual.stream, tensor.id)]
-    moved = _normed_input(site, residual, _wrap(source, value), (definition,))
-    return None if moved is None else _merged([removed(source, definition), *moved])
+        case _, ast.Call(_, [ast.Name(tensor), *_]) as call if _is_norm(site, call):
+            if tensor != name:  # h = ln(x); x = h + branch(h)
+                return [source.replace(residual.stream, tensor)]
+            moved = _normed_input(site, residual, _wrap(source, call), (definition,))
+            return None if moved is None else _merged([removed(source, definition), *moved])
+    return None
 
 
 def _merged(edits: Edits) -> Edits:
@@ -823,16 +805,16 @@ def sequential_branches(site: Site) -> Iterator[Edits]:
 
 def _terms(source: Source, statement: ast.stmt) -> list[ast.expr]:
     """The terms of the sum that a statement assigns or returns."""
-    value = getattr(statement, "value", None)
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        return [statement.target, *_flat(statement.value)]
-    return _flat(value) if isinstance(value, ast.expr) else []
+    match statement:
+        case ast.AugAssign(ast.Name() as target, _, value):
+            return [target, *_flat(value)]
+        case ast.Assign() | ast.AnnAssign() | ast.Return() | ast.Expr() | ast.AugAssign():
+            return [] if statement.value is None else _flat(statement.value)
+    return []
 
 
 def _flat(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [*_flat(node.left), *_flat(node.right)]
-    return [node]
+    return [*_flat(node.left), *_flat(node.right)] if is_sum(node) else [node]
 
 
 def _split_sum(

@@ -6,11 +6,21 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.tensors import is_size
-from compat.adaptation.repair.values import calls_of, constant, constructor, is_self, parameters
+from compat.adaptation.repair.syntax import (
+    argument,
+    called,
+    constant,
+    constructor,
+    is_self,
+    is_size,
+    is_sum,
+    name_of,
+    parameters,
+)
+from compat.adaptation.repair.values import calls_of
 
 # Names of the number of positions in a constructor.
 POSITIONS = re.compile(
@@ -46,7 +56,7 @@ def _is_offset(site: Site, node: ast.AST | None) -> bool:
 
 def _less(site: Site, node: ast.expr) -> Edit | None:
     """A sum without the offset."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+    if is_sum(node):
         for offset, rest in ((node.right, node.left), (node.left, node.right)):
             if _is_offset(site, offset):
                 return site.source.replace(node, site.source.code(rest))
@@ -186,9 +196,8 @@ def added_position_module(site: Site) -> Iterator[Edits]:
 @fixes("sinusoidal_pos")
 def learned_table(site: Site) -> Iterator[Edits]:
     """Make the fixed table of positions a parameter, which starts with the same values."""
-    for source in site.sources.values():
-        for cls in source.nodes(ast.ClassDef):
-            yield from _table_as_parameter(site, source, cls)
+    for source, cls in site.every(ast.ClassDef):
+        yield from _table_as_parameter(site, source, cls)
 
 
 def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterator[Edits]:
@@ -227,7 +236,7 @@ def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterat
 def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
     """Whether a value is named like positions, or computed with a sine."""
     code = source.code(value)
-    functions = [f for s in site.sources.values() for f in s.nodes(ast.FunctionDef)]
+    functions = [f for s, f in site.every(ast.FunctionDef)]
     waves = [f.name for f in functions if _has_sine(f)]
     called_here = [called(call) for call in source.nodes(ast.Call, value)]
     named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", f"{name} {code}", re.I)
@@ -241,10 +250,9 @@ def _has_sine(node: ast.AST) -> bool:
 def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
     """The removal of what cuts a table off from its gradient, such as `.detach()`."""
     edits: Edits = []
-    for node in source.nodes(ast.stmt, cls):
-        flag = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(flag, ast.Attribute) and flag.attr == "requires_grad":
-            if is_self(flag.value, name):
+    for node in source.nodes(ast.Assign, cls):
+        match node.targets:
+            case [ast.Attribute(table, "requires_grad"), *_] if is_self(table, name):
                 edits.append(source.remove(node))
     for call in source.nodes(ast.Call, cls):
         inside = [n for n in ast.walk(call.func) if is_self(n, name)]
@@ -260,16 +268,15 @@ def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
 @fixes("sinusoidal_pos")
 def learned_embedding(site: Site) -> Iterator[Edits]:
     """Look the positions up in a new embedding instead of computing them."""
-    for source in site.sources.values():
-        for cls in source.nodes(ast.ClassDef):
-            init = constructor(cls)
-            if init is None:
+    for source, cls in site.every(ast.ClassDef):
+        init = constructor(cls)
+        if init is None:
+            continue
+        for call in source.nodes(ast.Call, cls):
+            function = source.parent(call, ast.FunctionDef)
+            if function is init or not _is_wave(site, call):
                 continue
-            for call in source.nodes(ast.Call, cls):
-                function = source.parent(call, ast.FunctionDef)
-                if function is init or not _is_wave(site, call):
-                    continue
-                yield from _looked_up(site, source, init, call)
+            yield from _looked_up(site, source, init, call)
 
 
 def _is_wave(site: Site, call: ast.Call) -> bool:
@@ -277,7 +284,7 @@ def _is_wave(site: Site, call: ast.Call) -> bool:
     name = called(call)
     return any(
         f.name == name and _has_sine(f)
-        for source in site.sources.values() for f in source.nodes(ast.FunctionDef)
+        for source, f in site.every(ast.FunctionDef)
     )  # fmt: skip
 
 
@@ -319,17 +326,16 @@ def _new_embedding(source: Source, init: ast.FunctionDef) -> tuple[str, ast.stmt
 @fixes("sinusoidal_pos")
 def embedding_for_module(site: Site) -> Iterator[Edits]:
     """Build an embedding in place of a module that computes its table in `forward`."""
-    for other in site.sources.values():
-        for cls in other.nodes(ast.ClassDef):
-            inner = other.nodes(ast.Call, cls)
-            if not _has_sine(cls) and not any(_is_wave(site, call) for call in inner):
+    for other, cls in site.every(ast.ClassDef):
+        inner = other.nodes(ast.Call, cls)
+        if not _has_sine(cls) and not any(_is_wave(site, call) for call in inner):
+            continue
+        for source, built in calls_of(site, cls.name):
+            init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            if init is None or not isinstance(target, ast.Attribute):
                 continue
-            for source, built in calls_of(site, cls.name):
-                init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
-                target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-                if init is None or not isinstance(target, ast.Attribute):
-                    continue
-                yield from _embedding_built(site, source, init, built, target.attr)
+            yield from _embedding_built(site, source, init, built, target.attr)
 
 
 def _embedding_built(
@@ -427,6 +433,8 @@ def _position_name(token: str) -> str:
 
 # Factors.
 
+PRODUCTS = ("mul", "div", "multiply", "divide")
+
 
 @fixes("scaled_embedding", "scaled_logits")
 def removed_factor(site: Site) -> Iterator[Edits]:
@@ -446,35 +454,29 @@ def removed_factor(site: Site) -> Iterator[Edits]:
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
     """The two readings of a product as a tensor and a factor, the likelier first."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
-        left, right = (node.left, node.right), (node.right, node.left)
-        if isinstance(node.op, ast.Div):
-            return [left]
-        is_factor = isinstance(node.left, (ast.Constant, ast.Attribute)) or "sqrt" in ast.unparse(
-            node.left
-        )
-        return [right, left] if is_factor else [left, right]
-    if isinstance(node, ast.Call) and called(node).rstrip("_") in (
-        "mul",
-        "div",
-        "multiply",
-        "divide",
-    ):
-        if len(node.args) == 2:
-            return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
-        if len(node.args) == 1 and isinstance(node.func, ast.Attribute):
-            return [(node.func.value, node.args[0])]
+    match node:
+        case ast.BinOp(left, ast.Div(), right):
+            return [(left, right)]
+        case ast.BinOp(ast.Constant() | ast.Attribute() as left, ast.Mult(), right):
+            return [(right, left), (left, right)]
+        case ast.BinOp(left, ast.Mult(), right):
+            both = [(left, right), (right, left)]
+            return both[::-1] if "sqrt" in ast.unparse(left) else both
+        case ast.Call(_, given) if called(node).rstrip("_") in PRODUCTS:
+            match node.func, given:
+                case _, [first, second]:
+                    return [(first, second), (second, first)]
+                case ast.Attribute(tensor), [factor]:
+                    return [(tensor, factor)]
     return []
 
 
 def _only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
     """A part in place of an expression; without the statement if that then does nothing."""
-    statement = source.parents.get(node)
-    code = ast.unparse(part)
-    if isinstance(statement, ast.Expr):
-        return [removed(source, statement)]
-    if isinstance(statement, ast.Assign) and statement.value is node:
-        if len(statement.targets) == 1 and ast.unparse(statement.targets[0]) == code:
+    match source.parents.get(node):
+        case ast.Expr() as statement:
+            return [removed(source, statement)]
+        case ast.Assign([target]) as statement if ast.unparse(target) == ast.unparse(part):
             return [removed(source, statement)]
     return source.unwrap(node, part)
 
@@ -532,14 +534,14 @@ def removed_softmax_module(site: Site) -> Iterator[Edits]:
             if isinstance(item, ast.Call) and called(item) in ("Softmax", "LogSoftmax"):
                 yield [source.remove_argument(call, item)]
     for node in source.nodes(ast.Assign):
-        target = node.targets[0]
-        built = isinstance(node.value, ast.Call) and called(node.value) in ("Softmax", "LogSoftmax")
-        if not built or not isinstance(target, ast.Attribute):
-            continue
-        uses = [c for c in source.nodes(ast.Call) if called(c) == target.attr and c.args]
-        edits = [edit for use in uses for edit in _only(source, use, use.args[0])]
-        if edits:
-            yield [source.remove(node), *edits]
+        match node:
+            case ast.Assign([ast.Attribute(attr=name), *_], ast.Call() as built) if called(
+                built
+            ) in ("Softmax", "LogSoftmax"):
+                uses = [c for c in source.nodes(ast.Call) if called(c) == name and c.args]
+                edits = [edit for use in uses for edit in _only(source, use, use.args[0])]
+                if edits:
+                    yield [source.remove(node), *edits]
 
 
 @fixes("changed_logits", "scaled_logits")

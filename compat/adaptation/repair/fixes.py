@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import Edit, Node, Source
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
 
@@ -102,6 +102,10 @@ class Site:
                 found.append(Site(other, self.sources, self.config))
         return found
 
+    def every(self, kind: type[Node]) -> Iterator[tuple[Source, Node]]:
+        """The nodes of a kind in all files, each with its file."""
+        return ((source, node) for source in self.sources.values() for node in source.nodes(kind))
+
     def new_name(self, *names: str) -> str:
         """The first of the names that the function does not use."""
         within = self.function or self.source.tree
@@ -139,36 +143,3 @@ class Site:
             if own := known.get(".".join(parts[:end])):
                 return ".".join([own, *parts[end:]])
         return name
-
-
-def called(call: ast.Call) -> str:
-    """The last part of the name that is called: `gelu` of `F.gelu(x)`."""
-    return name_of(call.func)
-
-
-def name_of(node: ast.AST) -> str:
-    """The last part of a dotted name: `gelu` of `F.gelu`; "" for other expressions."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
-    """An argument of a call, by its place or its name."""
-    if len(call.args) > place:
-        return call.args[place]
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-
-
-def targets(node: ast.stmt) -> list[ast.expr]:
-    """What an assignment assigns to."""
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
-
-
-def assigns(target: ast.expr, name: str) -> bool:
-    """Whether a target is a variable or an attribute of this name."""
-    if isinstance(target, ast.Attribute):
-        return target.attr == name
-    return isinstance(target, ast.Name) and target.id == name

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, name_of
+from compat.adaptation.repair.fixes import Edits, Site
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import is_self
+from compat.adaptation.repair.syntax import called, is_self, name_of
 
 ELEMENTWISE = frozenset(
     "abs add celu clamp clamp_max clamp_min clip div divide elu erf erfc exp gelu hardsigmoid "

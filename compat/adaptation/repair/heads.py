@@ -6,18 +6,24 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.syntax import (
+    called,
+    constructor,
+    name_of,
+    own_attribute,
+    unpacked_sizes,
+)
 from compat.adaptation.repair.tensors import (
     SDPA,
-    is_function,
-    own_attribute,
+    operand,
     products,
     score_products,
     size_of,
     unique,
 )
-from compat.adaptation.repair.values import constructor, hyperparameters
+from compat.adaptation.repair.values import hyperparameters
 from compat.user_models.synonyms import role_of
 
 
@@ -36,21 +42,19 @@ def split_with_transpose(site: Site) -> Iterator[Edits]:
 
 def _exchanged(site: Site, call: ast.Call) -> Edits:
     """The edits that exchange the second and third size of a reshape to four axes."""
+    source = site.source
     sizes = call.args
     if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
         sizes = sizes[0].elts
     if called(call) not in ("view", "reshape") or len(sizes) != 4:
         return []
-    parent = site.source.parents.get(call)
-    if isinstance(parent, ast.Attribute) and parent.attr in ("transpose", "permute", "swapaxes"):
+    if name_of(source.parents[call]) in ("transpose", "permute", "swapaxes"):
         return []
-    source = site.source
-    start, end = source.span(sizes[1])[0], source.span(sizes[2])[1]
-    between = source.text[source.span(sizes[1])[1] : source.span(sizes[2])[0]]
-    exchanged = f"{source.code(sizes[2])}{between}{source.code(sizes[1])}"
+    _, second, third, _ = sizes
     close = source.span(call)[1]
     return [
-        Edit(source.file, start, end, exchanged),
+        source.replace(second, source.code(third)),
+        source.replace(third, source.code(second)),
         Edit(source.file, close, close, ".transpose(1, 2)"),
     ]
 
@@ -69,20 +73,13 @@ def _merges(site: Site) -> Iterator[Edits]:
         name = called(call)
         if name not in ("view", "reshape", "flatten", "contiguous", "rearrange"):
             continue
-        heads = call.func.value if isinstance(call.func, ast.Attribute) else None
-        function = isinstance(call.func, ast.Attribute) and is_function(site, call.func)
-        if heads is None or function:
-            heads = call.args[0] if call.args else None
-        contiguous = ""
-        if name == "view" and heads is not None:
-            inner = heads
-            if isinstance(inner, ast.Call) and called(inner) == "contiguous":
-                continue  # a candidate of its own
-            contiguous = ".contiguous()"
+        heads = operand(site, call)
         if heads is None:
             continue
-        swaps = _swaps(source, site.function)
-        for swap in [*_unflattened(source, site.function), *swaps]:
+        if name == "view" and isinstance(heads, ast.Call) and called(heads) == "contiguous":
+            continue  # a candidate of its own
+        contiguous = ".contiguous()" if name == "view" else ""
+        for swap in [*_unflattened(source, site.function), *_swaps(source, site.function)]:
             start, end = source.grouped(heads)
             code = source.text[start:end]
             if isinstance(heads, ast.BinOp) and not code.startswith("("):
@@ -94,10 +91,12 @@ def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
     """How heads are separated that the function has as one axis with the batch."""
     found = []
     for call in source.nodes(ast.Call, function):
-        if called(call) in ("view", "reshape") and len(call.args) == 3:
-            first, length = call.args[:2]
-            if isinstance(first, ast.BinOp) and isinstance(first.op, ast.Mult):
-                parts = [source.code(part) for part in (first.left, first.right, length)]
+        match call:
+            case ast.Call(_, [ast.BinOp(batch, ast.Mult(), heads), length, _]) if called(call) in (
+                "view",
+                "reshape",
+            ):
+                parts = [source.code(part) for part in (batch, heads, length)]
                 found.append(f".view({', '.join(parts)}, -1).transpose(1, 2)")
     return found[:1]
 
@@ -127,16 +126,15 @@ def own_value(site: Site) -> Iterator[Edits]:
         if name == "_":
             continue
         for product in reversed(products(source, function)):
-            for operand in (product.right, product.left):
-                for node in source.nodes(ast.Name, operand):
+            for factor in (product.right, product.left):
+                for node in source.nodes(ast.Name, factor):
                     yield [source.replace(node, name)]
         for call in reversed(source.nodes(ast.Call, function)):
-            for operand in reversed(call.args):
-                if isinstance(operand, ast.Name) and operand.id != name:
-                    yield [source.replace(operand, name)]
+            for given in reversed(call.args):
+                if isinstance(given, ast.Name) and given.id != name:
+                    yield [source.replace(given, name)]
     for assignment in source.nodes(ast.Assign, function):
-        target = assignment.targets[0]
-        if isinstance(target, ast.Name):
+        if isinstance(target := assignment.targets[0], ast.Name):
             before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
             if any(isinstance(n.ctx, ast.Store) and n.id == target.id for n in before):
                 for other in source.nodes(ast.Name, assignment.value)[:1]:
@@ -222,13 +220,9 @@ def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
 def _leading_sizes(site: Site, name: str) -> str:
     """The sizes of the batch and of the sequence, as the function can write them."""
     for node in site.source.nodes(ast.Assign, site.function):
-        target, value = node.targets[0], node.value
-        is_shape = isinstance(value, ast.Attribute) and value.attr == "shape"
-        is_shape = is_shape or (isinstance(value, ast.Call) and called(value) == "size")
-        if isinstance(target, ast.Tuple) and is_shape and len(target.elts) == 3:
-            sizes = [site.source.code(each) for each in target.elts[:2]]
-            if "_" not in sizes:
-                return ", ".join(sizes)
+        sizes = unpacked_sizes(node)
+        if len(sizes) == 3 and "_" not in sizes[:2]:
+            return ", ".join(sizes[:2])
     return f"{size_of(site, name, 0)}, {size_of(site, name, 1)}"
 
 

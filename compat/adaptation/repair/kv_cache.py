@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit
+from compat.adaptation.repair.syntax import called
 
 
 @fixes("kv_cache")

@@ -6,8 +6,18 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, targets
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.syntax import (
+    argument,
+    called,
+    constant,
+    is_integer,
+    is_size,
+    own_attribute,
+    targets,
+    unpacked_sizes,
+)
 from compat.adaptation.repair.tensors import (
     SDPA,
     assigned_values,
@@ -15,12 +25,9 @@ from compat.adaptation.repair.tensors import (
     enclosing,
     flipped_flags,
     is_cached,
-    is_integer,
     is_number,
-    is_size,
     minus_inf,
     named_scores,
-    own_attribute,
     products,
     size_of,
     softmax_calls,
@@ -67,7 +74,7 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             if value is not None and (MASK.search(name) or _triangle(value)):
                 views = ("view", "reshape", "unsqueeze", "expand")
                 axes = any(called(c) in views for c in site.source.nodes(ast.Call, value)) or any(
-                    isinstance(n, ast.Constant) and n.value is None for n in ast.walk(value)
+                    each.value is None for each in source.nodes(ast.Constant, value)
                 )
                 part = "[:, :, :{T}, :{T}]" if axes else "[:{T}, :{T}]"
                 found.append((f"self.{name}{part}", value))
@@ -92,18 +99,15 @@ def _length(site: Site) -> str | None:
     """The name of the number of tokens, as in `B, T, C = x.shape`."""
     assert site.function is not None
     for node in site.source.nodes(ast.Assign, site.function):
-        target, value = node.targets[0], node.value
-        shape = isinstance(value, ast.Attribute) and value.attr == "shape"
-        shape = shape or (isinstance(value, ast.Call) and called(value) == "size")
-        if isinstance(target, ast.Tuple) and shape and len(target.elts) in (2, 3):
-            name = target.elts[1]
-            if isinstance(name, ast.Name) and name.id != "_":
-                return name.id
-        axis = value.args[0] if isinstance(value, ast.Call) and value.args else None
-        axis = value.slice if isinstance(value, ast.Subscript) else axis
-        one = isinstance(axis, ast.Constant) and axis.value == 1
-        if isinstance(target, ast.Name) and is_size(value) and one:
-            return target.id
+        sizes = unpacked_sizes(node)
+        if len(sizes) in (2, 3) and sizes[1] != "_":
+            return sizes[1]
+        match node:  # T = x.size(1), T = x.shape[1]
+            case ast.Assign(
+                [ast.Name(name)],
+                ast.Call(_, [ast.Constant(1)]) | ast.Subscript(_, ast.Constant(1)) as value,
+            ) if is_size(value):
+                return name
     return None
 
 
@@ -161,7 +165,7 @@ def is_causal(site: Site) -> Iterator[Edits]:
         edits = [] if present is None else [source.replace(present, "True")]
         if present is None:
             edits = [source.set_keyword(call, "is_causal", "True")]
-        if mask is None or (isinstance(mask, ast.Constant) and mask.value is None):
+        if mask is None or constant(mask) is None:
             yield edits
         elif mask in call.args:
             yield [source.replace(mask, "None"), *edits]
@@ -174,10 +178,8 @@ def is_causal(site: Site) -> Iterator[Edits]:
 def assigned_mask(site: Site) -> Iterator[Edits]:
     """Assign the result of `masked_fill`, where it is not used."""
     for node in site.source.nodes(ast.Expr, site.function):
-        call = node.value
-        if isinstance(call, ast.Call) and called(call) == "masked_fill":
-            if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-                name = call.func.value.id
+        match node.value:
+            case ast.Call(ast.Attribute(ast.Name(name), "masked_fill")) as call:
                 yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
 
 
@@ -263,7 +265,7 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
         if value is not None and is_number(site, value):
             yield [source.replace(value, inf)]
         mask = argument(call, 3, "attn_mask") if name == SDPA else None
-        if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+        if mask is not None and constant(mask) is not None:
             yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
             yield [source.replace(mask, f"{source.operand(mask)} == 0")]
     for node in source.nodes(ast.BinOp, function):
@@ -387,7 +389,7 @@ def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
             if isinstance(part, ast.BinOp) and is_integer(part.right) and len(others) > 1:
                 yield [source.replace(part, source.code(part.left))]
         start, end = source.span(parts[0])[1], source.span(parts[1])[0]
-        if any(isinstance(part, ast.Constant) and part.value is None for part in parts):
+        if any(constant(part) is None for part in parts):
             continue
         if len(others) == 1 and not _near_mask(source, node):
             continue
@@ -407,16 +409,13 @@ def _near_mask(source: Source, node: ast.AST) -> bool:
 def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
     """Leave out one of two conditions, such as a window."""
     for node in source.nodes(ast.BinOp, scope):
-        if isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-            for part in (node.left, node.right):
-                above = source.parents[node]
-                tight = isinstance(above, (ast.BinOp, ast.UnaryOp, ast.Attribute))
-                start, end = source.grouped(part) if tight else source.span(part)
-                yield [Edit(source.file, *source.span(node), source.text[start:end])]
-        elif isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)):
-            for part in (node.left, node.right):
-                if isinstance(part, ast.expr) and _triangle(part):
-                    yield [source.replace(node, source.text[slice(*source.grouped(part))])]
+        tight = isinstance(source.parents[node], (ast.BinOp, ast.UnaryOp, ast.Attribute))
+        is_condition = isinstance(node.op, (ast.BitAnd, ast.BitOr))
+        for part in (node.left, node.right):
+            start, end = source.span(part) if is_condition and not tight else source.grouped(part)
+            changes_mask = isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)) and _triangle(part)
+            if is_condition or changes_mask:
+                yield [source.replace(node, source.text[start:end])]
     for call in _triangles(source, scope):
         base = call.func.value if isinstance(call.func, ast.Attribute) else None
         inner = base if _triangle(base) else next(iter(call.args), None)
@@ -432,15 +431,17 @@ def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
         mask = argument(call, 0, "condition") if name == "where" else mask
         if name in (SDPA, "MultiheadAttention") or any(k.arg == "attn_mask" for k in call.keywords):
             mask = argument(call, 3, "attn_mask")
-        if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
-            yield [source.replace(mask, source.code(mask.operand))]
-        elif isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
-            value = mask.comparators[0]
-            if isinstance(value, ast.Constant) and value.value in (0, 1):
-                yield [source.replace(value, "0" if value.value else "1")]
-            yield from _comparisons(source, mask)
-        elif mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
-            yield [source.replace(mask, f"~{source.operand(mask)}")]
+        match mask:
+            case None | ast.Constant(None):
+                continue
+            case ast.UnaryOp(ast.Invert(), operand):
+                yield [source.replace(mask, source.code(operand))]
+            case ast.Compare(_, [ast.Eq() | ast.NotEq(), *_], [value, *_]):
+                if constant(value) in (0, 1):
+                    yield [source.replace(value, "0" if constant(value) else "1")]
+                yield from _comparisons(source, mask)
+            case _:
+                yield [source.replace(mask, f"~{source.operand(mask)}")]
 
 
 def _shifts(source: Source, scope: ast.AST) -> Iterator[Edits]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.syntax import called
 
 # The modules of torch with this argument.
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")

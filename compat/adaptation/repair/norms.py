@@ -6,21 +6,26 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import (
-    Written,
+from compat.adaptation.repair.syntax import (
+    argument,
     assignments,
-    attempts,
-    calls_of,
-    classes,
+    called,
     constant,
     constructor,
     is_self,
+    name_of,
+    self_assignments,
+)
+from compat.adaptation.repair.values import (
+    Written,
+    attempts,
+    calls_of,
+    classes,
     numeral,
     origins,
     plus,
-    self_assignments,
 )
 
 SPREADS = ("var", "std", "var_mean", "std_mean")
@@ -34,7 +39,7 @@ MAX_EPS = 0.1
 def over_channels(site: Site) -> Iterator[Edits]:
     """Reduce the last axis."""
     calls = [
-        (source, call) for source in site.sources.values() for call in source.nodes(ast.Call)
+        (source, call) for source, call in site.every(ast.Call)
         if called(call) in (*SPREADS, "mean", "sum")
     ]  # fmt: skip
     edits = []
@@ -54,7 +59,7 @@ def over_channels(site: Site) -> Iterator[Edits]:
 def biased_variance(site: Site) -> Iterator[Edits]:
     """Let `var` and `std` divide by C."""
     calls = [
-        (source, call) for source in site.sources.values() for call in source.nodes(ast.Call)
+        (source, call) for source, call in site.every(ast.Call)
         if called(call) in SPREADS
     ]  # fmt: skip
     yield from attempts(site, [_biased(source, call) for source, call in calls])
@@ -77,7 +82,7 @@ def divide_by_width(site: Site) -> Iterator[Edits]:
     """Remove the `- 1` of a divisor."""
     edits = [
         source.replace_group(node, source.code(node.left))
-        for source in site.sources.values() for node in source.nodes(ast.BinOp)
+        for source, node in site.every(ast.BinOp)
         if isinstance(node.op, ast.Sub) and constant(node.right) == 1
     ]  # fmt: skip
     yield from attempts(site, edits)
@@ -127,13 +132,12 @@ def eps_argument(site: Site) -> Iterator[Edits]:
     if not _is_close(LAYER_NORM_EPS, site.finding.values["found"]):
         return
     expected, edits = numeral(site.finding.values["expected"]), []
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            name = called(call)
-            keyword = EPS_KEYWORDS.get(name, "eps")
-            takes_eps = name in EPS_PLACES or name in EPS_KEYWORDS
-            if takes_eps and argument(call, EPS_PLACES.get(name, 99), keyword) is None:
-                edits.append(source.set_keyword(call, keyword, expected))
+    for source, call in site.every(ast.Call):
+        name = called(call)
+        keyword = EPS_KEYWORDS.get(name, "eps")
+        takes_eps = name in EPS_PLACES or name in EPS_KEYWORDS
+        if takes_eps and argument(call, EPS_PLACES.get(name, 99), keyword) is None:
+            edits.append(source.set_keyword(call, keyword, expected))
     yield from attempts(site, edits)
 
 
@@ -158,7 +162,7 @@ def any_literal(site: Site) -> Iterator[Edits]:
     if 0 < found <= MAX_EPS:
         edits = [
             source.replace(node, numeral(expected))
-            for source in site.sources.values() for node in source.nodes(ast.Constant)
+            for source, node in site.every(ast.Constant)
             if _is_close(node.value, found)
         ]  # fmt: skip
         yield from attempts(site, edits)
@@ -180,19 +184,16 @@ def _terms(site: Site) -> Iterator[Term]:
         nodes += source.nodes(ast.AST, site.cls)
     nodes = list(dict.fromkeys(nodes))
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0) != site.line):
-        pairs: list[tuple[ast.expr, ast.expr]] = []
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            pairs = [(node.left, node.right), (node.right, node.left)]
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            pairs = [(node.target, node.value)]
-        elif isinstance(node, ast.Call) and called(node) in ("add", "add_") and node.args:
-            first = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            operands = (node.args if len(node.args) == 2 else [*first, *node.args])[:2]
-            pairs = [(operands[0], operands[1])] if len(operands) == 2 else []
-        for base, eps in pairs:
-            if _is_eps(site, eps):
-                assert isinstance(node, (ast.expr, ast.AugAssign))
-                yield Term(node, base, eps)
+        match node:
+            case ast.BinOp(left, ast.Add(), right):
+                pairs = [(left, right), (right, left)]
+            case ast.AugAssign(target, ast.Add(), value):
+                pairs = [(target, value)]
+            case ast.Call(_, [base, eps]) | ast.Call(ast.Attribute(base), [eps, *_]):
+                pairs = [(base, eps)] if called(node) in ("add", "add_") else []
+            case _:
+                continue
+        yield from (Term(node, base, eps) for base, eps in pairs if _is_eps(site, eps))
 
 
 def _is_eps(site: Site, node: ast.expr) -> bool:
@@ -243,27 +244,31 @@ def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
 
 def _is_function(call: ast.Call) -> bool:
     """Whether a call is `torch.sqrt(x)` or `sqrt(x)`, and not `x.sqrt()`."""
-    func = call.func
-    return isinstance(func, ast.Name) or (
-        isinstance(func, ast.Attribute)
-        and isinstance(func.value, ast.Name)
-        and func.value.id in ("torch", "th", "F", "math")
-    )
+    match call.func:
+        case ast.Name() | ast.Attribute(ast.Name("torch" | "th" | "F" | "math")):
+            return True
+    return False
 
 
 def _variance(node: ast.expr) -> ast.expr | None:
     """The operand of a square root."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return node.left if constant(node.right) in (0.5, -0.5) else None
-    if not isinstance(node, ast.Call):
-        return None
-    operands = list(node.args)
-    if not _is_function(node) and isinstance(node.func, ast.Attribute):
-        operands.insert(0, node.func.value)
-    if called(node) in ("sqrt", "rsqrt", "sqrt_", "rsqrt_") and operands:
-        return operands[0]
-    is_power = called(node) in ("pow", "pow_") and len(operands) == 2
-    return operands[0] if is_power and constant(operands[1]) in (0.5, -0.5) else None
+    match node:
+        case ast.BinOp(base, ast.Pow(), exponent) if constant(exponent) in (0.5, -0.5):
+            return base
+        case ast.Call() if called(node).rstrip("_") in ("sqrt", "rsqrt"):
+            return next(iter(_operands(node)), None)
+        case ast.Call() if called(node).rstrip("_") == "pow":
+            base, *exponents = _operands(node)
+            is_root = [constant(each) in (0.5, -0.5) for each in exponents] == [True]
+            return base if is_root else None
+    return None
+
+
+def _operands(call: ast.Call) -> list[ast.expr]:
+    """The arguments, and before them the tensor whose method is called."""
+    if isinstance(call.func, ast.Attribute) and not _is_function(call):
+        return [call.func.value, *call.args]
+    return call.args
 
 
 def _is_std(node: ast.expr) -> bool:
@@ -316,7 +321,7 @@ def _imported_instead(site: Site, name: str, new: str) -> Edits:
     """Import another name in the place of one."""
     return [
         source.replace(alias, new)
-        for source in site.sources.values() for statement in source.nodes(ast.ImportFrom)
+        for source, statement in site.every(ast.ImportFrom)
         for alias in statement.names
         if alias.name == name and new not in [other.name for other in statement.names]
     ]  # fmt: skip
@@ -325,7 +330,7 @@ def _imported_instead(site: Site, name: str, new: str) -> Edits:
 def _is_defined(site: Site, name: str) -> bool:
     return any(
         function.name == name
-        for source in site.sources.values() for function in source.nodes(ast.FunctionDef)
+        for source, function in site.every(ast.FunctionDef)
     )  # fmt: skip
 
 
@@ -370,19 +375,18 @@ def subtract_mean(site: Site) -> Iterator[Edits]:
 def _squared(node: ast.expr) -> ast.Name | None:
     """The tensor of which an expression is the square or the norm."""
     base: ast.expr | None = None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        base = node.left if constant(node.right) == 2 else None
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        base = node.left if ast.dump(node.left) == ast.dump(node.right) else None
-    elif isinstance(node, ast.Call):
-        operands = list(node.args)
-        name = called(node)
-        if isinstance(node.func, ast.Attribute) and name in ("pow", "square", "norm"):
-            if not _is_function(node):
-                operands.insert(0, node.func.value)
-        is_power = name == "pow" and len(operands) == 2 and constant(operands[1]) == 2
-        if is_power or name in ("square", "norm", "vector_norm", "normalize"):
-            base = operands[0] if operands else None
+    match node:
+        case ast.BinOp(left, ast.Pow(), right) if constant(right) == 2:
+            base = left
+        case ast.BinOp(left, ast.Mult(), right) if ast.dump(left) == ast.dump(right):
+            base = left
+        case ast.Call(_, given) if called(node) in ("vector_norm", "normalize"):
+            base = next(iter(given), None)
+        case ast.Call() if called(node) in ("square", "norm"):
+            base = next(iter(_operands(node)), None)
+        case ast.Call() if called(node) == "pow":
+            tensor, *exponents = _operands(node)
+            base = tensor if [constant(each) for each in exponents] == [2] else None
     while isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute):
         base = base.func.value  # `x` of `x.float()`
     return base if isinstance(base, ast.Name) else None

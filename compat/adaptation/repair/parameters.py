@@ -6,25 +6,30 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import (
-    Written,
+from compat.adaptation.repair.syntax import (
+    argument,
     assigned,
     assignments,
+    called,
+    constant,
+    constructor,
+    default_of,
+    is_product,
+    is_self,
+    last_name,
+    self_assignments,
+)
+from compat.adaptation.repair.values import (
+    Written,
     attempts,
     calls_of,
     chain,
     classes,
-    constant,
-    constructor,
-    default_of,
     hyperparameters,
-    is_self,
-    last_name,
     origins,
     plus,
-    self_assignments,
 )
 from compat.user_models.synonyms import role_of
 
@@ -49,7 +54,7 @@ def bias_flag(site: Site) -> Iterator[Edits]:
     edits = [_turned_on(site, place) for place in _flags(site, _constructions(site))]
     yield from attempts(site, edits)
     every = [
-        (source, call) for source in site.sources.values() for call in source.nodes(ast.Call)
+        (source, call) for source, call in site.every(ast.Call)
         if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
     ]  # fmt: skip
     own = [each for each in every if each[0].parent(each[1], ast.ClassDef) is site.cls]
@@ -280,7 +285,7 @@ def _norm_bias_used(source: Source, weight: ast.expr, bias: str) -> Edit | None:
 def _product(source: Source, node: ast.expr) -> ast.expr:
     """The whole product that an expression is a factor of."""
     above = source.parents[node]
-    while isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div)):
+    while is_product(above):
         node, above = above, source.parents[above]
     return node
 
@@ -303,27 +308,23 @@ def _norm_weight_used(source: Source, bias: ast.expr, weight: str) -> Edit | Non
     above = source.parents[bias]
     if isinstance(above, ast.keyword):
         above = source.parents[above]
-    if isinstance(above, ast.Call) and called(above) == "layer_norm":
-        present = argument(above, 2, "weight")
-        if present is not None:
-            return source.replace(present, f"self.{weight}")
-        return source.set_keyword(above, "weight", f"self.{weight}")
-    if isinstance(above, ast.Call) and called(above) in ("add", "add_"):
-        if isinstance(above.func, ast.Attribute):
-            inner = above.func.value
+    match above:
+        case ast.Call() if called(above) == "layer_norm":
+            present = argument(above, 2, "weight")
+            if present is not None:
+                return source.replace(present, f"self.{weight}")
+            return source.set_keyword(above, "weight", f"self.{weight}")
+        case ast.Call(ast.Attribute(inner, "add" | "add_")):
             return source.replace(inner, f"({source.operand(inner)} * self.{weight})")
-    if isinstance(above, ast.AugAssign):
-        return source.insert_before(above, f"{source.code(above.target)} *= self.{weight}")
-    if isinstance(above, ast.BinOp) and isinstance(above.op, ast.Add):
-        other = above.left if above.right is bias else above.right
-        factor = isinstance(other, ast.BinOp) and isinstance(other.op, (ast.Add, ast.Sub))
-        grouped = source.grouped(other) != source.span(other)
-        text = source.code(other)
-        if factor and not grouped:
-            text = f"({text})"
-        if grouped:
-            return source.replace_group(other, f"({text}) * self.{weight}")
-        return source.replace(other, f"{text} * self.{weight}")
+        case ast.AugAssign(target):
+            return source.insert_before(above, f"{source.code(target)} *= self.{weight}")
+        case ast.BinOp(left, ast.Add(), right):
+            other = left if right is bias else right
+            grouped = source.grouped(other) != source.span(other)
+            is_total = isinstance(other, ast.BinOp) and isinstance(other.op, (ast.Add, ast.Sub))
+            code = source.code(other)
+            text = f"({code})" if grouped or is_total else code
+            return source.replace_group(other, f"{text} * self.{weight}")
     return None
 
 
@@ -351,10 +352,7 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
                 passed = Edit(source.file, end, end, text)
                 yield [declared, passed]
             elif function is not source.parent(node, ast.FunctionDef):
-                is_product = isinstance(call, ast.BinOp) and isinstance(
-                    call.op, (ast.Mult, ast.Div)
-                )
-                code = source.code(call) if is_product else source.operand(call)
+                code = source.code(call) if is_product(call) else source.operand(call)
                 result = f"{code} * self.weight + self.bias"
                 yield [declared, source.replace(call, result)]
 
@@ -366,21 +364,20 @@ def norm_modules(site: Site) -> Iterator[Edits]:
     if site.cls is not None:
         name = next((called(call) for call in site.calls if "norm" in called(call)), name)
     edits: Edits = []
-    for source in site.sources.values():
-        for cls in source.nodes(ast.ClassDef):
-            function = constructor(cls)
-            calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
-            widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
-            if function is None or not calls or not widths or not calls[0].args:
-                continue
-            module = site.torch("torch.nn.LayerNorm")
-            names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
-            created = [f"self.{each} = {module}({widths[0]})" for each in names]
-            edits.append(source.insert_after(function.body[-1], *created))
-            edits += [
-                source.replace(call, f"self.{each}({source.code(call.args[0])})")
-                for call, each in zip(calls, names, strict=True)
-            ]
+    for source, cls in site.every(ast.ClassDef):
+        function = constructor(cls)
+        calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
+        widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
+        if function is None or not calls or not widths or not calls[0].args:
+            continue
+        module = site.torch("torch.nn.LayerNorm")
+        names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
+        created = [f"self.{each} = {module}({widths[0]})" for each in names]
+        edits.append(source.insert_after(function.body[-1], *created))
+        edits += [
+            source.replace(call, f"self.{each}({source.code(call.args[0])})")
+            for call, each in zip(calls, names, strict=True)
+        ]
     if edits:
         yield edits
 
@@ -435,25 +432,21 @@ def _projection(
         return
     above, transposed = source.parents[weight], False
     node: ast.expr = weight
-    while True:
-        if isinstance(above, ast.Attribute) and above.attr in ("T", "mT"):
-            node, above, transposed = above, source.parents[above], not transposed
-        elif isinstance(above, ast.Attribute) and above.attr in ("t", "transpose"):
-            call = source.parents[above]
-            assert isinstance(call, ast.Call)
-            node, above, transposed = call, source.parents[call], not transposed
-        else:
-            break
+    while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
+        whole = above if above.attr in ("T", "mT") else source.parents[above]
+        assert isinstance(whole, ast.expr)
+        node, above, transposed = whole, source.parents[whole], not transposed
     width = sizes[0] if transposed else sizes[-1]
-    if isinstance(above, ast.BinOp) and isinstance(above.op, ast.MatMult) and above.right is node:
-        yield width, above, "{}"
-    if isinstance(above, ast.Call) and node in above.args:
-        if called(above) in ("matmul", "mm", "bmm"):
+    match above:
+        case ast.BinOp(_, ast.MatMult(), right) if right is node:
             yield width, above, "{}"
-        elif called(above) == "linear":
-            yield sizes[0], above, "{}"
-        elif called(above) == "einsum":
-            yield from _einsum(source, above, node, sizes)
+        case ast.Call(_, given) if node in given:
+            if called(above) in ("matmul", "mm", "bmm"):
+                yield width, above, "{}"
+            elif called(above) == "linear":
+                yield sizes[0], above, "{}"
+            elif called(above) == "einsum":
+                yield from _einsum(source, above, node, sizes)
 
 
 def _einsum(
@@ -489,10 +482,9 @@ def _bias_added(source: Source, whole: ast.expr, bias: str) -> Edit:
 def dropout_in_training(site: Site) -> Iterator[Edits]:
     """Apply dropout in training only."""
     edits: Edits = []
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            edit = _in_training(site, source, call)
-            edits += [] if edit is None else [edit]
+    for source, call in site.every(ast.Call):
+        edit = _in_training(site, source, call)
+        edits += [] if edit is None else [edit]
     yield from attempts(site, edits)
 
 
@@ -528,24 +520,23 @@ def _mentions_training(node: ast.AST) -> bool:
 def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
     """Replace a module that forward creates, which is in training mode, by the function."""
     edits: Edits = []
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            built = call.func
-            if isinstance(built, ast.Call) and called(built) == "train":
-                assert isinstance(built.func, ast.Attribute)
-                if is_self(built.func.value):
-                    edits.append(source.replace(built, source.code(built.func.value)))
-                    continue
-                built = built.func.value
-            edits += _function_instead(site, source, call, built)
-            function = source.parent(call, ast.FunctionDef)
-            if isinstance(built, ast.Name) and function is not None:
-                for statement in source.nodes(ast.Assign, function):
-                    for target, value in assigned(statement):
-                        if isinstance(target, ast.Name) and target.id == built.id:
-                            replaced = _function_instead(site, source, call, value)
-                            if replaced:
-                                yield [*replaced, source.remove(statement)]
+    for source, call in site.every(ast.Call):
+        built = call.func
+        if isinstance(built, ast.Call) and called(built) == "train":
+            assert isinstance(built.func, ast.Attribute)
+            if is_self(built.func.value):
+                edits.append(source.replace(built, source.code(built.func.value)))
+                continue
+            built = built.func.value
+        edits += _function_instead(site, source, call, built)
+        function = source.parent(call, ast.FunctionDef)
+        if isinstance(built, ast.Name) and function is not None:
+            for statement in source.nodes(ast.Assign, function):
+                for target, value in assigned(statement):
+                    if isinstance(target, ast.Name) and target.id == built.id:
+                        replaced = _function_instead(site, source, call, value)
+                        if replaced:
+                            yield [*replaced, source.remove(statement)]
     yield from attempts(site, edits)
 
 
@@ -564,7 +555,7 @@ def training_mode_forced(site: Site) -> Iterator[Edits]:
     """Remove from the methods what turns on training mode."""
     edits = [
         source.remove(statement)
-        for source in site.sources.values() for statement in source.nodes(ast.stmt)
+        for source, statement in site.every(ast.stmt)
         if source.parent(statement, ast.ClassDef) is not None and _turns_on_training(statement)
     ]  # fmt: skip
     yield from attempts(site, edits)
@@ -572,12 +563,12 @@ def training_mode_forced(site: Site) -> Iterator[Edits]:
 
 def _turns_on_training(statement: ast.stmt) -> bool:
     """Whether a statement is `module.train()` or `module.training = True`."""
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return called(statement.value) == "train"
-    return any(
-        isinstance(target, ast.Attribute) and target.attr == "training" and constant(value) is True
-        for target, value in assigned(statement)
-    )
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(attr="train"))):
+            return True
+        case ast.Assign([ast.Attribute(attr="training")], ast.Constant(True)):
+            return True
+    return False
 
 
 @fixes("dropout_always_on")
@@ -665,14 +656,14 @@ def _without(source: Source, used: ast.expr) -> Edit | None:
         used, above = above, source.parents[above]
     if isinstance(above, ast.Call) and above.func is not used and called(above) in GATES:
         used, above = above, source.parents[above]
-    if isinstance(above, ast.Call) and above.func is used and len(above.args) == 1:
-        return source.replace(above, source.code(above.args[0]))
-    if isinstance(above, ast.BinOp):
-        other = above.left if above.right is used else above.right
-        start, end = source.grouped(other)
-        return source.replace(above, source.text[start:end])
-    if isinstance(above, ast.AugAssign) and above.value is used:
-        return source.remove(above)
+    match above:
+        case ast.Call(func, [tensor]) if func is used:
+            return source.replace(above, source.code(tensor))
+        case ast.BinOp(left, _, right):
+            start, end = source.grouped(left if right is used else right)
+            return source.replace(above, source.text[start:end])
+        case ast.AugAssign(_, _, value) if value is used:
+            return source.remove(above)
     return None
 
 
@@ -743,11 +734,10 @@ def _inner_expressions(site: Site) -> Iterator[Written]:
     source = site.source
     calls = source.nodes(ast.Call, site.function or site.cls or source.tree)
     for name in dict.fromkeys(called(call) for call in site.calls):  # functions that build the MLP
-        for other in site.sources.values():
-            for function in other.nodes(ast.FunctionDef):
-                if function.name == name:
-                    inner = [(other, call) for call in other.nodes(ast.Call, function)]
-                    yield from _arguments(site, inner)
+        for other, function in site.every(ast.FunctionDef):
+            if function.name == name:
+                inner = [(other, call) for call in other.nodes(ast.Call, function)]
+                yield from _arguments(site, inner)
     yield from _arguments(site, [(source, call) for call in calls])
 
 
@@ -770,11 +760,10 @@ def size_of_constructor(site: Site) -> Iterator[Edits]:
     """Use the size that the constructor is called with instead of another one."""
     role, found = ROLES[site.finding.code], site.finding.values["found"]
     sized: list[tuple[Written, str]] = []
-    for source in site.sources.values():
-        for node in source.nodes(ast.expr):
-            if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-                names = _hyperparameters_at(site, source, node, role)
-                sized += [(Written(source, node), name) for name in names[:1]]
+    for source, node in site.every(ast.expr):
+        if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
+            names = _hyperparameters_at(site, source, node, role)
+            sized += [(Written(source, node), name) for name in names[:1]]
     yield from _size_attempts(site, sized)
 
 
@@ -783,12 +772,11 @@ def size_without_arithmetic(site: Site) -> Iterator[Edits]:
     """Remove the arithmetic with a size, such as padding of the vocabulary."""
     role = ROLES[site.finding.code]
     sized: list[tuple[Written, str]] = []
-    for source in site.sources.values():
-        for node in source.nodes(ast.BinOp):
-            if not isinstance(source.parents[node], ast.BinOp):
-                names = _variables(node)
-                if len(names) == 1 and role_of(last_name(names[0])) == role:
-                    sized.append((Written(source, node), source.code(names[0])))
+    for source, node in site.every(ast.BinOp):
+        if not isinstance(source.parents[node], ast.BinOp):
+            names = _variables(node)
+            if len(names) == 1 and role_of(last_name(names[0])) == role:
+                sized.append((Written(source, node), source.code(names[0])))
     yield from _size_attempts(site, sized)
 
 

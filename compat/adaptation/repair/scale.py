@@ -9,8 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
-from compat.adaptation.repair.fixes import Edits, Site, called, fixes
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.syntax import (
+    called,
+    constant,
+    is_product,
+    is_self,
+    is_size,
+    name_of,
+    own_attribute,
+    parameters,
+    unpacked_sizes,
+)
 from compat.adaptation.repair.tensors import (
     HEAD_SIZE,
     SDPA,
@@ -19,13 +30,11 @@ from compat.adaptation.repair.tensors import (
     enclosing,
     flipped_flags,
     is_number,
-    is_size,
-    own_attribute,
     score_products,
     size_of,
     unique,
 )
-from compat.adaptation.repair.values import is_self, parameters, settings
+from compat.adaptation.repair.values import settings
 
 # The size of a head, as the user can write it.
 
@@ -43,7 +52,8 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
                     if isinstance(t, ast.Name) and is_number(site, node.value)
                     and (_is_quotient(node.value) or HEAD_SIZE.match(t.id))
                 ]  # fmt: skip
-                found += _unpacked_head_size(node)
+                sizes = unpacked_sizes(node)
+                found += [sizes[-1]] if len(sizes) == 4 and sizes[-1] != "_" else []
         found += [
             arg.arg for arg in parameters(function)
             if HEAD_SIZE.match(arg.arg)
@@ -57,21 +67,14 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _unpacked_head_size(node: ast.Assign) -> list[str]:
-    """The last name of `B, H, T, D = q.shape`."""
-    target, value = node.targets[0], node.value
-    shape = isinstance(value, ast.Attribute) and value.attr == "shape"
-    shape = shape or (isinstance(value, ast.Call) and called(value) == "size" and not value.args)
-    if shape and isinstance(target, ast.Tuple) and len(target.elts) == 4:
-        return [t.id for t in target.elts[-1:] if isinstance(t, ast.Name) and t.id != "_"]
-    return []
-
-
 def _is_quotient(node: ast.AST) -> bool:
     """Whether a node is `a // b` or `int(a / b)`."""
-    if isinstance(node, ast.Call) and called(node) == "int" and node.args:
-        return isinstance(node.args[0], ast.BinOp) and isinstance(node.args[0].op, ast.Div)
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
+    match node:
+        case ast.Call(ast.Name("int"), [ast.BinOp(_, ast.Div(), _)]):
+            return True
+        case ast.BinOp(_, ast.FloorDiv(), _):
+            return True
+    return False
 
 
 def _own_head_sizes(
@@ -101,16 +104,12 @@ def _own_head_sizes(
 
 def _fields(site: Site) -> set[str]:
     """The names of fields and properties of the classes of the file."""
-    return {
-        name
-        for cls in site.source.nodes(ast.ClassDef)
-        for node in cls.body
-        for name in (
-            [node.name] if isinstance(node, ast.FunctionDef) and node.decorator_list
-            else [node.target.id] if isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name) else []
-        )
-    }  # fmt: skip
+    found = set()
+    for node in [node for cls in site.source.nodes(ast.ClassDef) for node in cls.body]:
+        match node:
+            case ast.FunctionDef(name, decorator_list=[_, *_]) | ast.AnnAssign(ast.Name(name)):
+                found.add(name)
+    return found
 
 
 def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
@@ -137,10 +136,10 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
 
 def _transposed(node: ast.expr) -> str | None:
     """`k` of `k.transpose(-2, -1)` and `k.mT`."""
-    if isinstance(node, ast.Call) and called(node) == "transpose":
-        node = node.func
-    inner = node.value if isinstance(node, ast.Attribute) else None
-    return inner.id if isinstance(inner, ast.Name) else None
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(name), "transpose")) | ast.Attribute(ast.Name(name)):
+            return name
+    return None
 
 
 def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
@@ -167,6 +166,8 @@ def _root(site: Site, size: str, divides: bool, exponent: float = 0.5) -> str:
 
 # The scale of the scores.
 
+FACTORS = ("mul", "multiply", "div", "divide", "true_divide")
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -190,15 +191,15 @@ def _factors(site: Site) -> list[Factor]:
     assert site.function is not None
     found = []
     for node in ast.walk(site.function):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
-            divides = isinstance(node.op, ast.Div)
-            found.append(Factor(node.right, divides, node, node.left))
-            if not divides:
-                found.append(Factor(node.left, False, node, node.right))
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div)):
-            found.append(Factor(node.value, isinstance(node.op, ast.Div), node, node.target))
-        elif isinstance(node, ast.Call):
-            found += _factors_of_call(node)
+        match node:
+            case ast.BinOp(left, ast.Mult(), right):
+                found += [Factor(right, False, node, left), Factor(left, False, node, right)]
+            case ast.BinOp(left, ast.Div(), right):
+                found.append(Factor(right, True, node, left))
+            case ast.AugAssign(target, ast.Mult() | ast.Div(), value):
+                found.append(Factor(value, isinstance(node.op, ast.Div), node, target))
+            case ast.Call():
+                found += _factors_of_call(node)
     found = [
         f for f in found
         if is_number(site, f.node) and (f.rest is None or not is_number(site, f.rest))
@@ -209,17 +210,14 @@ def _factors(site: Site) -> list[Factor]:
 
 
 def _factors_of_call(call: ast.Call) -> list[Factor]:
-    name, operands = called(call).rstrip("_"), list(call.args)
-    found = [
+    name = called(call).rstrip("_")
+    match call:
+        case ast.Call(_, [left, right]) | ast.Call(ast.Attribute(left), [right]) if name in FACTORS:
+            return [Factor(right, name not in ("mul", "multiply"), call, left)]
+    return [
         Factor(keyword.value, False, call) for keyword in call.keywords
         if (keyword.arg, name) in (("scale", SDPA), ("alpha", "baddbmm"))
     ]  # fmt: skip
-    if name in ("mul", "multiply", "div", "divide", "true_divide"):
-        if len(operands) == 1 and isinstance(call.func, ast.Attribute):
-            operands.insert(0, call.func.value)
-        if len(operands) == 2:
-            found.append(Factor(operands[1], name not in ("mul", "multiply"), call, operands[0]))
-    return found
 
 
 def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr, bool]]:
@@ -227,7 +225,7 @@ def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr
     value = definition(site, node, enclosing(site.source, node))
     if value is not None and is_number(site, value):
         yield from _parts(site, value, divides)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+    elif is_product(node):
         for part, turned in ((node.left, False), (node.right, isinstance(node.op, ast.Div))):
             if not isinstance(part, ast.Constant):
                 yield from _parts(site, part, divides != turned)
@@ -251,15 +249,12 @@ def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
 def _exponents(node: ast.expr) -> Iterator[tuple[ast.expr, float]]:
     """The exponents in an expression that are numbers."""
     for power in ast.walk(node):
-        exponent: ast.expr | None = None
-        if isinstance(power, ast.BinOp) and isinstance(power.op, ast.Pow):
-            exponent = power.right
-        elif isinstance(power, ast.Call) and called(power) == "pow" and power.args:
-            exponent = power.args[-1]
-        try:
-            yield exponent, float(ast.literal_eval(exponent))  # type: ignore[misc, arg-type]
-        except (ValueError, TypeError):
-            continue
+        match power:
+            case ast.BinOp(_, ast.Pow(), exponent) | ast.Call(
+                ast.Name("pow") | ast.Attribute(attr="pow"), [*_, exponent]
+            ):
+                if isinstance(value := constant(exponent), (int, float)):
+                    yield exponent, float(value)
 
 
 @fixes("no_attn_scale", "scale_by_d_model", "wrong_scale")
@@ -408,7 +403,7 @@ def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
     start, end = source.grouped(node)
     above = source.parents[node]
     right = isinstance(above, ast.BinOp) and above.right is node
-    tight = isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div))
+    tight = is_product(above)
     product = re.match(r"1\.0 / ", text) is not None
     text = f"({text})" if right and tight and product else text
     operand = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
@@ -420,21 +415,18 @@ def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
 def _turned(source: Source, factor: Factor) -> Iterator[Edits]:
     """Divide instead of multiplying, or the other way round."""
     whole, new = factor.whole, "*" if factor.divides else "/"
-    if isinstance(whole, ast.BinOp) and factor.node is whole.right:
-        start, end = source.grouped(whole.left)[1], source.grouped(whole.right)[0]
-    elif isinstance(whole, ast.AugAssign):
-        start, end = source.span(whole.target)[1], source.grouped(whole.value)[0]
-    elif isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):
-        end = source.span(whole.func)[1]
-        start = end - len(whole.func.attr)
-        names = ("mul", "multiply", "div", "divide", "true_divide")
-        name = "mul" if factor.divides else "div"
-        if whole.func.attr.rstrip("_") in names:
-            under = "_" if whole.func.attr.endswith("_") else ""
-            yield [Edit(source.file, start, end, name + under)]
-        return
-    else:
-        return
+    match whole:
+        case ast.BinOp(left, _, right) if factor.node is right:
+            start, end = source.grouped(left)[1], source.grouped(right)[0]
+        case ast.AugAssign(target, _, value):
+            start, end = source.span(target)[1], source.grouped(value)[0]
+        case ast.Call(ast.Attribute(attr=name) as func) if name.rstrip("_") in FACTORS:
+            end = source.span(func)[1]
+            inverse = ("mul" if factor.divides else "div") + ("_" if name.endswith("_") else "")
+            yield [Edit(source.file, end - len(name), end, inverse)]
+            return
+        case _:
+            return
     text = source.text[start:end].replace("/" if factor.divides else "*", new, 1)
     yield [Edit(source.file, start, end, text)]
 
@@ -445,21 +437,16 @@ def _without(source: Source, factor: Factor) -> Iterator[Edits]:
     if isinstance(whole, ast.AugAssign):
         yield [source.remove(whole)]
         return
-    above = source.parents[whole]
     assert rest is not None
-    same = isinstance(above, ast.Assign) and len(above.targets) == 1
-    if (
-        isinstance(above, ast.Assign)
-        and same
-        and source.code(above.targets[0]) == source.code(rest)
-    ):
-        yield [source.remove(above)]
-    elif isinstance(above, ast.Expr):
-        yield [source.remove(above)]
-    else:
-        inner = source.code(rest)
-        plain = isinstance(above, (ast.Assign, ast.Return, ast.AugAssign))
-        yield [source.replace(whole, inner if plain else source.operand(rest))]
+    match source.parents[whole]:
+        case ast.Expr() as statement:
+            yield [source.remove(statement)]
+        case ast.Assign([target]) as statement if source.code(target) == source.code(rest):
+            yield [source.remove(statement)]
+        case ast.Assign() | ast.Return() | ast.AugAssign():
+            yield [source.replace(whole, source.code(rest))]
+        case _:
+            yield [source.replace(whole, source.operand(rest))]
 
 
 def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
@@ -472,16 +459,11 @@ def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
     for product in score_products(site):
         names = {n.id for n in ast.walk(product.node) if isinstance(n, ast.Name)}
         if scaled in names:
+            operation = f"{'/' if factor.divides else '*'} {source.operand(factor.node)}"
             for node in source.nodes(ast.Assign, function):
-                other = node.targets[0]
-                if isinstance(other, ast.Name) and other.id in names - {scaled}:
-                    operator = "/" if factor.divides else "*"
-                    value = node.value
-                    text = value if isinstance(value, ast.BinOp) else None
-                    code = source.code(value) if text is None else source.operand(value)
-                    yield [
-                        source.replace(value, f"{code} {operator} {source.operand(factor.node)}")
-                    ]
+                if name_of(node.targets[0]) in names - {scaled}:
+                    whole = source.operand if isinstance(node.value, ast.BinOp) else source.code
+                    yield [source.replace(node.value, f"{whole(node.value)} {operation}")]
 
 
 @fixes("no_attn_scale", "wrong_scale", "scale_by_d_model")

@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, argument, called, fixes, name_of
+from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit
+from compat.adaptation.repair.syntax import argument, called, is_integer, name_of
 from compat.adaptation.repair.tensors import (
     definition,
     enclosing,
     is_function,
-    is_integer,
     is_softmax,
     minus_inf,
     named_scores,
@@ -44,43 +44,45 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
     source = site.source
 
     def is_zero(mask: ast.expr) -> str:
-        if isinstance(mask, ast.Call) and called(mask) in ("float", "to", "type_as", "int"):
-            inner = mask.func.value if isinstance(mask.func, ast.Attribute) else None
-            if isinstance(inner, ast.Compare):
+        match mask:
+            case ast.Call(
+                ast.Attribute(ast.Compare() as inner, "float" | "to" | "type_as" | "int")
+            ):
                 return f"~{source.operand(inner)}"
         return f"{source.operand(mask)} == 0"
 
     def negated(mask: ast.expr) -> str:
-        if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
-            return source.code(mask.operand)
-        if isinstance(mask, ast.Compare) and isinstance(mask.ops[0], (ast.Eq, ast.NotEq)):
-            operator = "!=" if isinstance(mask.ops[0], ast.Eq) else "=="
-            return f"{source.code(mask.left)} {operator} {source.code(mask.comparators[0])}"
+        match mask:
+            case ast.UnaryOp(ast.Invert(), operand):
+                return source.code(operand)
+            case ast.Compare(left, [ast.Eq() | ast.NotEq()], [right]):
+                operator = "!=" if isinstance(mask.ops[0], ast.Eq) else "=="
+                return f"{source.code(left)} {operator} {source.code(right)}"
         return f"~{source.operand(mask)}"
 
     for node in [*ast.walk(site.statement), *ast.walk(site.function or site.statement)]:
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
-            yield node, node.target, is_zero(node.value)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            yield node, node.left, is_zero(node.right)
-            yield node, node.right, is_zero(node.left)
-        elif isinstance(node, ast.Call):
-            name, operands = called(node).rstrip("_"), list(node.args)
-            method = isinstance(node.func, ast.Attribute) and not is_function(site, node.func)
-            if isinstance(node.func, ast.Attribute) and method:
-                operands.insert(0, node.func.value)
-            if name == "masked_fill" and len(operands) > 1:
-                yield node, operands[0], source.code(operands[1])
-            elif name == "tril" and operands and isinstance(operands[0], (ast.Name, ast.Call)):
-                yield node, operands[0], ""
-            elif name in ("mul", "multiply") and len(operands) == 2:
-                yield node, operands[0], is_zero(operands[1])
-            elif name == "where" and len(operands) == 3:
-                if method:  # p.where(mask, 0)
-                    yield node, operands[0], negated(operands[1])
-                else:
-                    yield node, operands[1], negated(operands[0])
-                    yield node, operands[2], source.code(operands[0])
+        match node:
+            case ast.AugAssign(target, ast.Mult(), value):
+                yield node, target, is_zero(value)
+            case ast.BinOp(left, ast.Mult(), right):
+                yield node, left, is_zero(right)
+                yield node, right, is_zero(left)
+            case ast.Call(func, operands):
+                is_method = isinstance(func, ast.Attribute) and not is_function(site, func)
+                if isinstance(func, ast.Attribute) and is_method:
+                    operands = [func.value, *operands]
+                match called(node).rstrip("_"), operands:
+                    case "masked_fill", [tensor, mask, *_]:
+                        yield node, tensor, source.code(mask)
+                    case "tril", [ast.Name() | ast.Call() as tensor, *_]:
+                        yield node, tensor, ""
+                    case "mul" | "multiply", [tensor, mask]:
+                        yield node, tensor, is_zero(mask)
+                    case "where", [tensor, mask, _] if is_method:  # p.where(mask, 0)
+                        yield node, tensor, negated(mask)
+                    case "where", [mask, shown, hidden]:
+                        yield node, shown, negated(mask)
+                        yield node, hidden, source.code(mask)
 
 
 def _moved_mask(

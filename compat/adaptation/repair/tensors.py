@@ -7,11 +7,24 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compat.adaptation.repair.fixes import Edits, Site, assigns, called, name_of, targets
+from compat.adaptation.repair.fixes import Edits, Site
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.values import is_self, parameters, settings
+from compat.adaptation.repair.syntax import (
+    assigns,
+    called,
+    is_parameter,
+    is_self,
+    is_size,
+    name_of,
+    own_attribute,
+    parameters,
+    targets,
+    unpacked_sizes,
+)
+from compat.adaptation.repair.values import settings
 
 SDPA = "scaled_dot_product_attention"
+NUMERIC = ("sqrt", "rsqrt", "pow", "float", "int", "tensor", "item", "Tensor")  # of numbers
 HEAD_SIZE = re.compile(
     r"^(d_?k|d_?h|hd|hs|d_?head|dim_?head|k_channels|.*head_?(dim|size|width|channels|features)"
     r"|.*(dim|size|width|channels|features)_?per_?head)s?$",
@@ -39,22 +52,17 @@ def products(source: Source, within: ast.AST) -> list[Product]:
     """The products of tensors in the order in which they are computed."""
     found = []
     for node in source.nodes(ast.expr, within):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            found.append(Product(node, node.left, node.right))
-        elif isinstance(node, ast.Call):
-            operands, subscripts = list(node.args), ""
-            if called(node) == "einsum" and len(operands) == 3:
-                first = operands.pop(0)
-                subscripts = str(first.value) if isinstance(first, ast.Constant) else ""
-            elif called(node) == "baddbmm" and len(operands) == 3:
-                operands.pop(0)
-            elif called(node) in ("matmul", "bmm", "mm"):
-                if len(operands) == 1 and isinstance(node.func, ast.Attribute):
-                    operands.insert(0, node.func.value)
-            else:
-                continue
-            if len(operands) == 2:
-                found.append(Product(node, operands[0], operands[1], subscripts))
+        match node:
+            case ast.BinOp(left, ast.MatMult(), right):
+                found.append(Product(node, left, right))
+            case ast.Call(_, [subscripts, left, right]) if called(node) == "einsum":
+                text = subscripts.value if isinstance(subscripts, ast.Constant) else ""
+                found.append(Product(node, left, right, str(text)))
+            case ast.Call(_, [_, left, right]) if called(node) == "baddbmm":
+                found.append(Product(node, left, right))
+            case ast.Call(_, [left, right]) | ast.Call(ast.Attribute(left), [right]):
+                if called(node) in ("matmul", "bmm", "mm"):
+                    found.append(Product(node, left, right))
     return sorted(found, key=lambda product: source.span(product.node)[1])
 
 
@@ -74,11 +82,6 @@ def _is_own(node: ast.expr) -> bool:
     while isinstance(node, (ast.Call, ast.Attribute)) and not own_attribute(node):
         node = node.func if isinstance(node, ast.Call) else node.value
     return own_attribute(node) is not None
-
-
-def own_attribute(node: ast.AST) -> str | None:
-    """`name` if a node is `self.name`."""
-    return node.attr if isinstance(node, ast.Attribute) and is_self(node) else None
 
 
 def assigned_values(
@@ -125,60 +128,46 @@ def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | 
     return found[-1] if found else None
 
 
-def is_parameter(function: ast.FunctionDef, name: str) -> bool:
-    return any(parameter.arg == name for parameter in parameters(function))
-
-
 def enclosing(source: Source, node: ast.AST) -> ast.FunctionDef | None:
     return source.parent(node, ast.FunctionDef)
 
 
 def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
     """Whether an expression looks like a number rather than a tensor of activations."""
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
-    if isinstance(node, ast.UnaryOp):
-        return is_number(site, node.operand, depth)
-    if isinstance(node, ast.BinOp):
-        return all(is_number(site, part, depth) for part in (node.left, node.right))
-    if isinstance(node, ast.Subscript):
-        key = node.slice
-        return is_size(node) or (isinstance(key, ast.Constant) and isinstance(key.value, str))
-    if isinstance(node, ast.Call):
-        if is_size(node):
+    match node:
+        case ast.Constant(value):
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ast.UnaryOp(_, operand):
+            return is_number(site, operand, depth)
+        case ast.BinOp(left, _, right):
+            return is_number(site, left, depth) and is_number(site, right, depth)
+        case ast.Subscript() | ast.Call() if is_size(node):
             return True
-        base = node.func.value if isinstance(node.func, ast.Attribute) else None
-        if called(node) not in ("sqrt", "rsqrt", "pow", "float", "int", "tensor", "item", "Tensor"):
-            return False
-        module = base is None or (isinstance(base, ast.Name) and base.id in site.imported)
-        values = [*node.args] if module else [base, *node.args]
-        return bool(values) and all(is_number(site, value, depth) for value in values)
-    if not isinstance(node, (ast.Name, ast.Attribute)) or depth == 0:
-        return False
+        case ast.Subscript(_, ast.Constant(str())):  # of a config
+            return True
+        case ast.Call(func, values) if called(node) in NUMERIC:
+            if isinstance(func, ast.Attribute) and name_of(func.value) not in site.imported:
+                values = [func.value, *values]
+            return bool(values) and all(is_number(site, value, depth) for value in values)
+        case ast.Name() | ast.Attribute() if depth:
+            return _is_number_by_name(site, node, depth)
+    return False
+
+
+def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -> bool:
     scope = enclosing(site.source, node)
     value = definition(site, node, scope)
-    if value is not None and not (isinstance(value, ast.Name) and value is node):
+    if value is not None:
         return is_number(site, value, depth - 1)
     if isinstance(node, ast.Attribute):
-        return own_attribute(node) is None and node.attr not in ("T", "mT", "mH", "weight", "bias")
+        return not is_self(node) and node.attr not in ("T", "mT", "mH", "weight", "bias")
     if scope is None:
         return False
     if is_parameter(scope, node.id):
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
-    sizes = [v for v, unpacked in assigned_values(site.source, scope, node.id) if unpacked]
-    return any(isinstance(v, ast.Attribute) or (isinstance(v, ast.Call) and called(v) == "size")
-               for v in sizes)  # fmt: skip
-
-
-def is_size(node: ast.AST) -> bool:
-    """Whether a node is `x.shape[i]`, `x.size(i)` or `len(x)`."""
-    if isinstance(node, ast.Subscript):
-        of = node.value
-        return (isinstance(of, ast.Attribute) and of.attr == "shape") or (
-            isinstance(of, ast.Call) and called(of) == "size"
-        )
-    return isinstance(node, ast.Call) and bool(node.args) and called(node) in ("size", "len")
+    every = site.source.nodes(ast.Assign, scope)
+    return any(node.id in unpacked_sizes(statement) for statement in every)
 
 
 def size_of(site: Site, name: str, axis: int) -> str:
@@ -186,12 +175,6 @@ def size_of(site: Site, name: str, axis: int) -> str:
     calls = sum(called(call) == "size" for call in site.source.nodes(ast.Call))
     shapes = sum(node.attr == "shape" for node in site.source.nodes(ast.Attribute))
     return f"{name}.size({axis})" if calls > shapes else f"{name}.shape[{axis}]"
-
-
-def is_integer(node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp):
-        node = node.operand
-    return isinstance(node, ast.Constant) and type(node.value) is int
 
 
 # The softmax of the scores.
@@ -212,18 +195,21 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
         calls = [c for c in source.nodes(ast.Call, inside) if is_softmax(site, c)]
     at = set(ast.walk(site.statement))
     calls.sort(key=lambda call: (call not in at, call.lineno < site.line))
-    found = [(call, scores) for call in calls if (scores := _operand(site, call)) is not None]
+    found = [(call, scores) for call in calls if (scores := operand(site, call)) is not None]
     if found:
         return found
     written_out = [call for call in source.nodes(ast.Call, inside) if called(call) == "exp"]
-    return [(call, scores) for call in written_out if (scores := _operand(site, call)) is not None]
+    return [(call, scores) for call in written_out if (scores := operand(site, call)) is not None]
 
 
-def _operand(site: Site, call: ast.Call) -> ast.expr | None:
+def operand(site: Site, call: ast.Call) -> ast.expr | None:
     """The tensor that a call computes with: the owner of a method, or the first argument."""
-    if isinstance(call.func, ast.Attribute) and not is_function(site, call.func):
-        return call.func.value
-    return call.args[0] if call.args else None
+    match call:
+        case ast.Call(ast.Attribute(owner) as method) if not is_function(site, method):
+            return owner
+        case ast.Call(_, [tensor, *_]):
+            return tensor
+    return None
 
 
 def is_function(site: Site, node: ast.Attribute) -> bool:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from compat.adaptation.repair.fixes import Site, argument, assigns, called, name_of, targets
+from compat.adaptation.repair.fixes import Site
 from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.syntax import (
+    argument,
+    assigned,
+    assignments,
+    assigns,
+    called,
+    constant,
+    default_of,
+    is_self,
+    last_name,
+    parameters,
+    self_assignments,
+    targets,
+)
 from compat.user_models.synonyms import role_of
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through
-
-ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
 
 
 class Written(NamedTuple):
@@ -28,18 +33,6 @@ class Written(NamedTuple):
 
     source: Source
     node: ast.expr
-
-
-def constant(node: ast.expr | None) -> object:
-    """The value of a literal or of arithmetic with literals, such as `10**-6`; else Ellipsis."""
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        left, right = constant(node.left), constant(node.right)
-        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-            return ARITHMETIC[type(node.op)](left, right)
-    try:
-        return ... if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return ...
 
 
 def numeral(value: float) -> str:
@@ -151,82 +144,18 @@ def entries(site: Site, name: str) -> Iterator[Written]:
                     yield Written(source, node.value)
 
 
-def assignments(within: ast.AST, name: str, *, deep: bool = True) -> Iterator[ast.expr]:
-    """The values assigned to a name."""
-    for node in ast.walk(within) if deep else [within]:
-        for target, value in assigned(node):
-            if isinstance(target, ast.Name) and target.id == name:
-                yield value
-
-
-def self_assignments(within: ast.AST, name: str) -> Iterator[ast.expr]:
-    """The values assigned to `self.name`."""
-    for node in ast.walk(within):
-        for target, value in assigned(node):
-            if is_self(target, name):
-                yield value
-
-
-def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The targets of an assignment with their values."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                yield from zip(target.elts, node.value.elts, strict=False)
-            else:
-                yield target, node.value
-    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-        yield node.target, node.value
-
-
-def is_self(node: ast.AST, name: str | None = None) -> bool:
-    """Whether a node is `self.name`, or any attribute of `self`."""
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-        and name in (None, node.attr)
-    )
-
-
 def classes(site: Site, name: str) -> Iterator[tuple[Source, ast.ClassDef]]:
     """The classes of a name."""
-    for source in site.sources.values():
-        for cls in source.nodes(ast.ClassDef):
-            if cls.name == name:
-                yield source, cls
-
-
-def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
-    """The `__init__` of a class."""
-    functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
-    return next((node for node in functions if node.name == "__init__"), None)
+    for source, cls in site.every(ast.ClassDef):
+        if cls.name == name:
+            yield source, cls
 
 
 def calls_of(site: Site, name: str) -> Iterator[tuple[Source, ast.Call]]:
     """The calls of a function or class."""
-    for source in site.sources.values():
-        for call in source.nodes(ast.Call):
-            if called(call) == name:
-                yield source, call
-
-
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
-    arguments = function.args
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-
-
-def default_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name: str
-) -> ast.expr | None:
-    """The default of a parameter."""
-    arguments = function.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    for parameter, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
-        if parameter.arg == name:
-            return default
-    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return next((default for parameter, default in keyword_only if parameter.arg == name), None)
+    for source, call in site.every(ast.Call):
+        if called(call) == name:
+            yield source, call
 
 
 def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
@@ -295,13 +224,6 @@ def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) 
     return f"({total})" if binds and source.grouped(node) == source.span(node) else total
 
 
-def last_name(node: ast.AST) -> str:
-    """The last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
-    if isinstance(node, ast.Subscript):
-        return str(constant(node.slice))
-    return name_of(node)
-
-
 def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str) -> list[str]:
     """How a constructor can write a size of the model: an argument, or an entry of a config.
 
@@ -321,7 +243,7 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
         if any(isinstance(n.value, ast.Name) and n.value.id == name
                for n in source.nodes(ast.Attribute, init)):  # fmt: skip
             fields = [
-                target.id for s in site.sources.values() for cls in s.nodes(ast.ClassDef)
+                target.id for s, cls in site.every(ast.ClassDef)
                 for node in cls.body for target, _ in assigned(node)
                 if isinstance(target, ast.Name)
             ]  # fmt: skip

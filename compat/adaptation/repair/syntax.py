@@ -1,0 +1,173 @@
+"""Questions about the syntax of Python code that need nothing but a node."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator
+from typing import TypeGuard
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name that is called: `gelu` of `F.gelu(x)`."""
+    return name_of(call.func)
+
+
+def name_of(node: ast.AST) -> str:
+    """The last part of a dotted name: `gelu` of `F.gelu`; "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(node: ast.AST) -> str:
+    """The last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
+    if isinstance(node, ast.Subscript):
+        return str(constant(node.slice))
+    return name_of(node)
+
+
+def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
+    """An argument of a call, by its place or its name."""
+    if len(call.args) > place:
+        return call.args[place]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def is_self(node: ast.AST | None, name: str | None = None) -> TypeGuard[ast.Attribute]:
+    """Whether a node is `self.name`, or any attribute of `self`."""
+    match node:
+        case ast.Attribute(ast.Name("self"), found):
+            return name in (None, found)
+    return False
+
+
+def own_attribute(node: ast.AST) -> str | None:
+    """`name` if a node is `self.name`."""
+    return node.attr if is_self(node) else None
+
+
+def is_sum(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
+    """Whether a node is `a + b`."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def is_product(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
+    """Whether a node is `a * b` or `a / b`."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div))
+
+
+ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+
+
+def constant(node: ast.expr | None) -> object:
+    """The value of a literal or of arithmetic with literals, such as `10**-6`; else Ellipsis."""
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = constant(node.left), constant(node.right)
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            return ARITHMETIC[type(node.op)](left, right)
+    try:
+        return ... if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return ...
+
+
+def is_integer(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        node = node.operand
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def is_size(node: ast.AST) -> bool:
+    """Whether a node is `x.shape[i]`, `x.size(i)` or `len(x)`."""
+    match node:
+        case ast.Subscript(ast.Attribute(attr="shape") | ast.Call(ast.Attribute(attr="size"))):
+            return True
+        case ast.Call(_, [_, *_]):
+            return called(node) in ("size", "len")
+    return False
+
+
+def unpacked_sizes(node: ast.AST) -> list[str]:
+    """What a statement calls the sizes of a tensor: B, T and C in `B, T, C = x.shape`."""
+    match node:
+        case ast.Assign(
+            [ast.Tuple(names)], ast.Attribute(attr="shape") | ast.Call(ast.Attribute(attr="size"))
+        ):
+            return [ast.unparse(name) for name in names]
+    return []
+
+
+def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
+    """The `__init__` of a class."""
+    functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+    return next((node for node in functions if node.name == "__init__"), None)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+    arguments = function.args
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def is_parameter(function: ast.FunctionDef, name: str) -> bool:
+    return any(parameter.arg == name for parameter in parameters(function))
+
+
+def default_of(
+    function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name: str
+) -> ast.expr | None:
+    """The default of a parameter."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    for parameter, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
+        if parameter.arg == name:
+            return default
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return next((default for parameter, default in keyword_only if parameter.arg == name), None)
+
+
+def targets(node: ast.stmt) -> list[ast.expr]:
+    """What an assignment assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+def assigns(target: ast.expr, name: str) -> bool:
+    """Whether a target is a variable or an attribute of this name."""
+    return isinstance(target, (ast.Name, ast.Attribute)) and name_of(target) == name
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment with their values."""
+    match node:
+        case ast.Assign(targets, value):
+            for target in targets:
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    yield from zip(target.elts, value.elts, strict=False)
+                else:
+                    yield target, value
+        case ast.AnnAssign(target, _, ast.expr() as value) | ast.NamedExpr(target, value):
+            yield target, value
+
+
+def assignments(within: ast.AST, name: str, *, deep: bool = True) -> Iterator[ast.expr]:
+    """The values assigned to a name."""
+    for node in ast.walk(within) if deep else [within]:
+        for target, value in assigned(node):
+            if isinstance(target, ast.Name) and target.id == name:
+                yield value
+
+
+def self_assignments(within: ast.AST, name: str) -> Iterator[ast.expr]:
+    """The values assigned to `self.name`."""
+    for node in ast.walk(within):
+        for target, value in assigned(node):
+            if is_self(target, name):
+                yield value
