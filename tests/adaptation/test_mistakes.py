@@ -248,7 +248,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 f"        return weights[..., :1] * self.down({GELU}) + weights[..., 1:] * other",
             ),
         ],
-        "unexplained",
+        "unknown_mlp",
         "self.router(x)",
     ),
     "no MLP": (
@@ -356,12 +356,21 @@ def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: 
 def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
-    edits, code, _ = MISTAKES["two experts"]
-    adaptation = adapted(tiny, tmp_path, edits)
+    edits, code, _ = MISTAKES["no query projection"]
+    adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
     assert adaptation.parity is None and len(adaptation.unmatched) == adaptation.tensors
     assert adaptation.findings[0].code == code
     assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
     assert "does not know a part" in adaptation.why_unchecked
+
+
+def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path) -> None:
+    edits, code, _ = MISTAKES["two experts"]
+    bounded = [("        return self.head(x)", "        return self.head(x).tanh()")]
+    adaptation = adapted(tiny, tmp_path, [*edits, *bounded])
+    assert {f.code for f in adaptation.deviations} == {code, "erf_gelu", "changed_logits"}
+    assert "F.gelu(self.up_2(x))" in (only(adaptation, "erf_gelu").source_line or "")
+    assert {name.split(".")[2] for name in adaptation.unmatched} == {"mlp"}
 
 
 def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ FEW_STYLES = {
     "grouped_query_attention": "test_odd_models.py shares keys among heads",
     "extra_projection": "test_mistakes.py runs an MLP after the blocks",
     "no_mlp": "test_mistakes.py leaves out the MLP",
+    "unknown_mlp": "test_mistakes.py runs a router and two experts",
     "one_mlp_projection": "test_mistakes.py leaves out the second projection",
     "low_rank_term": "test_mistakes.py adds LoRA to the head",
     "weights_changed": "test_mistakes.py writes to the embedding",

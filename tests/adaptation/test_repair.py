@@ -265,6 +265,16 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_out_proj", "random_in_forward"],
         "self.out_proj = nn.Linear(dim, dim)",
     ),
+    "one norm for both branches": (
+        [("        self.norm2 = LayerNorm(dim)\n", ""), ("self.norm2(x)", "self.norm1(x)")],
+        ["shared_parameters"],
+        "x = self.norm1_2(x)",
+    ),
+    "one norm for both branches, and one that is not used": (
+        [("self.norm2(x)", "self.norm1(x)")],
+        ["shared_parameters"],
+        "x = self.norm2(x)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

@@ -115,7 +115,8 @@ class Layer:
     """The nodes of one block; taps of `compat.tap` are named in the comments.
 
     Without an MLP, its nodes are those of `resid_mid`. With a single projection, `act` and `mlp`
-    are the result of its activation.
+    are the result of its activation. Of projections in a structure that compat does not know, only
+    their input and the result of the branch are set.
     """
 
     cores: list[Core]
@@ -137,11 +138,16 @@ class Layer:
     parallel: bool  # the MLP does not depend on the result of attention
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
+    unknown: list[Node]  # projections in place of the MLP, in a structure that is not known
 
     @property
     def is_gated(self) -> bool:
         """Whether two projections, or the halves of one, are multiplied."""
         return self.gate is not None or size(self.fc_end)[-1] == 2 * size(self.act)[-1]
+
+    @property
+    def has_mlp(self) -> bool:
+        return self.fc is not None or bool(self.unknown)
 
     @property
     def mid(self) -> Node:
@@ -465,8 +471,10 @@ class _Dissection:
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
-        fc, gate, mlp_proj, *extra = self._mlp(i, [n for n in ordered if n not in second])
+        rest = [n for n in ordered if n not in second]
+        fc, gate, mlp_proj, *extra = self._mlp(i, rest)
         extra += second  # further projections of what attention computes
+        unknown = rest if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
             joined = next(n for n in index.live if wanted <= above[n] | {n})
@@ -485,6 +493,10 @@ class _Dissection:
             mlp_sum = self._sum(end, {last}, until)
             if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
                 attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
+        elif unknown:
+            x2 = act = fc_end = index.input_of(unknown[0])
+            mlp_sum = self._sum(unknown[0], set(unknown), until)
+            end = mlp_sum.branch
         return Layer(
             cores=cores,
             qkv=qkv,
@@ -505,6 +517,7 @@ class _Dissection:
             parallel=fc is not None and not products & above[fc],
             gate=gate,
             extra=[node for node in extra if node is not None],
+            unknown=unknown,
         )
 
     def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
@@ -548,7 +561,10 @@ class _Dissection:
         return found
 
     def _mlp(self, i: int, found: list[Node]) -> list[Node | None]:
-        """The projections of the MLP: the first, a gate beside it, and the last; then others."""
+        """The projections of the MLP: the first, a gate beside it, and the last; then others.
+
+        None of a structure that is not known, or of a block without an MLP.
+        """
         sources = self.index.sources
         if self.partial and len(found) < 2:
             return [*found, None, None, None][:3]
@@ -567,6 +583,8 @@ class _Dissection:
                 chain[-1],
                 *(n for n in found if n not in (chain[0], chain[-1])),
             ]
+        if self.partial:
+            return [None, None, None]
         why = ""
         if len(found) == 2:
             why = ". The second one has inputs beside the result of the first"

@@ -221,7 +221,7 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     stream = anatomy.embed
     for i, layer in enumerate(anatomy.layers):
         branches[2 * i] = _branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum)
-        if layer.fc is not None:
+        if layer.has_mlp:
             start = stream if layer.parallel else layer.mid
             second = _branch_norms(graph, start, layer.x2, layer.mlp, layer.mlp_sum)
             branches[2 * i + 1] = second

@@ -282,6 +282,9 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     if "ln_" in hf and module in context.places.named:
         norm = context.places.named[module]
         place = source.norm_call(context.graph, context.model, norm) or place
+        first = context.places.named.get(other.rpartition(".")[0])
+        if first is not None:  # one norm called twice: the second call
+            place = source.calling(context.graph, context.model, norm.end, first.end) or place
     elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
         layer = context.anatomy.layers[int(hf.split(".")[1])]
         head = context.anatomy.head
@@ -311,14 +314,16 @@ def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
-    """Parameters that no tensor fills; those of extra norms are reported with the norm."""
+    """Parameters that no tensor fills, without those of parts that have a finding of their own."""
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
-    for _, layer in context.layers:  # reported as gated_mlp
-        known |= set(graph.parameters_between([layer.gate], [layer.x2]) if layer.gate else [])
+    for _, layer in context.layers:
+        own_finding = [layer.gate] if layer.gate else []  # gated_mlp
+        own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
+        known |= set(graph.parameters_between(own_finding, [layer.x2]))
     by_name = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])

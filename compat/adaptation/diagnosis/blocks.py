@@ -11,7 +11,11 @@ from compat.adaptation.anatomy.dissect import Layer
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.formulas import Activation, canonical_activation
+from compat.adaptation.diagnosis.formulas import (
+    Activation,
+    called_activation,
+    canonical_activation,
+)
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
@@ -30,7 +34,9 @@ def _activations(code: str) -> Detector:
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
             layer = context.anatomy.layers[i]
-            if layer.gate is not None or layer.fc is None:
+            if layer.gate is not None or not layer.has_mlp:
+                continue
+            if layer.unknown and activation.name is None:
                 continue
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
@@ -61,6 +67,8 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     graph, layer = context.graph, context.anatomy.layers[i]
     nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
+    if layer.unknown:
+        nodes = called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
     line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
     projections = layer.mlp_proj or layer.act, layer.fc or layer.act
     return line or source.calling(graph, context.model, *projections)
@@ -141,7 +149,7 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     "x = x + mlp(ln_2(x))",
 )
 def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
-    if layers := [i for i, layer in context.layers if layer.fc is None]:
+    if layers := [i for i, layer in context.layers if not layer.has_mlp]:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.mid])
         if layer.attn_sum.shortcut is None:
@@ -149,6 +157,23 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
         only = layers if len(layers) < len(context.layers) else ()
         changes = Changes(no_mlp=set(layers))
         yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
+
+
+@deviation(
+    "{n} projections run here{like}, but each of GPT-2's blocks has an MLP of two, c_fc and c_proj",
+    "x = x + mlp(ln_2(x))",
+)
+def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
+    if layers := [i for i, layer in context.layers if layer.unknown]:
+        layer = context.anatomy.layers[layers[0]]
+        place = source.running(context.graph, layer.unknown)
+        chosen = [n for n in context.graph.between([layer.mlp], [layer.x2]) if kind(n) == "topk"]
+        values = {
+            "n": len(layer.unknown),
+            "like": ", as in a mixture of experts" if chosen else "",
+        }
+        only = layers if len(layers) < len(context.layers) else ()
+        yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=only)
 
 
 @deviation(

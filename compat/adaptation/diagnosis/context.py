@@ -16,7 +16,7 @@ from compat.adaptation.diagnosis.attention_formula import (
     attention_of,
     turns_with_position,
 )
-from compat.adaptation.diagnosis.formulas import Activation, activation_of
+from compat.adaptation.diagnosis.formulas import Activation, activation_of, called_activation
 from compat.adaptation.mapping.assignments import (
     Assignments,
     EmbeddingFormula,
@@ -113,7 +113,11 @@ class DiagnosisContext:
     @cached_property
     def activations(self) -> list[Activation]:
         """The activation in each layer."""
-        return [activation_of(self.graph, layer.fc_end, layer.act) for _, layer in self.layers]
+        return [
+            called_activation(self.graph, self.graph.between([layer.mlp], [layer.x2]))[0]
+            if layer.unknown else activation_of(self.graph, layer.fc_end, layer.act)
+            for _, layer in self.layers
+        ]  # fmt: skip
 
     def owner_of(self, hf: str) -> Place | None:
         """The line that builds the module that holds a tensor, or that is in its place."""

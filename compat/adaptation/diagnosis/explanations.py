@@ -53,6 +53,8 @@ EXPLANATIONS = {
     "random weights, and their results change the logits.",
     "no_mlp": "Two thirds of the weights of each block are in its MLP. Without it, the hidden "
     "states that the next block reads are not those that it was trained on.",
+    "unknown_mlp": "The checkpoint has the two matrices of one MLP for each block. Routers and "
+    "experts, or further projections, have no weights in it and keep random ones.",
     "one_mlp_projection": "c_fc widens each hidden state, and c_proj returns it to the width of "
     "the residual stream. A single projection has no place for the weights of both.",
     "batch_first": "The sequences of a batch must not influence each other. With one sequence in "

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from compat.adaptation.mapping.linear_maps import token_view
-from compat.adaptation.tracing.graph import Graph
+from compat.adaptation.tracing.graph import Graph, kind
 from compat.config import GPT2Config
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +54,16 @@ class Activation:
 
     name: str | None
     function: Callable[[Tensor], Tensor] | None
+
+
+def called_activation(graph: Graph, nodes: list[Node]) -> tuple[Activation, list[Node]]:
+    """Which function other than the tanh approximation these nodes call, and where they do."""
+    for name in ("gelu", "relu", "silu"):
+        calls = [node for node in nodes if node in graph.live and kind(node) == name]
+        exact = [node for node in calls if node.kwargs.get("approximate") != "tanh"]
+        if exact:
+            return Activation(name, ACTIVATIONS[name]), exact
+    return Activation(None, None), []
 
 
 def activation_of(graph: Graph, start: Node, end: Node) -> Activation:

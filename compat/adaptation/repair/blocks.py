@@ -386,6 +386,30 @@ def added_norm(site: Site) -> Iterator[Edits]:
                 yield [place, *edits]
 
 
+@fixes("shared_parameters")
+def second_norm(site: Site) -> Iterator[Edits]:
+    """Call a norm of its own where a block calls one norm twice: an unused one, or a new one."""
+    for source, function in site.every(ast.FunctionDef):
+        cls = source.parent(function, ast.ClassDef)
+        init = None if cls is None else constructor(cls)
+        if cls is None or init is None or function is init:
+            continue
+        norms = [c.func for c in source.nodes(ast.Call, function) if _is_norm(site, c)]
+        own = [func for func in norms if is_self(func)]
+        for name in dict.fromkeys(func.attr for func in own):
+            uses = [func for func in own if func.attr == name]
+            if len(uses) != 2:
+                continue
+            for other in _unused_norms(site, cls):
+                yield [source.replace(uses[1], f"self.{other}")]
+            for statement in init.body:
+                for target, value in assigned(statement):
+                    if is_self(target, name):
+                        new = f"self.{name}_2"
+                        built = source.insert_after(statement, f"{new} = {source.code(value)}")
+                        yield [built, source.replace(uses[1], new)]
+
+
 @fixes("missing_ln")
 def norm_of_wrapper(site: Site) -> Iterator[Edits]:
     """Apply the unused norm of a class that wraps the branches."""
