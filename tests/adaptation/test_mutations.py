@@ -8,7 +8,7 @@ import pytest
 
 from compat import Adaptation, Finding, adapt
 from compat.adaptation import CODES
-from tests.adaptation.catalogue import MODELS, MUTATIONS, Mutation, composed
+from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import REFUSED, build
 from tests.conftest import MakeCheckpoint
 
@@ -147,3 +147,22 @@ def test_several_deviations_are_all_reported(
     breaking = {f.code for f in found.findings if f.severity == "breaks"}
     assert breaking == {code for code in codes if CODES[code].severity == "breaks"}
     assert not found.compatible
+
+
+def test_shapes_that_follow_from_the_number_of_heads_are_not_reported_beside_it(
+    tiny: Path, tmp_path: Path
+) -> None:
+    model = MODELS["lecture"]
+    text = (ZOO / model.file).read_text()
+    for old, new in (
+        ("range(num_heads)", "range(2 * num_heads)"),
+        ("nn.Linear(n_embd, n_embd)", "nn.Linear(2 * n_embd, n_embd)"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path = tmp_path / model.file
+    path.write_text(text)
+    adaptation = adapt(build(model, path, tiny), tiny)
+    assert any("attn.c_attn.weight" in name for name in adaptation.unmatched)
+    assert "n_head_mismatch" in {f.code for f in adaptation.deviations}
+    assert not any("cannot be loaded" in f.message for f in adaptation.findings)

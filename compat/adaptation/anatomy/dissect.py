@@ -472,7 +472,7 @@ class _Dissection:
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         rest = [n for n in ordered if n not in second]
-        fc, gate, mlp_proj, *extra = self._mlp(i, rest)
+        fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
         extra += second  # further projections of what attention computes
         unknown = rest if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
@@ -560,7 +560,7 @@ class _Dissection:
             found.append(node)
         return found
 
-    def _mlp(self, i: int, found: list[Node]) -> list[Node | None]:
+    def _mlp(self, i: int, found: list[Node], until: list[Node]) -> list[Node | None]:
         """The projections of the MLP: the first, a gate beside it, and the last; then others.
 
         None of a structure that is not known, or of a block without an MLP.
@@ -583,7 +583,7 @@ class _Dissection:
                 chain[-1],
                 *(n for n in found if n not in (chain[0], chain[-1])),
             ]
-        if self.partial:
+        if self.partial and self._is_one_branch(found, until):
             return [None, None, None]
         why = ""
         if len(found) == 2:
@@ -597,6 +597,15 @@ class _Dissection:
             f"but the two of an MLP were expected{why}",
             found,
         )
+
+    def _is_one_branch(self, projections: list[Node], until: list[Node]) -> bool:
+        """Whether projections compute one residual branch, and from nothing but its input."""
+        total = self._sum(projections[0], set(projections), until)
+        start = self.index.before_moves(self.index.input_of(projections[0]))
+        inside = self.graph.between([total.branch], [start])
+        if total.shortcut is None or not set(projections) <= set(inside):
+            return False
+        return all(start in self.graph.ancestors[n] for n in inside if n in self.graph.live)
 
     def _activated(self, node: Node) -> Node:
         """The result of the activation after a projection."""

@@ -124,9 +124,11 @@ def _inner_width(context: DiagnosisContext) -> int | None:
 
 @detects("unexplained")
 def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Shapes that differ although the width and the inner width agree."""
+    """Shapes that differ although the width, the inner width and the number of heads agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
+    if context.n_head not in (None, context.config.n_head):
+        others = [hf for hf in others if ".attn." not in hf]
     if others and context.anatomy.width == context.config.n_embd:
         own, expected = shapes[others[0]]
         found = f"{listed(others)} cannot be loaded, because the parameter has shape {own} and not "

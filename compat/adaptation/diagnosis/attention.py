@@ -574,10 +574,8 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation("the model has {found} heads, but the checkpoint has {expected}", "n_head={expected}")
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    if not context.layers:
-        return
-    found, expected = context.mapping.attentions[0].q.index.shape[1], context.config.n_head
-    if found != expected:
+    found, expected = context.n_head, context.config.n_head
+    if found is not None and found != expected:
         place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])
         values = {"found": found, "expected": expected}
         yield Deviation("h.0.probs", place, values, Changes(n_head=found))

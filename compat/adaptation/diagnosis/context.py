@@ -110,6 +110,11 @@ class DiagnosisContext:
             for layer, attention in attentions
         )  # fmt: skip
 
+    @property
+    def n_head(self) -> int | None:
+        """The number of heads in the first layer."""
+        return self.mapping.attentions[0].q.index.shape[1] if self.layers else None
+
     @cached_property
     def activations(self) -> list[Activation]:
         """The activation in each layer."""
