@@ -12,7 +12,7 @@ from compat.adaptation.anatomy.dissect import UnknownPart
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.blocks import CODE_OF, tanh_gelu
 from compat.adaptation.diagnosis.findings import finding, unexplained
-from compat.adaptation.diagnosis.formulas import canonical_activation
+from compat.adaptation.diagnosis.formulas import called_activation, canonical_activation
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.mapping.assignments import BatchFirst
 from compat.adaptation.result import Finding
@@ -68,9 +68,9 @@ def _deviation(
     """The code of an operation that GPT-2 does not have, and the values for its message."""
     name = kind(node)
     values: dict[str, object]
-    if name in CODE_OF and canonical_activation(config) == "gelu_new":
-        exact = node.kwargs.get("approximate", "none") == "none"
-        return (CODE_OF[name], {"fix": tanh_gelu(graph.place(node))}) if exact else None
+    activation = called_activation(graph, [node])[0].name
+    if activation is not None and canonical_activation(config) == "gelu_new":
+        return CODE_OF[activation], {"fix": tanh_gelu(graph.place(node))}
     if name in RMS_NORMS:
         values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values

@@ -19,6 +19,7 @@ from compat.adaptation.repair.syntax import (
     is_sum,
     name_of,
     parameters,
+    self_assignments,
 )
 
 NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
@@ -271,8 +272,8 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
 def _without(source: Source, statement: ast.stmt, call: ast.Call) -> Edits:
     """Remove a call of a norm, or its statement if it does nothing else."""
     match statement:
-        case ast.Assign([ast.Name(name), *_], value) if value is call:
-            if name == name_of(call.args[0]):
+        case ast.Assign([ast.Name(name), *_], ast.Call(_, [ast.Name(tensor), *_]) as value):
+            if value is call and name == tensor:
                 return [removed(source, statement)]
     return source.unwrap(call, call.args[0])
 
@@ -388,26 +389,21 @@ def added_norm(site: Site) -> Iterator[Edits]:
 
 @fixes("shared_parameters")
 def second_norm(site: Site) -> Iterator[Edits]:
-    """Call a norm of its own where a block calls one norm twice: an unused one, or a new one."""
-    for source, function in site.every(ast.FunctionDef):
-        cls = source.parent(function, ast.ClassDef)
-        init = None if cls is None else constructor(cls)
-        if cls is None or init is None or function is init:
+    """Call another norm where a block calls one a second time: an unused one, or a new one."""
+    source, cls = site.source, site.cls
+    init = None if cls is None else constructor(cls)
+    if cls is None or init is None:
+        return
+    for norm in [call.func for call in site.calls if _is_norm(site, call)]:
+        if not is_self(norm):
             continue
-        norms = [c.func for c in source.nodes(ast.Call, function) if _is_norm(site, c)]
-        own = [func for func in norms if is_self(func)]
-        for name in dict.fromkeys(func.attr for func in own):
-            uses = [func for func in own if func.attr == name]
-            if len(uses) != 2:
-                continue
-            for other in _unused_norms(site, cls):
-                yield [source.replace(uses[1], f"self.{other}")]
-            for statement in init.body:
-                for target, value in assigned(statement):
-                    if is_self(target, name):
-                        new = f"self.{name}_2"
-                        built = source.insert_after(statement, f"{new} = {source.code(value)}")
-                        yield [built, source.replace(uses[1], new)]
+        for name in _unused_norms(site, cls):
+            yield [source.replace(norm, f"self.{name}")]
+        for value in self_assignments(init, norm.attr):
+            if statement := source.parent(value, ast.stmt):
+                new = f"self.{norm.attr}_2"
+                built = source.insert_after(statement, f"{new} = {source.code(value)}")
+                yield [built, source.replace(norm, new)]
 
 
 @fixes("missing_ln")
@@ -788,15 +784,16 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
         case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
             if copied not in _stores(before) or not _is_norm(site, call):
                 return None
-            if name_of(call.args[0]) != copied:  # h = ln(x); residual = h
-                return [source.replace(value, source.code(call.args[0]))]
+            tensor = call.args[0]
+            if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
+                return [source.replace(value, source.code(tensor))]
             return [  # x = ln(x); residual = x
                 source.replace(before, source.code(definition)),
                 source.replace(definition, source.code(before)),
             ]
-        case _, ast.Call(_, [ast.Name(tensor), *_]) as call if _is_norm(site, call):
-            if tensor != name:  # h = ln(x); x = h + branch(h)
-                return [source.replace(residual.stream, tensor)]
+        case _, ast.Call(_, [ast.Name(normed), *_]) as call if _is_norm(site, call):
+            if normed != name:  # h = ln(x); x = h + branch(h)
+                return [source.replace(residual.stream, normed)]
             moved = _normed_input(site, residual, _wrap(source, call), (definition,))
             return None if moved is None else _merged([removed(source, definition), *moved])
     return None

@@ -563,12 +563,12 @@ def training_mode_forced(site: Site) -> Iterator[Edits]:
 
 def _turns_on_training(statement: ast.stmt) -> bool:
     """Whether a statement is `module.train()` or `module.training = True`."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(attr="train"))):
-            return True
-        case ast.Assign([ast.Attribute(attr="training")], ast.Constant(True)):
-            return True
-    return False
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return called(statement.value) == "train"
+    return any(
+        isinstance(target, ast.Attribute) and target.attr == "training" and constant(value) is True
+        for target, value in assigned(statement)
+    )
 
 
 @fixes("dropout_always_on")

@@ -17,7 +17,6 @@ from compat.adaptation.repair.syntax import (
     is_product,
     is_self,
     is_size,
-    name_of,
     own_attribute,
     parameters,
     unpacked_sizes,
@@ -461,7 +460,8 @@ def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
         if scaled in names:
             operation = f"{'/' if factor.divides else '*'} {source.operand(factor.node)}"
             for node in source.nodes(ast.Assign, function):
-                if name_of(node.targets[0]) in names - {scaled}:
+                other = node.targets[0]
+                if isinstance(other, ast.Name) and other.id in names - {scaled}:
                     whole = source.operand if isinstance(node.value, ast.BinOp) else source.code
                     yield [source.replace(node.value, f"{whole(node.value)} {operation}")]
 

@@ -16,6 +16,7 @@ from compat.adaptation.repair.tensors import (
     is_softmax,
     minus_inf,
     named_scores,
+    operands,
     softmax_calls,
     with_mask,
 )
@@ -67,11 +68,10 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
             case ast.BinOp(left, ast.Mult(), right):
                 yield node, left, is_zero(right)
                 yield node, right, is_zero(left)
-            case ast.Call(func, operands):
-                is_method = isinstance(func, ast.Attribute) and not is_function(site, func)
-                if isinstance(func, ast.Attribute) and is_method:
-                    operands = [func.value, *operands]
-                match called(node).rstrip("_"), operands:
+            case ast.Call(_, given):
+                every = operands(site, node)
+                is_method = len(every) > len(given)
+                match called(node).rstrip("_"), every:
                     case "masked_fill", [tensor, mask, *_]:
                         yield node, tensor, source.code(mask)
                     case "tril", [ast.Name() | ast.Call() as tensor, *_]:

@@ -204,12 +204,15 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
 
 def operand(site: Site, call: ast.Call) -> ast.expr | None:
     """The tensor that a call computes with: the owner of a method, or the first argument."""
-    match call:
-        case ast.Call(ast.Attribute(owner) as method) if not is_function(site, method):
-            return owner
-        case ast.Call(_, [tensor, *_]):
-            return tensor
-    return None
+    return next(iter(operands(site, call)), None)
+
+
+def operands(site: Site, call: ast.Call) -> list[ast.expr]:
+    """The arguments of a call, and before them the tensor whose method is called."""
+    match call.func:
+        case ast.Attribute(owner) as method if not is_function(site, method):
+            return [owner, *call.args]
+    return call.args
 
 
 def is_function(site: Site, node: ast.Attribute) -> bool:
