@@ -79,10 +79,27 @@ INLINE vec choose(bits mask, vec yes, vec no) {
     return (vec)((mask & (bits)yes) | (~mask & (bits)no));
 }
 
-INLINE vec limit(vec x, float least, float most) {  // NaN stays NaN
-    x = choose((bits)(x < least), broadcast(least), x);
-    return choose((bits)(x > most), broadcast(most), x);
+// The larger and the smaller of two numbers; y, if one of them is NaN.
+INLINE vec larger(vec x, vec y) {
+#if defined(__AVX512F__)  // compilers take three instructions for the choice below
+    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+    return choose((bits)(x > y), x, y);
+#endif
 }
+INLINE vec smaller(vec x, vec y) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_min_ps((__m512)x, (__m512)y);
+#else
+    return choose((bits)(x < y), x, y);
+#endif
+}
+
+INLINE vec limit(vec x, float least, float most) {  // NaN stays NaN
+    return smaller(broadcast(most), larger(broadcast(least), x));
+}
+
+INLINE vec magnitude(vec x) { return (vec)((bits)x & 0x7fffffff); }
 
 INLINE vec load_bfloat16(const bfloat16 *p) {
 #if defined(__AVX512F__)  // compilers take five instructions for the conversion below
@@ -219,7 +236,7 @@ typedef struct {
 // Activations of a pass, and the rounded or quantized input of a product. Each thread has a copy.
 typedef struct {
     float *x, *normed, *qkv, *heads, *fc;  // (M, C), (M, C), (M, 3C), (M, C), (M, n_inner)
-    float *scores;                         // (TILE, N) of each thread
+    float *scores;                         // of each thread: (N, LANES), and memory for queries
     bfloat16 *rounded;                     // (M, blocks of K, BLOCK), if weights are bfloat16
     int8_t *quantized;                     // (M, blocks of K, 2, BLOCK), in the same memory
     Terms *terms;                          // (M, blocks of K)
@@ -243,6 +260,12 @@ static char *allot(char **free, int64_t bytes) {
 // outliers.
 INLINE int64_t loops(const Model *model) { return 17 * model->n_layer + 5; }
 
+// Floats for attention in one thread: scores (N, LANES), queries (D, LANES) and keys (2 · TILE, D).
+INLINE int64_t scores_size(const Model *model) {
+    const int64_t D = model->n_embd / model->n_head;
+    return (model->n_positions + D) * LANES + 2 * TILE * D;
+}
+
 static Scratch divide(char **free, const Model *model, int64_t rows, int64_t threads) {
     const int64_t C = model->n_embd, f = sizeof(float), n = rows * blocks(max(C, model->n_inner));
     Scratch s = {0};
@@ -251,7 +274,7 @@ static Scratch divide(char **free, const Model *model, int64_t rows, int64_t thr
     s.qkv = (float *)allot(free, rows * 3 * C * f);
     s.heads = (float *)allot(free, rows * C * f);
     s.fc = (float *)allot(free, rows * model->n_inner * f);
-    s.scores = (float *)allot(free, threads * TILE * model->n_positions * f);
+    s.scores = (float *)allot(free, threads * scores_size(model) * f);
     s.quantized = (int8_t *)allot(free, n * 2 * BLOCK);
     s.rounded = (bfloat16 *)s.quantized;
     s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
@@ -447,10 +470,9 @@ INLINE void tile_int8(const int8_t *w, const int8_t *x, const Terms *terms, cons
 INLINE Terms quantize_block(const float *x, float even, int8_t *q) {
     vec exact[BLOCK / LANES], most = {0}, magnitudes = {0}, highs = {0}, lows = {0};
     UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
-        const vec v = load(x + i * LANES), magnitude = choose((bits)(v < 0), -v, v);
-        most = choose((bits)(magnitude > most), magnitude, most);
-        magnitudes += magnitude;
-        exact[i] = v;
+        exact[i] = load(x + i * LANES);
+        most = larger(magnitude(exact[i]), most);
+        magnitudes += magnitude(exact[i]);
     }
     const float scale = largest(most) / 127, total = sum(magnitudes);
     if (!(total < INFINITY)) return (Terms){NAN, 0, 0, 0};
@@ -789,7 +811,7 @@ INLINE vec activate(enum activation kind, vec x) {
         return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
     if (kind == QUICK_GELU) return x * sigmoid(1.702f * x);
     if (kind == SILU) return x * sigmoid(x);
-    if (kind == RELU) return choose((bits)(x < 0), (vec){0}, x);
+    if (kind == RELU) return larger((vec){0}, x);
     for (int i = 0; i < LANES; i++)
         x[i] = kind == TANH ? tanhf(x[i]) : 0.5f * x[i] * (1 + erff(x[i] * 0.70710678f));
     return x;
@@ -853,102 +875,195 @@ static float softmax(float *scores, int64_t S) {
     return total;
 }
 
-// Scores (m, S) of m queries, `stride` apart, and keys (S, D). Rows of scores are N apart.
-INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query,
-                       int64_t stride, int64_t S, int64_t D, int64_t N, int m, float *scores) {
+// Scores (S,) of a query (D,) and keys (S, D).
+INLINE void query_keys(enum type type, const void *kv, int64_t keys, const float *query, int64_t S,
+                       int64_t D, float *scores) {
     float out[TILE][TILE];
     for (int64_t j = 0; j < S; j += TILE) {
         const int64_t n = min(TILE, S - j), at = keys + j * D;
         if (n == TILE)
-            tile_floats(type, element(type, kv, at), FLOAT32, query, stride, D, TILE, m, out);
+            tile_floats(type, element(type, kv, at), FLOAT32, query, 0, D, TILE, 1, out);
         else
             for (int64_t i = 0; i < n; i++)
-                tile_floats(type, element(type, kv, at + i * D), FLOAT32, query, stride, D, 1, m,
+                tile_floats(type, element(type, kv, at + i * D), FLOAT32, query, 0, D, 1, 1,
                             out + i);
-        for (int64_t i = 0; i < n; i++)
-            for (int q = 0; q < m; q++) scores[q * N + j + i] = out[i][q];
+        for (int64_t i = 0; i < n; i++) scores[j + i] = out[i][0];
     }
 }
 
-// Means of values (S, D), weighted by probabilities whose sums are `totals`: `n` vectors of their D
-// elements for `m` queries, of which each attends to one position more than the one before it. n
-// and m are constants, n · m at most TILE, wherever this is inlined.
+// Mean of values (S, D), weighted by probabilities whose sum is `total`: `n` vectors of its D
+// elements. n is a constant of at most TILE wherever this is inlined.
 INLINE void mean_of_values(enum type type, const void *kv, int64_t values, const float *p,
-                           const float *totals, int64_t S, int64_t D, int64_t N, int n, int m,
-                           float *out, int64_t stride) {
+                           float total, int64_t S, int64_t D, int n, float *out) {
     vec sums[TILE][TILE] = {0};  // of every fourth position, to hide the latency of the additions
     int64_t j = 0;
     for (; j + TILE <= S; j += TILE)
         UNROLL for (int i = 0; i < TILE; i++)
-            UNROLL for (int c = 0; c < n; c++) {
-                const vec v = load_stored(type, kv, values + (j + i) * D + c * LANES);
-                UNROLL for (int q = 0; q < m; q++) sums[i][c * m + q] += p[q * N + j + i] * v;
-            }
-    UNROLL for (int i = 0; i < 2 * TILE; i++)
-        UNROLL for (int q = 0; q < m; q++)
-            if (j + i < S + q)
-                UNROLL for (int c = 0; c < n; c++)
-                    sums[i % TILE][c * m + q] +=
-                        p[q * N + j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
+            UNROLL for (int c = 0; c < n; c++)
+                sums[i][c] += p[j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
+    UNROLL for (int i = 0; i < TILE; i++)
+        if (j + i < S)
+            UNROLL for (int c = 0; c < n; c++)
+                sums[i][c] += p[j + i] * load_stored(type, kv, values + (j + i) * D + c * LANES);
     UNROLL for (int c = 0; c < n; c++)
-        UNROLL for (int q = 0; q < m; q++) {
-            const int k = c * m + q;
-            store(out + q * stride + c * LANES,
-                  ((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) / totals[q]);
-        }
+        store(out + c * LANES, ((sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c])) / total);
 }
 
-// Attention of one head of m rows of a sequence, at positions one after the other.
-INLINE void attend(enum type type, int m, const Model *model, const Batch *batch, int64_t layer,
+// Attention of one head of one row.
+INLINE void attend(enum type type, const Model *model, const Batch *batch, int64_t layer,
                    int64_t row, int64_t head, float scale, Scratch *s) {
-    const int64_t C = model->n_embd, D = C / model->n_head, N = model->n_positions;
-    const int64_t S = batch->positions[row] + 1, keys = head_of(model, batch, layer, row, head);
-    const int64_t values = keys + batch->kv_stride;
+    const int64_t C = model->n_embd, D = C / model->n_head, S = batch->positions[row] + 1;
+    const int64_t keys = head_of(model, batch, layer, row, head), values = keys + batch->kv_stride;
     float *query = s->qkv + row * 3 * C + head * D, *out = s->heads + row * C + head * D;
-    float *p = s->scores, totals[TILE];
-    for (int q = 0; q < m; q++)
-        for (int64_t d = 0; d < D; d++) query[q * 3 * C + d] *= scale;
-    query_keys(type, batch->kv, keys, query, 3 * C, S + m - 1, D, N, m, p);
-    for (int q = 0; q < m; q++) totals[q] = softmax(p + q * N, S + q);
+    float *p = s->scores;
+    for (int64_t d = 0; d < D; d++) query[d] *= scale;
+    query_keys(type, batch->kv, keys, query, S, D, p);
+    const float total = softmax(p, S);
     int64_t d = 0;
-    for (const int n = TILE / m; d + n * LANES <= D; d += n * LANES)
-        mean_of_values(type, batch->kv, values + d, p, totals, S, D, N, n, m, out + d, C);
+    for (; d + TILE * LANES <= D; d += TILE * LANES)
+        mean_of_values(type, batch->kv, values + d, p, total, S, D, TILE, out + d);
     for (; d + LANES <= D; d += LANES)
-        mean_of_values(type, batch->kv, values + d, p, totals, S, D, N, 1, m, out + d, C);
-    for (; d < D; d++)
-        for (int q = 0; q < m; q++) {
-            float value = 0;
-            for (int64_t j = 0; j < S + q; j++)
-                value += p[q * N + j] * stored(type, batch->kv, values + j * D + d);
-            out[q * C + d] = value / totals[q];
-        }
+        mean_of_values(type, batch->kv, values + d, p, total, S, D, 1, out + d);
+    for (; d < D; d++) {
+        float value = 0;
+        for (int64_t j = 0; j < S; j++) value += p[j] * stored(type, batch->kv, values + j * D + d);
+        out[d] = value / total;
+    }
 }
 
-// Whether these rows are of one sequence, at positions one after the other.
-static int consecutive(const Batch *batch, int64_t row, int64_t n) {
-    for (int64_t r = row + 1; r < row + n; r++)
-        if (batch->sequences[r] != batch->sequences[row] ||
-            batch->positions[r] != batch->positions[r - 1] + 1)
-            return 0;
-    return 1;
+// The same for a prompt, whose rows share their keys and values: a vector has LANES rows of a
+// sequence, at positions one after the other.
+
+// Scores of n keys (n, D) and LANES queries (D, LANES). n is a constant wherever this is inlined.
+INLINE void queries_keys(enum type type, const void *kv, int64_t keys, const float *queries,
+                         int64_t D, int n, float *memory, float *scores) {
+    const float *key = (const float *)element(FLOAT32, kv, keys);
+    if (type != FLOAT32)
+        for (int64_t d = 0; d < n * D; d++) memory[d] = stored(type, kv, keys + d);
+    if (type != FLOAT32) key = memory;
+    vec sums[2 * TILE] = {0};
+    for (int64_t d = 0; d < D; d++)
+        UNROLL for (int i = 0; i < n; i++) sums[i] += key[i * D + d] * load(queries + d * LANES);
+    UNROLL for (int i = 0; i < n; i++) store(scores + i * LANES, sums[i]);
+}
+
+// The rows that attend to a position which is `after` positions after the first row: a lane each.
+INLINE bits attended(int64_t after) {
+    ints rows;
+    for (int i = 0; i < LANES; i++) rows[i] = i;
+    return (bits)(rows >= (int32_t)after);
+}
+
+// Softmax of scores (end, LANES), in place, over the positions up to that of each row; the first
+// row is at `first`. The sums of the exponentials are applied to the result later.
+static vec causal_softmax(float *scores, int64_t first, int64_t end) {
+    vec most = load(scores), totals = {0};
+    for (int64_t j = 1; j < end; j++) {
+        const vec score = load(scores + j * LANES);
+        most = choose(attended(j - first), larger(score, most), most);
+    }
+    for (int64_t j = 0; j < end; j++) {
+        const vec e = exponential(load(scores + j * LANES) - most);
+        store(scores + j * LANES, choose(attended(j - first), e, (vec){0}));
+        totals += load(scores + j * LANES);
+    }
+    return totals;
+}
+
+// Means of values (end, D) for TILE rows, of which the first is at `first`: `n` vectors of their D
+// elements. n is a constant of at most TILE wherever this is inlined.
+INLINE void means_of_values(enum type type, const void *kv, int64_t values, const float *p,
+                            int64_t first, int64_t end, int64_t D, int n, vec sums[TILE][TILE]) {
+    UNROLL for (int q = 0; q < TILE; q++)
+        UNROLL for (int c = 0; c < n; c++) sums[q][c] = (vec){0};
+    int64_t j = 0;
+    for (; j <= first; j++)
+        UNROLL for (int c = 0; c < n; c++) {
+            const vec v = load_stored(type, kv, values + j * D + c * LANES);
+            UNROLL for (int q = 0; q < TILE; q++) sums[q][c] += p[j * LANES + q] * v;
+        }
+    for (; j < end; j++)
+        UNROLL for (int q = 0; q < TILE; q++)
+            if (j <= first + q)
+                UNROLL for (int c = 0; c < n; c++)
+                    sums[q][c] += p[j * LANES + q] *
+                                  load_stored(type, kv, values + j * D + c * LANES);
+}
+
+// Attention of one head of up to LANES rows.
+INLINE void attend_rows(enum type type, const Model *model, const Batch *batch, int64_t layer,
+                        int64_t row, int64_t m, int64_t head, float scale, Scratch *s) {
+    const int64_t C = model->n_embd, D = C / model->n_head, N = model->n_positions;
+    const int64_t first = batch->positions[row], end = first + m;
+    const int64_t keys = head_of(model, batch, layer, row, head), values = keys + batch->kv_stride;
+    float *p = s->scores, *queries = p + N * LANES, *memory = queries + D * LANES;
+    memset(queries, 0, (size_t)(D * LANES) * sizeof *queries);
+    for (int64_t q = 0; q < m; q++)
+        for (int64_t d = 0; d < D; d++)
+            queries[d * LANES + q] = s->qkv[(row + q) * 3 * C + head * D + d] * scale;
+    int64_t j = 0;
+    for (; j + 2 * TILE <= end; j += 2 * TILE)
+        queries_keys(type, batch->kv, keys + j * D, queries, D, 2 * TILE, memory, p + j * LANES);
+    for (; j < end; j++)
+        queries_keys(type, batch->kv, keys + j * D, queries, D, 1, memory, p + j * LANES);
+    const vec totals = causal_softmax(p, first, end);
+    for (int64_t q = 0; q < m; q += TILE) {
+        const int64_t n_rows = min(TILE, m - q), last = first + q + n_rows;
+        float *out = s->heads + (row + q) * C + head * D;
+        vec sums[TILE][TILE];
+        int64_t d = 0;
+        for (; d + TILE * LANES <= D; d += TILE * LANES) {
+            means_of_values(type, batch->kv, values + d, p + q, first + q, last, D, TILE, sums);
+            for (int64_t i = 0; i < n_rows; i++)
+                UNROLL for (int c = 0; c < TILE; c++)
+                    store(out + i * C + d + c * LANES, sums[i][c] / totals[q + i]);
+        }
+        for (; d + LANES <= D; d += LANES) {
+            means_of_values(type, batch->kv, values + d, p + q, first + q, last, D, 1, sums);
+            for (int64_t i = 0; i < n_rows; i++) store(out + i * C + d, sums[i][0] / totals[q + i]);
+        }
+        for (; d < D; d++)
+            for (int64_t i = 0; i < n_rows; i++) {
+                float value = 0;
+                for (j = 0; j <= first + q + i; j++)
+                    value += p[j * LANES + q + i] * stored(type, batch->kv, values + j * D + d);
+                out[i * C + d] = value / totals[q + i];
+            }
+    }
+}
+
+// Whether a row is of the sequence of the row before it, at the next position.
+static int follows(const Batch *batch, int64_t row) {
+    return batch->sequences[row] == batch->sequences[row - 1] &&
+           batch->positions[row] == batch->positions[row - 1] + 1;
+}
+
+// Whether these are many rows, and some of them of one prompt.
+static int has_prompt(const Batch *batch) {
+    for (int64_t row = 1; batch->n_rows > FEW && row < batch->n_rows; row++)
+        if (follows(batch, row)) return 1;
+    return 0;
 }
 
 // Attention of every row over the positions of its sequence up to its own.
 static void attention(const Model *model, const Batch *batch, int64_t layer, float scale,
                       Scratch *s) {
-    const int64_t H = model->n_head, M = batch->n_rows, n_tiles = (M + TILE - 1) / TILE;
-    SHARED_LOOP(s, i, H * n_tiles) {
-        const int64_t head = i / n_tiles, first = i % n_tiles * TILE, end = min(first + TILE, M);
-        const int64_t m = end - first == TILE && consecutive(batch, first, TILE) ? TILE : 1;
-        for (int64_t row = first; row < end; row += m) {
-            if (model->stored == FLOAT32 && m == 1)
-                attend(FLOAT32, 1, model, batch, layer, row, head, scale, s);
+    const int prompt = has_prompt(batch);
+    const int64_t H = model->n_head, M = batch->n_rows;
+    const int64_t at_once = prompt ? LANES : 1, groups = (M + at_once - 1) / at_once;
+    SHARED_LOOP(s, i, H * groups) {
+        const int64_t head = i / groups, first = i % groups * at_once;
+        const int64_t end = min(first + at_once, M);
+        for (int64_t row = first, next; row < end; row = next) {
+            for (next = row + 1; next < end && follows(batch, next);) next++;
+            if (prompt && model->stored == FLOAT32)
+                attend_rows(FLOAT32, model, batch, layer, row, next - row, head, scale, s);
+            else if (prompt)
+                attend_rows(BFLOAT16, model, batch, layer, row, next - row, head, scale, s);
             else if (model->stored == FLOAT32)
-                attend(FLOAT32, TILE, model, batch, layer, row, head, scale, s);
-            else if (m == 1)
-                attend(BFLOAT16, 1, model, batch, layer, row, head, scale, s);
+                attend(FLOAT32, model, batch, layer, row, head, scale, s);
             else
-                attend(BFLOAT16, TILE, model, batch, layer, row, head, scale, s);
+                attend(BFLOAT16, model, batch, layer, row, head, scale, s);
         }
     }
 }
@@ -993,7 +1108,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
     {
         Scratch s = shared;
         const int64_t thread = __atomic_fetch_add(&started, 1, __ATOMIC_RELAXED);
-        s.scores += thread * TILE * model->n_positions;
+        s.scores += thread * scores_size(model);
         if (batch) {
             embed(model, batch, &s);
             for (int64_t layer = 0; layer < model->n_layer; layer++)
@@ -1013,12 +1128,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
 // A value that is not finite makes the scale NaN.
 INLINE vec scale_of(vec largest, vec poison) {
     const vec scale = largest / 127.0f;
-    return choose((bits)(scale < FLT_MIN), broadcast(FLT_MIN), scale) + poison;
-}
-
-INLINE vec larger_magnitude(vec largest, vec x) {
-    x = (vec)((bits)x & 0x7fffffff);
-    return choose((bits)(x > largest), x, largest);
+    return larger(broadcast(FLT_MIN), scale) + poison;
 }
 
 void quantize_by_outputs(const float *weight, const float *kept, int64_t K, int64_t O,
@@ -1029,7 +1139,7 @@ void quantize_by_outputs(const float *weight, const float *kept, int64_t K, int6
         for (int64_t at = 0; at < K; at += LANES) {
             const int64_t i = min(at, K - LANES);  // the last ones overlap
             const vec x = load(row + i) * load(kept + i);
-            most = larger_magnitude(most, x);
+            most = larger(magnitude(x), most);
             poison += x * 0;
         }
         const vec scale = scale_of(broadcast(largest(most)), broadcast(sum(poison)));
@@ -1048,7 +1158,7 @@ void quantize_by_inputs(const float *weight, const float *kept, int64_t K, int64
         vec most[STRIP / LANES] = {{0}}, poison[STRIP / LANES] = {{0}}, scale[STRIP / LANES];
         for (int64_t i = 0; i < K; i++) UNROLL for (int v = 0; v < STRIP / LANES; v++) {
             const vec x = load(weight + i * O + o + v * LANES) * kept[i];
-            most[v] = larger_magnitude(most[v], x);
+            most[v] = larger(magnitude(x), most[v]);
             poison[v] += x * 0;
         }
         UNROLL for (int v = 0; v < STRIP / LANES; v++) {
