@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_links_resolve(readme: str) -> None:
         link for link in LINK.findall(text) if not (ROOT / readme).parent.joinpath(link).exists()
     ]
     assert not missing
+
+
+def test_the_readme_on_pypi_names_files_instead_of_linking_to_them() -> None:
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    changes = hatch["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = LINK.findall(text)
+    for change in changes:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    assert files and not LINK.search(text)
+    assert all(f"`{file}" in text for file in files)
 
 
 def test_the_main_readme_is_short() -> None:
