@@ -937,10 +937,9 @@ INLINE void attend(enum type type, const Model *model, const Batch *batch, int64
 // Scores of n keys (n, D) and LANES queries (D, LANES). n is a constant wherever this is inlined.
 INLINE void queries_keys(enum type type, const void *kv, int64_t keys, const float *queries,
                          int64_t D, int n, float *memory, float *scores) {
-    const float *key = (const float *)element(FLOAT32, kv, keys);
-    if (type != FLOAT32)
-        for (int64_t d = 0; d < n * D; d++) memory[d] = stored(type, kv, keys + d);
-    if (type != FLOAT32) key = memory;
+    const float *key = memory;
+    if (type == FLOAT32) key = (const float *)kv + keys;
+    else for (int64_t d = 0; d < n * D; d++) memory[d] = stored(type, kv, keys + d);
     vec sums[2 * TILE] = {0};
     for (int64_t d = 0; d < D; d++)
         UNROLL for (int i = 0; i < n; i++) sums[i] += key[i * D + d] * load(queries + d * LANES);
@@ -964,8 +963,9 @@ static vec causal_softmax(float *scores, int64_t first, int64_t end) {
     }
     for (int64_t j = 0; j < end; j++) {
         const vec e = exponential(load(scores + j * LANES) - most);
-        store(scores + j * LANES, choose(attended(j - first), e, (vec){0}));
-        totals += load(scores + j * LANES);
+        const vec kept = choose(attended(j - first), e, (vec){0});
+        store(scores + j * LANES, kept);
+        totals += kept;
     }
     return totals;
 }
@@ -1040,7 +1040,8 @@ static int follows(const Batch *batch, int64_t row) {
 
 // Whether these are many rows, and some of them of one prompt.
 static int has_prompt(const Batch *batch) {
-    for (int64_t row = 1; batch->n_rows > FEW && row < batch->n_rows; row++)
+    if (batch->n_rows <= FEW) return 0;
+    for (int64_t row = 1; row < batch->n_rows; row++)
         if (follows(batch, row)) return 1;
     return 0;
 }
