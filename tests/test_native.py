@@ -32,11 +32,20 @@ from compat.decoding.native_model import (
 from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
-from tests.native_common import MORE, by, by_torch, each_kernel, needs_compiler, plant_outliers
+from tests.native_common import (
+    MORE,
+    by,
+    by_torch,
+    each_kernel,
+    needs_compiler,
+    needs_panels,
+    plant_outliers,
+)
 
 pytestmark = needs_compiler
 
 PRECISIONS = ("float32", "bfloat16", "int8")
+EMULATED_AMX = Path(__file__).with_name("emulated_amx.h")
 TEXT = torch.randint(97, (64,), generator=torch.Generator().manual_seed(3))
 
 
@@ -437,16 +446,27 @@ def test_a_value_that_is_not_finite_stays_in_a_quantized_weight(
 # The paths of other processors, and every access to memory.
 
 
-@pytest.mark.parametrize("machine", ["native", "x86-64-v3", "x86-64"])
-def test_no_code_path_reads_or_writes_out_of_bounds(tmp_path: Path, machine: str) -> None:
-    """AVX-512, AVX2 and the portable loops on models of odd sizes, under the sanitizers."""
+@pytest.mark.parametrize(
+    ("machine", "amx"),
+    [
+        ("native", []),
+        pytest.param("native", ["-include", EMULATED_AMX], marks=needs_panels, id="native-amx"),
+        ("x86-64-v3", []),
+        ("x86-64", []),
+    ],
+)
+def test_no_code_path_reads_or_writes_out_of_bounds(
+    tmp_path: Path, machine: str, amx: list[Path | str]
+) -> None:
+    """AVX-512, AMX as loops, AVX2 and the portable loops on models of odd sizes, under the
+    sanitizers."""
     if os.uname().machine != "x86_64":
         pytest.skip("not an x86-64")
     program, driver = str(tmp_path / "driver"), Path(__file__).with_name("native_driver.c")
     subprocess.run(
         ["cc", "-O0", f"-march={machine}", "-fsanitize=address,undefined", "-Wall", "-Werror",
          "-Wno-unknown-pragmas", "-fno-sanitize-recover=all",
-         f'-DNATIVE_C="{native_library.SOURCE}"', driver, "-o", program, "-lm"],
+         *amx, f'-DNATIVE_C="{native_library.SOURCE}"', driver, "-o", program, "-lm"],
         check=True,
     )  # fmt: skip
     done = subprocess.run([program], capture_output=True, text=True, check=False)

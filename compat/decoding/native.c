@@ -35,6 +35,37 @@
 #include <arm_neon.h>
 #endif
 
+// AMX multiplies tiles, 16 rows of 64 bytes: 16 rows of activations by the weights of 16 outputs.
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether Linux lets this process use tiles, for which it has to be asked.
+static int has_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    static int known = -1;
+    if (known < 0) known = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+    return known;
+}
+
+// Gives all tiles of this thread their full size.
+static void start_tiles(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = 16;
+    _tile_loadconfig(&config);
+}
+static void stop_tiles(void) { _tile_release(); }
+#else
+static int has_tiles(void) { return 0; }
+static void start_tiles(void) {}
+static void stop_tiles(void) {}
+#endif
+
 // Vectors of float32. The compiler's vector types cover AVX-512, AVX2 and NEON alike, and become
 // scalar code on a processor without any. Products of 8 and 16 bits have instructions of their own.
 
@@ -57,7 +88,7 @@ typedef uint16_t unaligned_half __attribute__((vector_size(2 * LANES), aligned(2
 
 typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-#define UNROLL _Pragma("GCC unroll 8")  // so that the compiler keeps an array in registers
+#define UNROLL _Pragma("GCC unroll 16")  // so that the compiler keeps an array in registers
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
 #define BLOCK 64      // activations that are quantized with one scale
@@ -242,6 +273,7 @@ typedef struct {
     Terms *terms;                          // (M, blocks of K)
     float *offsets;                        // (M,): what OFFSET adds to a product
     float *outliers;                       // (M, outliers): inputs that are multiplied in float32
+    int32_t has_tiles;
     Loop *loop;                            // the loop that this thread is in
     int64_t taken, threads;                // indices of its current part, and size of the team
 } Scratch;
@@ -605,6 +637,12 @@ INLINE void matmul_of(const Matrix *w, enum type type, const float *x, int64_t r
 typedef __m512i Panel[COLUMNS * GROUPS][PANEL / 16];
 typedef int32_t Group __attribute__((may_alias));
 
+#if defined(AMX)
+#define MOST_ROWS 16  // of a tile
+#else
+#define MOST_ROWS ROWS
+#endif
+
 // Adds products of pairs of bfloat16 values.
 INLINE vec add_pairs(vec from, __m512i w, __m512i x) {
 #if defined(__AVX512BF16__)
@@ -662,7 +700,7 @@ INLINE void arrange(const char *w, int64_t size, int64_t left, int64_t n, int64_
 // Sums of a panel times m rows of activations, which are `row` groups apart. m is a constant of at
 // most ROWS wherever these are inlined.
 INLINE void panel_floats(enum type type, const Panel panel, int64_t groups, const Group *x,
-                         int64_t row, int m, vec out[ROWS][2]) {
+                         int64_t row, int m, vec out[MOST_ROWS][2]) {
     vec sums[ROWS][2];
     UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
     for (int64_t k = 0; k < groups; k++)
@@ -677,7 +715,7 @@ INLINE void panel_floats(enum type type, const Panel panel, int64_t groups, cons
 
 // In units of the weights' scales. The terms of a row are `stride` blocks from those of the next.
 INLINE void panel_int8(const Panel panel, int64_t n_blocks, const Group *x, int64_t row,
-                       const Terms *terms, int64_t stride, int m, vec out[ROWS][2]) {
+                       const Terms *terms, int64_t stride, int m, vec out[MOST_ROWS][2]) {
     vec sums[ROWS][2];
     UNROLL for (int j = 0; j < m; j++) sums[j][0] = sums[j][1] = (vec){0};
     for (int64_t b = 0; b < n_blocks; b++) {
@@ -708,6 +746,49 @@ INLINE void panel_int8(const Panel panel, int64_t n_blocks, const Group *x, int6
     UNROLL for (int j = 0; j < m; j++) out[j][0] = sums[j][0], out[j][1] = sums[j][1];
 }
 
+#if defined(AMX)
+// As `panel_floats`, for 16 rows of bfloat16.
+INLINE void panel_bfloat16_tiles(const Panel panel, int64_t groups, const Group *x, int64_t row,
+                                 vec out[MOST_ROWS][2]) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < groups; k += GROUPS) {
+        _tile_loadd(2, x + k, row * (int64_t)sizeof *x);
+        _tile_loadd(3, &panel[k][0], sizeof *panel);
+        _tile_loadd(4, &panel[k][1], sizeof *panel);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_dpbf16ps(1, 2, 4);
+    }
+    _tile_stored(0, &out[0][0], sizeof *out);
+    _tile_stored(1, &out[0][1], sizeof *out);
+}
+
+// As `panel_int8`, for 16 rows, and weights to which no OFFSET was added.
+INLINE void panel_int8_tiles(const Panel panel, int64_t n_blocks, const Group *x, int64_t row,
+                             const Terms *terms, int64_t stride, vec out[MOST_ROWS][2]) {
+    for (int half = 0; half < 2; half++) {
+        vec sums[MOST_ROWS] = {{0}};
+        for (int64_t b = 0; b < n_blocks; b++) {
+            int32_t has_low = 0;
+            UNROLL for (int j = 0; j < MOST_ROWS; j++) has_low |= terms[j * stride + b].has_low;
+            for (int low = 0; low <= has_low; low++) {
+                __m512i totals[MOST_ROWS];
+                _tile_zero(0);
+                _tile_loadd(2, x + (2 * b + low) * GROUPS, row * (int64_t)sizeof *x);
+                _tile_loadd(3, &panel[b * GROUPS][half], sizeof *panel);
+                _tile_dpbssd(0, 2, 3);
+                _tile_stored(0, totals, sizeof *totals);
+                UNROLL for (int j = 0; j < MOST_ROWS; j++) {
+                    const float scale = terms[j * stride + b].scale * (low ? 1.0f / LOW : 1);
+                    sums[j] += (vec)_mm512_cvtepi32_ps(totals[j]) * scale;
+                }
+            }
+        }
+        UNROLL for (int j = 0; j < MOST_ROWS; j++) out[j][half] = sums[j];
+    }
+}
+#endif
+
 // As `matmul_of`.
 INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64_t rows,
                           Scratch *s, float *y, int residual) {
@@ -715,27 +796,40 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
     const int64_t size = type == INT8 ? K : type == BFLOAT16 ? 2 * K : 4 * K;
     const Group *inputs = type == FLOAT32 ? (const Group *)x : (const Group *)s->quantized;
     const int64_t row = type == FLOAT32 ? K : stride * BLOCK / 2;  // groups
-    const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
+    const int tiles = s->has_tiles && type != FLOAT32;
+    const __m512i offset = _mm512_set1_epi8(type == INT8 && !tiles ? (char)OFFSET : 0);
     SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
         Panel panel;
         const int64_t o = group * PANEL, n = min(PANEL, w->n_out - o);
         for (int64_t at = 0; at < size; at += 64 * COLUMNS) {
             const int64_t left = size - at, columns = min(COLUMNS, (left + 63) / 64);
             arrange((const char *)w->weight + o * size + at, size, left, n, columns, offset, panel);
-            for (int64_t r = 0, m; r < rows; r += m) {
-                m = (rows - r) / ((rows - r + ROWS - 1) / ROWS);  // the rest in equal parts
+            for (int64_t done = 0, m; done < rows; done += m) {
+                const int64_t rest = rows - done;  // in equal parts; the last tiles overlap instead
+                m = tiles ? min(MOST_ROWS, rest) : rest / ((rest + ROWS - 1) / ROWS);
+                const int64_t height = tiles ? MOST_ROWS : m, skipped = height - m;
+                const int64_t r = done - skipped;
                 const int64_t from = at / 64 * GROUPS * (type == INT8 ? 2 : 1);  // int8: two terms
                 const Group *in = inputs + r * row + from;
                 const Terms *terms = s->terms + r * stride + at / 64;
                 const int64_t groups = min(columns * GROUPS, (left + 3) / 4);
                 const int64_t step = type == INT8 ? groups : SHORT;
-                vec total[ROWS][2] = {{{0}}}, out[ROWS][2];
+                vec total[MOST_ROWS][2] = {{{0}}}, out[MOST_ROWS][2];
                 for (int64_t k = 0; k < groups; k += step) {
 #define SUMS(m)                                                                                 \
     if (type == INT8) panel_int8(panel, columns, in, row, terms, stride, m, total);             \
     else panel_floats(type, panel + k, min(step, groups - k), in + k, row, m, out);             \
     break;
-                    switch (m) {
+                    switch (height) {
+#if defined(AMX)
+                        case MOST_ROWS:
+                            if (type == INT8)
+                                panel_int8_tiles(panel, columns, in, row, terms, stride, total);
+                            else
+                                panel_bfloat16_tiles(panel + k, min(step, groups - k), in + k, row,
+                                                     out);
+                            break;
+#endif
                         case 1: SUMS(1)
                         case 2: SUMS(2)
                         case 3: SUMS(3)
@@ -743,10 +837,10 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
                         case 5: SUMS(5)
                         default: SUMS(6)
                     }
-                    for (int64_t j = 0; type != INT8 && j < m; j++)
+                    for (int64_t j = 0; type != INT8 && j < height; j++)
                         for (int half = 0; half < 2; half++) total[j][half] += out[j][half];
                 }
-                for (int64_t j = 0; j < m; j++)
+                for (int64_t j = skipped; j < height; j++)
                     for (int half = 0; half < PANEL / 16; half++) {
                         const int64_t i = o + 16 * half;
                         const __mmask16 kept = (__mmask16)~(~0u << max(0, min(16, o + n - i)));
@@ -1103,6 +1197,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
     char *free = (char *)memory;
     Scratch shared = divide(&free, model, rows, threads);
     shared.x = hidden;
+    shared.has_tiles = rows > FEW && has_tiles();
     memset(shared.loop, 0, (size_t)loops(model) * sizeof *shared.loop);
     int64_t started = 0;
 #pragma omp parallel num_threads((int)threads)
@@ -1110,6 +1205,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
         Scratch s = shared;
         const int64_t thread = __atomic_fetch_add(&started, 1, __ATOMIC_RELAXED);
         s.scores += thread * scores_size(model);
+        if (s.has_tiles) start_tiles();
         if (batch) {
             embed(model, batch, &s);
             for (int64_t layer = 0; layer < model->n_layer; layer++)
@@ -1119,6 +1215,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
             layernorm(&model->ln_f, s.x, rows, model->n_embd, &s, s.normed);
             matmul(&model->lm_head, (enum type)model->weights, s.normed, rows, &s, logits, 0);
         }
+        if (s.has_tiles) stop_tiles();
     }
 }
 
