@@ -31,7 +31,7 @@ from compat.user_models.notebook import (
     read_source,
     unguarded,
 )
-from compat.user_models.synonyms import takes_sizes
+from compat.user_models.synonyms import CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
 from compat.user_models.usage import SIBLINGS
 
@@ -471,8 +471,11 @@ def _builder(
     An example is `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`.
     """
     inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
-    annotations = [a.annotation for init in inits for a in init.args.args[1:]]
-    if not annotations or not all(_is_module(a, classes, module) for a in annotations if a):
+    parameters = [arg for init in inits for arg in init.args.args[1:]]
+    names = [arg.arg for arg in parameters]
+    if not names or takes_sizes(names) or any(plain(each) in CONFIG_NAMES for each in names):
+        return None
+    if not all(_is_module(a.annotation, classes, module) for a in parameters if a.annotation):
         return None
     for node in body:
         if isinstance(node, ast.FunctionDef):

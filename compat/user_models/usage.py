@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -174,11 +175,43 @@ def modules_text(cls: Callable[..., Any]) -> str:
     return "\n".join("".join(linecache.getlines(file)) for file in files)
 
 
+def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
+    """The strings that the user's code compares variables and attributes with, by their names."""
+    found: dict[str, set[str]] = {}
+    for module in user_modules(cls):
+        for node in ast.walk(tree_of(module)):
+            match node:
+                case ast.Compare(left, _, others):
+                    sides = [left, *others]
+                case ast.Match(subject, cases):
+                    patterns = [n for case in cases for n in ast.walk(case.pattern)]
+                    sides = [subject, *(n.value for n in patterns if isinstance(n, ast.MatchValue))]
+                case _:
+                    continue
+            strings = {
+                n.value for side in sides for n in getattr(side, "elts", [side])
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }  # fmt: skip
+            for side in sides if strings else ():
+                match side:
+                    case ast.Call(ast.Attribute(ast.expr() as side, "lower" | "strip")):
+                        pass
+                match side:
+                    case ast.Name(name) | ast.Attribute(_, name):
+                        found.setdefault(name, set()).update(strings)
+    return found
+
+
 def tree_of(module: ModuleType) -> ast.Module:
     """The syntax of a module's source; empty if it has none."""
     with contextlib.suppress(SyntaxError):
-        return ast.parse("".join(linecache.getlines(str(module.__file__))))
+        return _parsed("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def user_modules(target: Callable[..., Any]) -> list[ModuleType]:

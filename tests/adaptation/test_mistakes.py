@@ -292,6 +292,19 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "queries =",
     ),
+    "values of the layer of the queries": (
+        [("values = self.W_value(x)", "values = self.W_query(x)")],
+        "shared_parameters",
+        "values = self.W_query(x)",
+    ),
+    "one layer for q, k and v": (
+        [
+            ("values = self.W_value(x)", "values = self.W_query(x)"),
+            ("keys = self.W_key(x)", "keys = self.W_query(x)"),
+        ],
+        "shared_parameters",
+        "queries = self.W_query(x)",
+    ),
     "keys of another tensor": (
         [("self.W_key(x)", "self.W_key(F.pad(x, (0, 0, 1, -1)) + x)")],
         "unexplained",
@@ -309,6 +322,7 @@ EQUAL: dict[str, Edits] = {
         ("torch.arange(T,", "torch.arange(start_pos, start_pos + T,"),
     ],
     "a device that the machine lacks": [("device=ids.device", 'device="mps"')],
+    "logits with another axis": [("return self.head(x)", "return self.head(x)[None]")],
     "two data types": [
         ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False).double()"),
         ("self.head(x)", "self.head(x.double())"),
@@ -362,6 +376,19 @@ def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findi
     assert adaptation.findings[0].code == code
     assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
     assert "does not know a part" in adaptation.why_unchecked
+
+
+def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Path) -> None:
+    """Although the norm of attention is applied after the sum, and the MLP has none."""
+    edits = [
+        ("        x = self.norm1(x)\n        x = self.att(x)\n        x = x + shortcut\n",
+         "        x = self.norm1(self.att(x) + shortcut)\n"),
+        ("        x = self.norm2(x)\n", ""),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"post_ln", "missing_ln"}
+    without = adapted(tiny, tmp_path, [*edits, ("self.final_norm(x)", "x")])
+    assert {f.code for f in without.deviations} == {"post_ln", "missing_ln", "no_final_ln"}
 
 
 def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path) -> None:

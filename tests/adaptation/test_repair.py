@@ -275,6 +275,11 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["shared_parameters"],
         "x = self.norm2(x)",
     ),
+    "values of the layer of the queries": (
+        [("values = self.W_value(x)", "values = self.W_query(x)")],
+        ["shared_parameters"],
+        "values = self.W_value(x)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

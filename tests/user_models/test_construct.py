@@ -131,6 +131,28 @@ def test_activation_has_a_name_that_the_code_knows(
     assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
 
 
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("ffn == 'gelu'", "gelu"),
+        ("ffn.lower() in ('relu', 'gelu')", "gelu"),
+        ("ffn == 8", 96),
+    ],
+)
+def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
+    tmp_path: Path, test: str, expected: object
+) -> None:
+    """Its use outweighs its name, which is one of the width of the MLP."""
+    before = f"assert {test} or not isinstance(ffn, str)"
+    assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
+
+
+def test_an_argument_that_is_annotated_as_a_string_is_not_a_size(tmp_path: Path) -> None:
+    for annotation, expected in ((": int", 96), (": str = None", None)):
+        model = build(tmp_path, gpt(f", ffn{annotation}", "0, 0, 0, 0, 0, ffn"))
+        assert model.extra == expected
+
+
 def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "sizes_here.py").write_text("n_embd = 8\nbatch_size = 5\nn_layer = 2\n")
     source = "import sizes_here\nfrom sizes_here import n_embd, batch_size\n"

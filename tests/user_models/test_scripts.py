@@ -145,6 +145,22 @@ def test_a_function_assembles_the_parts(tmp_path: Path, name: str | None) -> Non
     assert model.words.weight.shape == (97, 24)
 
 
+@pytest.mark.parametrize(
+    ("constructor", "layers"),
+    [("decoder, words", 3), ("decoder: Decoder, words", 3), ("n_layer, n_embd, vocab", None)],
+)
+def test_a_function_is_called_only_if_the_class_takes_no_sizes(
+    tmp_path: Path, constructor: str, layers: int | None
+) -> None:
+    """With or without annotations; a function such as `tiny(vocab, N=2)` has sizes of its own."""
+    source = PARTS.replace("decoder: Decoder, words: Words", constructor)
+    if layers is None:
+        source = source.replace("self.decoder, self.words = decoder, words", "self.built = n_layer")
+    model = build(tmp_path, source, "GPT")
+    assert (model.built if layers is None else len(model.decoder.layers)) == 3
+    assert hasattr(model, "built") is (layers is None)
+
+
 def test_a_function_that_takes_one_size_gets_the_config(tmp_path: Path) -> None:
     source = "from torch import nn\n\ndef own(size):\n    return nn.Linear(size.n_embd, 2)\n"
     assert build(tmp_path, source, "own").in_features == 24

@@ -353,10 +353,10 @@ class _Dissection:
         found: list[Core] = []
         for node in self.index.live:
             if kind(node) in SDPA:
-                found.append(self._with_own_value(fused_core(node)))
+                found.append(self._with_own_operands(fused_core(node)))
             elif node in self.index.mixers:
                 core = self._core(self.index.products[node])
-                found += [core] if core is not None else []
+                found += [self._with_own_operands(core)] if core is not None else []
         if not found and not self.partial:
             raise self._no_attention()
         return found
@@ -369,18 +369,26 @@ class _Dissection:
             projections,
         )
 
-    def _with_own_value(self, core: Core) -> Core:
-        """A copy of the node for the value where one is key and value, so that each can be set."""
-        if core.v.node is not core.k.node:
-            return core
-        with core.product.graph.inserting_before(core.product):
-            copy = core.product.graph.call_function(aten.clone.default, (core.k.node,))
-        copy.meta = dict(core.k.node.meta)
-        q, k, _, *rest = core.product.args
-        core.product.args = (q, k, copy, *rest)
-        self.graph.invalidate()
-        self.index = GraphIndex(self.graph)
-        return replace(core, v=replace(core.v, node=copy))
+    def _with_own_operands(self, core: Core) -> Core:
+        """The core with a copy of a node that is several of q, k and v, so that each can be set."""
+        own = {core.q.node}
+        for place, name in enumerate("qkv"):
+            operand: Operand = getattr(core, name)
+            fused = core.scores is None
+            if operand.node not in own or place == 0 or (name == "k" and not fused):
+                own.add(operand.node)
+                continue
+            with core.product.graph.inserting_before(core.product):
+                copy = core.product.graph.call_function(aten.clone.default, (operand.node,))
+            copy.meta = dict(operand.node.meta)
+            if fused:
+                core.product.update_arg(place, copy)
+            else:
+                core.product.replace_input_with(operand.node, copy)
+            core = replace(core, **{name: replace(operand, node=copy)})
+            self.graph.invalidate()
+            self.index = GraphIndex(self.graph)
+        return core
 
     def _core(self, product: Contraction) -> Core | None:
         """The attention whose second product this is: probabilities times v."""

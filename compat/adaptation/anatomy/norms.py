@@ -236,7 +236,7 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     numbers = [*branches, None]
     for (number, branch), after in zip(branches.items(), numbers[1:], strict=True):
         following = final if after is None else branches[after].stream
-        if following is final and len(final) == 1 and not places.post:
+        if following is final and len(final) == 1 and not _is_post(places, number):
             following = []  # the model's last norm, before the head
         _name(places, number, branch, following)
     for norm in branches[0].stream if branches else []:
@@ -254,6 +254,11 @@ def _names(number: int) -> tuple[str, str]:
     """The names of a branch's norm and of the branch, for branches numbered over all layers."""
     layer, second = divmod(number, 2)
     return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
+
+
+def _is_post(places: NormPlaces, number: int) -> bool:
+    """Whether the norm of a branch is expected after its sum, as in the layer before it."""
+    return _names(number - 2)[0] in places.post if number > 1 else bool(places.post)
 
 
 def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> list[int]:
