@@ -27,12 +27,14 @@ from compat.user_models.synonyms import (
     plain,
     role_of,
     role_of_number,
+    symbols,
     takes_sizes,
     value_of,
 )
 from compat.user_models.usage import (
     Usage,
     compared_strings,
+    counts,
     is_users_class,
     modules_text,
     source_of,
@@ -144,6 +146,9 @@ def _instance(
             arguments |= {n: known[n] for n in usage.names if n in known and n not in parameters}
         elif parameter.kind is parameter.VAR_POSITIONAL or name in entries:
             continue
+        elif parameter.default is parameter.empty and counts(template, name):
+            arguments[name] = symbols(name, config) or known.get(name)
+            missing += [] if arguments[name] else [name]
         elif name in known and accepts(parameter, known[name]):
             arguments[name] = known[name]
         elif parameter.default is parameter.empty:

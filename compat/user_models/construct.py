@@ -43,6 +43,7 @@ from compat.user_models.synonyms import (
     neutral,
     plain,
     role_of,
+    symbols,
     takes_sizes,
 )
 from compat.user_models.trials import (
@@ -54,6 +55,7 @@ from compat.user_models.trials import (
     tried,
 )
 from compat.user_models.usage import (
+    counts,
     forwarded,
     is_users_class,
     items_of,
@@ -512,6 +514,8 @@ def _arguments(
             entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
             missing += [f"{name}.{key}" for key in unknown]
+        elif parameter.default is parameter.empty and counts(cls, name) and symbols(name, config):
+            arguments[name] = symbols(name, config)
         elif name in sizes and accepts(parameter, sizes[name]):
             arguments[name] = sizes[name]
         elif parameter.default is parameter.empty:

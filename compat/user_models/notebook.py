@@ -25,6 +25,8 @@ from compat.user_models.time_limit import limited_time
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
+# A cell that writes a module, which other cells import; its code is read as that of a cell.
+WRITES_MODULE = re.compile(r"\s*%%(?:writefile|file)\b.*?(\w+)\.py[ \t]*$", re.MULTILINE)
 # %matplotlib inline, !pip install, ?help; files = !ls; help? - with lines continued by a backslash.
 MAGIC = re.compile(
     r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
@@ -93,12 +95,17 @@ class LazyModule:
 
     def _read_cells(self, path: Path) -> None:
         lines: list[str] = []
+        written = set[str]()  # modules whose code is in the cells above, and not imported
         for number, cell in enumerate(code_cells(path), 1):
             filename = f"{path}#cell-{number}"
             source, tree, error = _parsed(EDITED.get(filename, cell), filename)
             own = [f"{line}\n" for line in source.split("\n")]
             linecache.cache[filename] = (len(source), None, own, filename)
-            self.statements += [_statement(node, filename, len(lines)) for node in tree.body]
+            for node in tree.body:
+                module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                if module.rpartition(".")[2] not in written:
+                    self.statements.append(_statement(node, filename, len(lines)))
+            written |= {*WRITES_MODULE.findall(cell)}
             if error is not None:
                 self._broken.append((source, error))
             lines += own
@@ -217,7 +224,7 @@ def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | 
     """
     nothing = ast.Module(body=[], type_ignores=[])
     magic = re.match(r"\s*%%(\w+).*", source)
-    if magic and magic[1] not in TRANSPARENT:
+    if magic and magic[1] not in TRANSPARENT and not WRITES_MODULE.match(source):
         return "\n" * source.count("\n"), nothing, None
     if magic:
         source = "\n" * magic[0].count("\n") + source[magic.end() :]

@@ -31,7 +31,7 @@ from compat.user_models.notebook import (
     read_source,
     unguarded,
 )
-from compat.user_models.synonyms import CONFIG_NAMES, plain, takes_sizes
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
 from compat.user_models.usage import SIBLINGS
 
@@ -50,6 +50,7 @@ PARTS = (
     "(?i)block|layer(?!_?norm)",
     "(?i)head",
 )
+RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
 INIT = "__init__"
 # Files that mark the top folder of a project.
@@ -472,10 +473,11 @@ def _builder(
     """
     inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
     parameters = [arg for init in inits for arg in init.args.args[1:]]
-    names = [arg.arg for arg in parameters]
-    if not names or takes_sizes(names) or any(plain(each) in CONFIG_NAMES for each in names):
+    if not parameters or any(plain(arg.arg) in CONFIG_NAMES for arg in parameters):
         return None
     if not all(_is_module(a.annotation, classes, module) for a in parameters if a.annotation):
+        return None
+    if takes_sizes({arg.arg for arg in parameters if not arg.annotation} - AMBIGUOUS):
         return None
     for node in body:
         if isinstance(node, ast.FunctionDef):
@@ -547,11 +549,15 @@ def _root(
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
             called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
-            if called and any(isinstance(node, ast.Return) for node in ast.walk(function)):
+            returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+            several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
+            if called and returned and not several:
                 used |= {*called} - {called[-1]}
     roots = every = [name for name in classes if name not in used]
     single = [name for name in roots if not _takes_two_sequences(classes[name])]
-    roots = _most(single or roots, classes, FEATURES)  # without helpers that are left over
+    roots = single or roots
+    roots = [n for n in roots if not RECURRENT.search(ast.unparse(classes[n]))] or roots
+    roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)

@@ -134,6 +134,12 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
     return None, ""
 
 
+def counts(cls: Callable[..., Any], parameter: str) -> bool:
+    """Whether a constructor takes the length of a parameter, as in `len(vocab)`, or its set."""
+    own = source_of(inspect.getattr_static(cls, "__init__"))
+    return re.search(rf"\b(len|set)\(\s*(self\.)?{parameter}\s*\)", own) is not None
+
+
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
     """The names that a constructor reads from a dictionary, such as its **kwargs.
 

@@ -84,12 +84,14 @@ def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> Non
         ("hidden_size, intermediate_size", 24),
         ("d_model, hidden_size", 96),
         ("hidden_dim, emb_dim", 96),
+        ("d_hid, heads", 24),
+        ("d_model, d_hid", 96),
     ],
 )
 def test_hidden_size_is_the_mlp_width_only_beside_a_width(
     tmp_path: Path, signature: str, expected: int
 ) -> None:
-    name = next(n for n in signature.split(", ") if n.startswith("hidden"))
+    name = next(n for n in signature.split(", ") if "hid" in n)
     assert build(tmp_path, gpt(f", {signature}", f"0, 0, 0, 0, 0, {name}")).extra == expected
 
 
@@ -145,6 +147,18 @@ def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     """Its use outweighs its name, which is one of the width of the MLP."""
     before = f"assert {test} or not isinstance(ffn, str)"
     assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
+
+
+def test_an_argument_whose_length_is_taken_is_a_vocabulary(tmp_path: Path) -> None:
+    counted = gpt(", vocab", "len(vocab), 0, 0, 0, 0, vocab")
+    model = build(tmp_path, counted)
+    assert model.sizes[0] == len(set(model.extra)) == 97
+    assert build(tmp_path, counted.replace("len(vocab)", "vocab")).extra == 97
+    of_class = (
+        "class Encoder:\n    def __init__(self, chars):\n        self.n_vocab = len(set(chars))\n"
+        + gpt(", encoder: Encoder", "encoder.n_vocab, 0, 0, 0, 0")
+    )
+    assert build(tmp_path, of_class).sizes[0] == 97
 
 
 def test_an_argument_that_is_annotated_as_a_string_is_not_a_size(tmp_path: Path) -> None:
@@ -491,6 +505,25 @@ class GPT(nn.Module):
     path.write_text(path.read_text().replace("raise NotImplementedError", "pass"))
     model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     assert vars(model)["bias"] is True and ";" not in call
+
+
+@pytest.mark.parametrize(("width", "expected"), [("n_key * n_head", 6), ("n_key", 24)])
+def test_the_width_of_the_keys_is_one_heads_or_all_heads(
+    tmp_path: Path, width: str, expected: int
+) -> None:
+    """By the number of parameters that the model has with it."""
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\nclass GPT(nn.Module):\n"
+        "    def __init__(self, vocab_size, block_size, n_embd, n_layer, n_head, n_key):\n"
+        "        super().__init__()\n        self.n_key = n_key\n"
+        "        self.wte = nn.Embedding(vocab_size, n_embd)\n"
+        "        self.wpe = nn.Embedding(block_size, n_embd)\n"
+        f"        layers = [nn.Linear(n_embd, 12 * ({width})) for _ in range(n_layer)]\n"
+        "        self.h = nn.ModuleList(layers)\n\n"
+        "    def forward(self, ids):\n        return self.wte(ids) @ self.wte.weight.T\n"
+    )
+    model = construct(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert vars(model)["n_key"] == expected
 
 
 def test_n_is_the_context_where_the_model_has_positions(tmp_path: Path) -> None:

@@ -171,6 +171,27 @@ def test_the_most_complete_model_of_a_lesson_is_selected(tmp_path: Path) -> None
     assert load_target(str(path)).__name__ == "Second"
 
 
+def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path) -> None:
+    """Although it is the last class, and a function builds both."""
+    source = (
+        "from torch import nn\n\nclass Text(nn.Module):\n    attention = vocab = 2\n\n"
+        "class Recurrent(nn.Module):\n    attention = vocab = norm = head = 2\n"
+        "    def __init__(self):\n        self.rnn = nn.LSTM(2, 2)\n\n"
+        "def load():\n    one = Text()\n    two = Recurrent()\n    return one, two\n"
+    )
+    path = write(tmp_path / "two.py", source)
+    assert load_target(str(path)).__name__ == "Text"
+    write(path, source.replace("nn.LSTM", "nn.Linear"))
+    assert load_target(str(path)).__name__ == "Recurrent"
+
+
+def test_a_notebook_that_writes_its_modules(tmp_path: Path) -> None:
+    written = f"%%writefile parts/model.py\n{GPT}"
+    use = "from parts.model import GPT\nmodel = GPT()\n"
+    assert load_target(f"{notebook(tmp_path, written, use)}:GPT").__name__ == "GPT"
+    refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
+
+
 def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")

@@ -475,7 +475,7 @@ class _Dissection:
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
-        if self.partial and len(mlp) == 1 and out_projs and size(out_projs[-1])[-1] != self.width:
+        if self.partial and out_projs and self._reads_heads(out_projs[-1], len(mlp)):
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
@@ -527,6 +527,13 @@ class _Dissection:
             extra=[node for node in extra if node is not None],
             unknown=unknown,
         )
+
+    def _reads_heads(self, projection: Node, following: int) -> bool:
+        """Whether a projection of the heads is the first of the MLP, and not attention's own."""
+        if following == 0:
+            end = self._with_bias(projection)
+            return self._activated(end) is not end
+        return following == 1 and size(projection)[-1] != self.width
 
     def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
         """The projections that compute q, k and v, and the one tensor that they project."""
