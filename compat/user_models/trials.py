@@ -27,6 +27,8 @@ Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
 Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
+# How much nearer to GPT-2's number of parameters another meaning of a known name must come.
+MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
 # Sizes for trials, all different. Some code has heads of 64 channels.
 SMALL = GPT2Config(
@@ -99,7 +101,8 @@ def better(
     if first == 0:
         return {}
     every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
-    best, _ = _best(run, config, chosen, every, first)
+    most = None if first is None else first / MUCH_BETTER
+    best, _ = _best(run, config, chosen, every, most)
     return best
 
 

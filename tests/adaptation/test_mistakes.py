@@ -355,6 +355,8 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
     if name == "attention without a projection, a residual or an MLP":
         consequences |= {"no_out_proj", "missing_residual"}
+    if name == "attention over the batch":
+        consequences |= {"no_mask"}  # the rest is examined as with batch_first=True
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}
 
 
@@ -389,6 +391,48 @@ def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Pa
     assert {f.code for f in adaptation.deviations} == {"post_ln", "missing_ln"}
     without = adapted(tiny, tmp_path, [*edits, ("self.final_norm(x)", "x")])
     assert {f.code for f in without.deviations} == {"post_ln", "missing_ln", "no_final_ln"}
+
+
+def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits, code, _ = MISTAKES["attention over the batch"]
+    adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
+    assert {f.code for f in adaptation.deviations} == {code, "no_mask", "erf_gelu"}
+    assert adaptation.parity is not None and not adaptation.unmatched
+    right = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
+    assert {f.code for f in adapted(tiny, tmp_path, right).deviations} == {"no_mask"}
+
+
+DECODER = """
+        layer = nn.TransformerDecoderLayer(
+            emb_dim, n_heads, 4 * emb_dim, batch_first=True, norm_first=True,
+            activation=lambda x: F.gelu(x, approximate="tanh"),
+        )
+        self.blocks = nn.TransformerDecoder(layer, n_layers)
+"""
+
+
+@pytest.mark.parametrize("memory", ["x", "torch.zeros_like(x)", "torch.zeros(B, 1, x.size(2))"])
+def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: str) -> None:
+    """Also if it attends to zeros, so that its result is that of the biases."""
+    edits = [
+        ("        self.blocks = nn.ModuleList(blocks)\n", DECODER),
+        (f"{LOOP}            x = block(x)\n",
+         "        mask = nn.Transformer.generate_square_subsequent_mask(T)\n"
+         f"        x = self.blocks(x, {memory}, tgt_mask=mask)\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"cross_attention"}
+    found = only(adaptation, "cross_attention")
+    assert found.source_line and "TransformerDecoderLayer(" in found.source_line
+    assert not adaptation.unmatched
+    without = [
+        (old, new.replace("Decoder", "Encoder").replace(f"{memory}, tgt_mask", "mask")
+         .replace("n_layers)", "n_layers, enable_nested_tensor=False)"))
+        for old, new in edits
+    ]  # fmt: skip
+    assert adapted(tiny, tmp_path, without)
 
 
 def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ class Layer:
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
     unknown: list[Node]  # projections in place of the MLP, in a structure that is not known
+    cross: list[Core]  # attention to another sequence, between attention and the MLP
+    cross_sum: Sum | None  # where its result is added to the residual stream
 
     @property
     def is_gated(self) -> bool:
@@ -317,7 +319,8 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
     Args:
         graph: of the model.
         partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
-            projections that GPT-2 does not have: the gate of a gated MLP, and others after the MLP.
+            projections that GPT-2 does not have: those of cross-attention, the gate of a gated MLP,
+            and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
@@ -331,6 +334,7 @@ class _Dissection:
     def __init__(self, graph: Graph, partial: bool) -> None:
         self.graph, self.partial = graph, partial
         self.index = GraphIndex(graph)
+        self.cross: list[Core] = []
 
     def run(self) -> Anatomy:
         graph = self.graph
@@ -359,7 +363,22 @@ class _Dissection:
                 found += [self._with_own_operands(core)] if core is not None else []
         if not found and not self.partial:
             raise self._no_attention()
+        if self.partial:
+            own = [core for core in found if not self._is_cross(core)]
+            self.cross = [core for core in found if core not in own] if own else []
+            found = own or found
         return found
+
+    def _is_cross(self, core: Core) -> bool:
+        """Whether keys and values are projected from another tensor than the queries."""
+        if core.k.node not in self.graph.live:
+            return True
+        q, k, v = (
+            {self.index.input_of(n) for n in self.index.frontier(operand.node)
+             if n in self.index.projections}
+            for operand in (core.q, core.k, core.v)
+        )  # fmt: skip
+        return bool(q) and bool(k) and q.isdisjoint(k | v)
 
     def _no_attention(self) -> UnknownPart:
         projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
@@ -469,7 +488,9 @@ class _Dissection:
             if n in index.projections - after and index.sources(n) <= products
         ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
-        mlp = (following & index.projections) - {*qkv, *out_projs, *after}
+        cross = [c for c in self.cross if c.product in following and products & above[c.product]]
+        projections = index.projections - self._of_cross_attention()
+        mlp = (following & projections) - {*qkv, *out_projs, *after}
         if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
@@ -505,8 +526,11 @@ class _Dissection:
             x2 = act = fc_end = index.input_of(unknown[0])
             mlp_sum = self._sum(unknown[0], set(unknown), until)
             end = mlp_sum.branch
+        cross_products = {core.product for core in cross}
         return Layer(
             cores=cores,
+            cross=cross,
+            cross_sum=self._sum(cross[-1].product, cross_products, until) if cross else None,
             qkv=qkv,
             qkv_ends=[self._with_bias(node) for node in qkv],
             x1=x1,
@@ -527,6 +551,15 @@ class _Dissection:
             extra=[node for node in extra if node is not None],
             unknown=unknown,
         )
+
+    def _of_cross_attention(self) -> set[Node]:
+        """The projections of cross-attention."""
+        index = self.index
+        products = {core.product for core in self.cross}
+        operands = [o.node for core in self.cross for o in (core.q, core.k, core.v)]
+        found = set().union(*(index.frontier(n) for n in operands if n in self.graph.live))
+        own = {n for n in index.projections if index.sources(n) and index.sources(n) <= products}
+        return (found & index.projections) | own
 
     def _reads_heads(self, projection: Node, following: int) -> bool:
         """Whether a projection of the heads is the first of the MLP, and not attention's own."""

@@ -331,7 +331,11 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    for norm in context.places.cross:
+        known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for _, layer in context.layers:
+        if layer.cross_sum is not None:
+            known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
         own_finding = [layer.gate] if layer.gate else []  # gated_mlp
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))

@@ -671,6 +671,8 @@ def embedding_of(
     ).any():  # fmt: skip
         return None
     added = constant[0] if constant.abs().max() > 0 else None
+    if not torch.allclose(constant, constant[:1].expand_as(constant)):
+        return None  # positions along the axis of the batch
     if positions is None:
         return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     factor = (only(positions) - constant).reshape(-1)[0].item()
