@@ -192,6 +192,18 @@ def test_a_notebook_that_writes_its_modules(tmp_path: Path) -> None:
     refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_an_f_string_with_its_own_quotes_inside(tmp_path: Path, quote: str) -> None:
+    """As Python 3.12 accepts it; the lines and columns of the rest stay."""
+    line = "print(f'{len(losses['a'])} and {{x}}', f'{losses['b']:.2f}')\n".replace("'", quote)
+    text = f"losses = {{'a': '', 'b': 1.0}}\n{line}{GPT}"
+    cls = load_target(f"{write(tmp_path / 'gpt.py', text)}:GPT")
+    assert inspect.getsource(cls).startswith("class GPT(nn.Module)")
+    cell = notebook(tmp_path, text)
+    assert load_target(f"{cell}:GPT").__name__ == "GPT"
+    refused(f"{write(tmp_path / 'broken.py', text.replace('len(', 'len(('))}:GPT", "SyntaxError")
+
+
 def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")
