@@ -526,6 +526,43 @@ def test_the_width_of_the_keys_is_one_heads_or_all_heads(
     assert vars(model)["n_key"] == expected
 
 
+REPLACED = """
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_ctx, n_embd, n_layer, n_head, use_rms=True, use_rope=True):
+        super().__init__()
+        self.own = use_rms, use_rope
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Identity() if use_rope else {positions}
+        self.norms = nn.ModuleList(
+            nn.RMSNorm(n_embd) if use_rms else {norm} for _ in range(2 * n_layer + 1)
+        )
+        self.h = nn.ModuleList(nn.Linear(n_embd, 12 * n_embd) for _ in range(n_layer))
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+
+
+@pytest.mark.parametrize(
+    ("positions", "norm", "expected"),
+    [
+        ("nn.Embedding(n_ctx, n_embd)", "nn.LayerNorm(n_embd)", (False, False)),
+        ("nn.Embedding(n_ctx, n_embd)", "nn.Identity()", (True, False)),
+        ("nn.Identity()", "nn.LayerNorm(n_embd)", (False, True)),
+    ],
+)
+def test_a_switch_that_nothing_replaces_keeps_its_default(
+    tmp_path: Path, positions: str, norm: str, expected: tuple[bool, bool]
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(REPLACED.format(positions=positions, norm=norm))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert vars(model)["own"] == expected
+    assert ("found by trying" in call) is any(expected)
+
+
 def test_n_is_the_context_where_the_model_has_positions(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
