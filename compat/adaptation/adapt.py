@@ -425,8 +425,10 @@ def _map_time_first(run: _Run, error: BatchFirst, partial: bool) -> _Mapped:
     Raises:
         BatchFirst: called so, the model does not add positions, so it expects ids (B, T).
     """
-    call = run.call
-    run.call = lambda model, ids: call(model, ids.T).transpose(0, 1)
+    try:
+        run.call = find_signature(run.model, run.ids, time_first=True)
+    except AdaptError:
+        raise error from None
     mapped = _map(to_graph(run.model, run.call, run.ids), run.checkpoint, partial)
     tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
     if tables[0] is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
+from compat.user_code import MAKE_MODEL, SIBLINGS, is_users, translated, users_frames
 from compat.user_models.missing import Unknown, despite_missing_libraries
 from compat.user_models.notebook import (
     LazyModule,
@@ -33,7 +33,6 @@ from compat.user_models.notebook import (
 )
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
-from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model

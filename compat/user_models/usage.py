@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compat.user_code import is_users
+from compat.user_code import SIBLINGS, is_users
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
@@ -30,8 +30,6 @@ _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\
 # Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 TRANSPOSES = {"T", "H", "mT", "mH"}  # of tensors
-# The names of the modules that a target's file imported from its project; see target.py.
-SIBLINGS: set[str] = set()
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,25 @@ EQUAL: dict[str, Edits] = {
 }
 
 
+DECODER = """
+        layer = nn.TransformerDecoderLayer(
+            emb_dim, n_heads, 4 * emb_dim, batch_first=True, norm_first=True,
+            activation=lambda x: F.gelu(x, approximate="tanh"),
+        )
+        self.blocks = nn.TransformerDecoder(layer, n_layers)
+"""
+TIME_FIRST = [
+    ("        self.blocks = nn.ModuleList(blocks)\n", DECODER.replace("Decoder", "Encoder")
+     .replace("batch_first=True, ", "")
+     .replace("n_layers)", "n_layers, enable_nested_tensor=False)")),
+    ("def forward(self, ids):", "def forward(self, ids, src_mask):"),
+    ("B, T = ids.shape", "T, B = ids.shape"),
+    ("device=ids.device))", "device=ids.device))[:, None]"),
+    (f"{LOOP}            x = block(x)\n", "        x = self.blocks(x, src_mask)\n"),
+]  # fmt: skip
+EQUAL["ids (T, B) and a mask"] = TIME_FIRST
+
+
 def adapted(source: Path, tmp_path: Path, edits: Edits) -> Adaptation:
     text = GPT
     for old, new in edits:
@@ -369,6 +388,11 @@ def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: 
         assert found.severity == "limit" and "float64 (head.weight)" in found.message
 
 
+def test_a_mask_that_is_not_used_by_a_model_with_ids_time_first(tiny: Path, tmp_path: Path) -> None:
+    adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
+    assert {f.code for f in adaptation.deviations} == {"no_mask"}
+
+
 def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -402,15 +426,6 @@ def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
     assert adaptation.parity is not None and not adaptation.unmatched
     right = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
     assert {f.code for f in adapted(tiny, tmp_path, right).deviations} == {"no_mask"}
-
-
-DECODER = """
-        layer = nn.TransformerDecoderLayer(
-            emb_dim, n_heads, 4 * emb_dim, batch_first=True, norm_first=True,
-            activation=lambda x: F.gelu(x, approximate="tanh"),
-        )
-        self.blocks = nn.TransformerDecoder(layer, n_layers)
-"""
 
 
 @pytest.mark.parametrize("memory", ["x", "torch.zeros_like(x)", "torch.zeros(B, 1, x.size(2))"])

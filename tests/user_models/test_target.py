@@ -259,6 +259,32 @@ def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
     assert f"Python imports {tmp_path / 'compat' / '__init__.py'} as `compat`" in run.stderr
 
 
+def test_modules_of_the_project_with_the_names_of_libraries(tmp_path: Path) -> None:
+    """They stay the project's, and transformers, which is imported after them, gets the libraries.
+
+    Twice, because the first import of some libraries cannot be repeated.
+    """
+    for name in ("tokenizers", "yaml"):
+        write(tmp_path / f"{name}.py", "OWN = 1\n")
+    path = write(tmp_path / "gpt.py", f"from tokenizers import OWN\nfrom yaml import OWN\n{GPT}")
+    code = (
+        "import sys\nfrom compat.user_code import library_modules\n"
+        "from compat.user_models import load_target\n"
+        "for _ in range(2):\n"
+        f"    load_target({f'{path}:GPT'!r})\n"
+        "    with library_modules():\n        import tokenizers\n"
+        "    print(hasattr(tokenizers, 'Tokenizer'), sys.modules['tokenizers'].OWN)\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    python, folder = [sys.executable, "-c", code], str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": folder}
+    run = subprocess.run(
+        python, env=environment, cwd=tmp_path / "elsewhere", capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.stdout.splitlines() == ["True 1", "True 1"], run.stderr
+
+
 def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
     """`vocab_size = len(chars)` is the checkpoint's, and a class that needs the data is refused."""
     read = "text = open('no such file').read()\nchars = set(text)\nvocab_size = len(chars)\n"
