@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from compat.errors import AdaptError, CompatError
 
+# The names of the modules that a target's file imported from its project.
+SIBLINGS: set[str] = set()
+# Modules of libraries that have the name of a module of the user's.
+_LIBRARIES: dict[str, ModuleType] = {}
 # Import names of packages that have another name on PyPI.
 PACKAGES = {
     "PIL": "pillow",
@@ -22,6 +27,21 @@ PACKAGES = {
     "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
 }
+
+
+@contextlib.contextmanager
+def library_modules() -> Iterator[None]:
+    """Hide modules of the user's project, such as a `tokenizers.py`, from imports in the body.
+
+    Libraries of the same name are imported once, because some cannot be imported again.
+    """
+    hidden = {name: sys.modules.pop(name) for name in sorted(SIBLINGS) if name in sys.modules}
+    sys.modules.update(_LIBRARIES)
+    try:
+        yield
+    finally:
+        _LIBRARIES.update({name: sys.modules[name] for name in hidden if name in sys.modules})
+        sys.modules.update(hidden)
 
 
 def _folders_of(package: str) -> list[str]:

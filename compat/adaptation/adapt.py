@@ -277,10 +277,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
         except BatchFirst as error:
             if forward is not None:
                 raise
-            try:
-                mapped = _map_time_first(run, error)
-            except BatchFirst:
-                return _survey(run, error)
+            return _judge_batch_first(run, error)
         except NoHead as error:
             return _judge_with_head(run, error)
         except AdaptError as error:
@@ -296,12 +293,17 @@ def _judge_with_head(run: _Run, error: NoHead) -> Adaptation:
         return call(model, ids) @ model.get_parameter(error.table).T
 
     run.call = with_head
+    adaptation = _examined(run)
     graph = to_graph(run.model, run.call, run.ids)
-    try:
-        adaptation = _judge(run, _map(graph, run.checkpoint))
-    except AdaptError as other:
-        adaptation = _map_otherwise(run, other)
     return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
+
+
+def _examined(run: _Run) -> Adaptation:
+    """Trace, map and judge a model."""
+    try:
+        return _judge(run, _map(to_graph(run.model, run.call, run.ids), run.checkpoint))
+    except AdaptError as error:
+        return _map_otherwise(run, error)
 
 
 def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
@@ -380,18 +382,57 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 
 
-def _map_time_first(run: _Run, error: BatchFirst) -> _Mapped:
+def _judge_batch_first(run: _Run, error: BatchFirst, partial: bool = False) -> Adaptation:
+    """Judge a model whose attention runs along the first axis of the ids.
+
+    It is called with ids (T, B) if it adds positions along the first axis as well. Otherwise this
+    is a mistake, and the rest is examined as it is with `batch_first=True`.
+    """
+    call = run.call
+    try:
+        return _judge(run, _map_time_first(run, error, partial))
+    except BatchFirst:
+        run.call = call
+    surveyed = _survey(run, error)
+    modules = [
+        module for module in run.model.modules()
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    ]  # fmt: skip
+    with _batch_first(modules), suppress(AdaptError):
+        if not modules:
+            return surveyed
+        run.call, run.ids = _signature(run.model, run.checkpoint, run.ids)
+        adaptation = _examined(run)
+        return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
+    return surveyed
+
+
+@contextmanager
+def _batch_first(modules: Sequence[nn.MultiheadAttention]) -> Iterator[None]:
+    """Let these modules take tensors (B, T, C) in the body."""
+    for module in modules:
+        module.batch_first = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.batch_first = False
+
+
+def _map_time_first(run: _Run, error: BatchFirst, partial: bool) -> _Mapped:
     """The same model, called with ids (T, B).
 
     Raises:
-        BatchFirst: called so, the model does not add learned positions, so it expects ids (B, T).
+        BatchFirst: called so, the model does not add positions, so it expects ids (B, T).
     """
-    call = run.call
-    run.call = lambda model, ids: call(model, ids.T).transpose(0, 1)
-    mapped = _map(to_graph(run.model, run.call, run.ids), run.checkpoint)
+    try:
+        run.call = find_signature(run.model, run.ids, time_first=True)
+    except AdaptError:
+        raise error from None
+    mapped = _map(to_graph(run.model, run.call, run.ids), run.checkpoint, partial)
     tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
-    if tables[0] is not None and tables[1] is not None:
-        (table,), (positions,) = tables[0][0], tables[1][0]
+    if tables[0] is not None:
+        (table,), positions = tables[0][0], tables[1][0][0] if tables[1] else None
         if embedding_of(mapped.anatomy.graph, mapped.anatomy.embed, table, positions) is None:
             raise error from None
     return mapped
@@ -437,7 +478,10 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
     before, incompatible = values(), None
     for attempt in by_graph:
         with suppress(CompatError):
-            adaptation = attempt()
+            try:
+                adaptation = attempt()
+            except BatchFirst as found:  # beside parts that GPT-2 does not have
+                adaptation = _judge_batch_first(run, found, partial=True)
             if adaptation:
                 return adaptation
             if adaptation is not None and incompatible is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ def find_logits(
             is returned.
 
     Returns:
-        A float tensor (B, T, V), or (B, 1, V) with `last`.
+        A float tensor (B, T, V), or (B, 1, V) with `last`. Further axes of size 1 are removed.
 
     Raises:
         AdaptError: the output does not contain such a tensor.
@@ -35,7 +36,8 @@ def find_logits(
     for tensor in floats if last else ():
         if tensor.shape[:-1] in ((B,), (B, 1)):
             return tensor.view(B, 1, -1)
-    every_position = [t for t in floats if t.ndim == 3 and t.shape[:2] == (B, T)]
+    squeezed = [_without_extra_axes(t, B, T) for t in floats]
+    every_position = [t for t in squeezed if t.ndim == 3 and t.shape[:2] == (B, T)]
     if every_position:
         return max(every_position, key=lambda t: (t.shape[-1] == vocab_size, t.shape[-1]))
     for tensor in floats:
@@ -43,6 +45,15 @@ def find_logits(
             return tensor.view(B, T, -1)
     shapes = ", ".join(str(list(t.shape)) for t in found) or "no tensor"
     raise AdaptError(f"the model returned {shapes} for ids [{B}, {T}]; expected [{B}, {T}, V]")
+
+
+def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:
+    """Logits such as (1, B, T, V) as (B, T, V); any other tensor itself."""
+    ones = [axis for axis, length in enumerate(tensor.shape) if length == 1]
+    for axes in combinations(ones, max(tensor.ndim - 3, 0)):
+        if tensor.squeeze(axes).shape[:2] == (B, T):
+            return tensor.squeeze(axes)
+    return tensor
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from compat.parity.inputs import sequences
 from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
 from compat.parity.report import GradientsProof, LogitsProof, ParityReport
 from compat.parity.trace import Trace, record
+from compat.user_code import library_modules
 
 LARGE = 500_000_000  # parameters; above it, only one matrix at a time is held in float64
 
@@ -69,13 +70,14 @@ class Reference:
         calibrate: bool = True,
         attention: Literal["eager", "sdpa"] = "eager",
     ) -> None:
-        from compat.parity import transformers_gpt2  # importing transformers takes seconds
+        with library_modules():
+            from compat.parity import transformers_gpt2  # importing transformers takes seconds
 
         self.checkpoint, self.dtype, self.calibrate = checkpoint, dtype, calibrate
         self.weights_dtype = dtype  # the weights remain rounded to it after `to_float32`
         self._hf = transformers_gpt2
         self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
-        with explain_exceptions():
+        with explain_exceptions(), library_modules():
             self.model = transformers_gpt2.load_reference(checkpoint, dtype, attention)
             self.is_large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = transformers_gpt2.in_float64(self.model, by_module=self.is_large)

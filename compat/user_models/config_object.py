@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_models.activations import activation_for
+from compat.user_models.activations import GELUS, activation_for
 from compat.user_models.missing import Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
@@ -27,11 +27,14 @@ from compat.user_models.synonyms import (
     plain,
     role_of,
     role_of_number,
+    symbols,
     takes_sizes,
     value_of,
 )
 from compat.user_models.usage import (
     Usage,
+    compared_strings,
+    counts,
     is_users_class,
     modules_text,
     source_of,
@@ -65,9 +68,16 @@ def known_values(
     config: GPT2Config,
     numbers: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The checkpoint's value for each name that has a role; of `numbers` the value is a number."""
+    """The checkpoint's value for each name that has a role; of `numbers` the value is a number.
+
+    A name that the code compares with strings, such as `ffn` in `ffn == "gelu"`, is not a size.
+    """
     among = list(names)
     roles = {n: (role_of_number if n in numbers else role_of)(n, among) for n in among}
+    if any(role in SIZES for role in roles.values()):
+        for name, strings in compared_strings(cls).items():
+            if roles.get(name) in SIZES:
+                roles[name] = "activation_function" if strings & {*GELUS} else None
     values = {n: value_of(role, config) for n, role in roles.items() if role}
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
@@ -136,6 +146,9 @@ def _instance(
             arguments |= {n: known[n] for n in usage.names if n in known and n not in parameters}
         elif parameter.kind is parameter.VAR_POSITIONAL or name in entries:
             continue
+        elif parameter.default is parameter.empty and counts(template, name):
+            arguments[name] = symbols(name, config) or known.get(name)
+            missing += [] if arguments[name] else [name]
         elif name in known and accepts(parameter, known[name]):
             arguments[name] = known[name]
         elif parameter.default is parameter.empty:
@@ -198,10 +211,15 @@ def _exports(cls: Callable[..., Any]) -> bool:
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
-    """Whether a value has the type of the parameter's default; a string default is kept."""
+    """Whether a value has the type of the parameter's default or annotation.
+
+    A string default is kept.
+    """
     default = parameter.default
     if isinstance(default, Unknown):
         return True
+    if parameter.annotation in (str, "str") and not isinstance(value, str):
+        return False
     if default is None:
         is_number = not isinstance(value, str) and not callable(value)
         return parameter.name.lower() not in AMBIGUOUS and is_number

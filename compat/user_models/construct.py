@@ -43,6 +43,7 @@ from compat.user_models.synonyms import (
     neutral,
     plain,
     role_of,
+    symbols,
     takes_sizes,
 )
 from compat.user_models.trials import (
@@ -50,10 +51,12 @@ from compat.user_models.trials import (
     Value,
     arguments_with,
     better,
+    needed,
     small_config,
     tried,
 )
 from compat.user_models.usage import (
+    counts,
     forwarded,
     is_users_class,
     items_of,
@@ -248,6 +251,18 @@ def _own_switches(
     return found
 
 
+def _replaceable(
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
+) -> dict[str, bool]:
+    """The user's own switches of norms and positions, such as `config.use_rope`, that are off."""
+    flat: dict[str, bool] = {}
+    for name, own in _own_switches(target, config, kwargs).items():
+        inner = own.items() if isinstance(own, Mapping) else [("", own)]
+        flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner}
+    kinds = re.compile("rms|rope|rotary|alibi|sinus")
+    return {n: v for n, v in flat.items() if v and kinds.search(plain(_last(n)))}
+
+
 def _inferred(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -271,6 +286,7 @@ def _inferred(
         arguments = _found_arguments(target, small, kwargs, None)
         chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
         chosen |= _width(target, run, arguments, kwargs or {}, chosen, small)
+        chosen |= needed(run, _replaceable(target, small, kwargs or {}), chosen, config)
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
@@ -512,6 +528,8 @@ def _arguments(
             entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
             missing += [f"{name}.{key}" for key in unknown]
+        elif parameter.default is parameter.empty and counts(cls, name) and symbols(name, config):
+            arguments[name] = symbols(name, config)
         elif name in sizes and accepts(parameter, sizes[name]):
             arguments[name] = sizes[name]
         elif parameter.default is parameter.empty:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import textwrap
 import threading
@@ -108,7 +109,20 @@ def _resize(
     for name, role in sizes.items():
         undo.callback(_write, owner, name, own.get(name, _ABSENT))
         _write(owner, name, value_of(role, config))
+    if sizes and isinstance(owner, type) and dataclasses.is_dataclass(owner):
+        _resize_fields(owner, {n: value_of(role, config) for n, role in sizes.items()}, undo)
     return bool(sizes)
+
+
+def _resize_fields(owner: type, sizes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    """Replace the defaults of a data class's fields, for code that builds it without arguments."""
+    init = inspect.getattr_static(owner, "__init__")
+    old = getattr(init, "__defaults__", None) or ()
+    parameters = list(inspect.signature(init).parameters.values())
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][-len(old) :]
+    undo.callback(setattr, init, "__defaults__", init.__defaults__)
+    pairs = zip(named, old, strict=True) if old else ()
+    init.__defaults__ = tuple(sizes.get(n, v) if type(v) is int else v for n, v in pairs) or None
 
 
 def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:

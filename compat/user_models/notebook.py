@@ -10,6 +10,7 @@ import json
 import linecache
 import re
 import symtable
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,11 +26,15 @@ from compat.user_models.time_limit import limited_time
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
+# A cell that writes a module, which other cells import; its code is read as that of a cell.
+WRITES_MODULE = re.compile(r"\s*%%(?:writefile|file)\b.*?(\w+)\.py[ \t]*$", re.MULTILINE)
 # %matplotlib inline, !pip install, ?help; files = !ls; help? - with lines continued by a backslash.
 MAGIC = re.compile(
     r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
     re.MULTILINE,
 )
+# An f-string that begins, and the rest of its line.
+F_STRING = re.compile(r"""\b[rR]?[fF][rR]?(['"])(?!\1).*""")
 _COUNT = re.compile("^n|num|size|len|count|dim")  # in the name of a number or its function
 # Texts that replace those of files and cells, by name; see `edited_sources`.
 EDITED: dict[str, str] = {}
@@ -93,12 +98,17 @@ class LazyModule:
 
     def _read_cells(self, path: Path) -> None:
         lines: list[str] = []
+        written = set[str]()  # modules whose code is in the cells above, and not imported
         for number, cell in enumerate(code_cells(path), 1):
             filename = f"{path}#cell-{number}"
             source, tree, error = _parsed(EDITED.get(filename, cell), filename)
             own = [f"{line}\n" for line in source.split("\n")]
             linecache.cache[filename] = (len(source), None, own, filename)
-            self.statements += [_statement(node, filename, len(lines)) for node in tree.body]
+            for node in tree.body:
+                module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                if module.rpartition(".")[2] not in written:
+                    self.statements.append(_statement(node, filename, len(lines)))
+            written |= {*WRITES_MODULE.findall(cell)}
             if error is not None:
                 self._broken.append((source, error))
             lines += own
@@ -213,22 +223,57 @@ def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | 
     """A cell whose magics are replaced by `pass`, its syntax, and its syntax error if it has one.
 
     Magics are only looked for in a cell that Python cannot parse: a line that starts with `%` may
-    be the second line of an expression. Line numbers stay.
+    be the second line of an expression. So are f-strings in the syntax of Python 3.12. Line numbers
+    stay.
     """
     nothing = ast.Module(body=[], type_ignores=[])
     magic = re.match(r"\s*%%(\w+).*", source)
-    if magic and magic[1] not in TRANSPARENT:
+    if magic and magic[1] not in TRANSPARENT and not WRITES_MODULE.match(source):
         return "\n" * source.count("\n"), nothing, None
     if magic:
         source = "\n" * magic[0].count("\n") + source[magic.end() :]
     without = MAGIC.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), source)
-    for text in (source, without):
+    for text in map(older_syntax, (source, without)):
         try:
             return text, ast.parse(text, filename), None
         except (SyntaxError, ValueError) as error:
             fault = error if isinstance(error, SyntaxError) else SyntaxError(str(error))
             fault.filename, fault.text = filename, fault.text or ""
     return without, nothing, fault
+
+
+def older_syntax(source: str) -> str:
+    """The same code for Python 3.11, where an f-string contains no quotes of its own kind.
+
+    Python 3.12 accepts `f'{a['b']}'`, which becomes `f'{a["b"]}'`. Every other character stays in
+    its place.
+    """
+    if sys.version_info >= (3, 12):
+        return source
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        if "f-string" not in str(error.msg):
+            return source
+        return F_STRING.sub(_other_quotes, source)
+    except ValueError:  # null bytes
+        pass
+    return source
+
+
+def _other_quotes(found: re.Match[str]) -> str:
+    """The rest of a line after an f-string begins, with the other quotes within its braces."""
+    quote, depth = found[1], 0
+    start = found.end(1) - found.start()
+    characters = list(found[0])
+    for i, character in enumerate(characters[start:], start):
+        if character == quote and depth == 0:
+            rest = F_STRING.sub(_other_quotes, "".join(characters[i + 1 :]))
+            return "".join(characters[: i + 1]) + rest
+        depth += (character == "{") - (character == "}")
+        if character == quote:
+            characters[i] = "'" if quote == '"' else '"'
+    return found[0]
 
 
 # The guard `if __name__ == "__main__":`.

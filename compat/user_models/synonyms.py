@@ -44,7 +44,7 @@ _PATTERNS = {
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
-    r"|keysize",
+    r"|n(key|query|value)s?|keysize",
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?|(n|num).*(layer|block|decoder)"
     r"|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
@@ -58,10 +58,12 @@ _PATTERNS = {
     rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|channel){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
-    r"|ninp|emsize|normalizedshape|d(in|out)|dhidn?|dhidden",
+    r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
-_WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim")
+_WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
+# The width of the keys of one head, or of all heads.
+_KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|keysize")
 # The second role applies if another name beside it has the first role.
 _TWO_ROLES = [
     (_WIDE, "n_embd", "d_inner"),
@@ -95,6 +97,8 @@ _EXPERTS = re.compile(
     r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
     r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)"
 )
+# Names of the characters or words of a vocabulary, whose number the code takes.
+_SYMBOLS = re.compile(r"(all|unique)?(char(acter)?s|symbols|alphabet|charset|vocab(ulary)?|itos)")
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "
@@ -102,7 +106,9 @@ CONFIG_NAMES = set(
 )
 CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings".split())
 # A default of None for these may mean a module or a list as well as a number.
-AMBIGUOUS = set("blocks emb embedding features ff ffn layer layers mlp tokens words".split())
+AMBIGUOUS = set(
+    "block blocks emb embed embedding features ff ffn layer layers mlp tokens words".split()
+)
 SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", "d_head", "ratio"}
 _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Config)}
 
@@ -154,6 +160,8 @@ def meanings(name: str) -> tuple[str, ...]:
     """The possible roles of an ambiguous name, such as `hidden_size`; none for any other name."""
     if plain(name) == "n":
         return "n_layer", "n_positions", "n_embd"
+    if _KEYS.fullmatch(plain(name)):
+        return "d_head", "n_embd"
     return ("n_embd", "d_inner", "d_head") if _WIDE.fullmatch(plain(name)) else ()
 
 
@@ -183,6 +191,12 @@ def _most_rows(config: GPT2Config) -> int:
     """More rows than the proof passes, or fewer if a KV cache of so many would take over 2 GB."""
     row = 2 * config.n_layer * config.n_positions * config.n_embd * 4  # bytes in float32
     return 66 if 66 * row < 2e9 else 16
+
+
+def symbols(name: str, config: GPT2Config) -> str:
+    """As many different characters as the vocabulary has, if an argument's name means these."""
+    wanted = _SYMBOLS.fullmatch(plain(name)) is not None
+    return "".join(map(chr, range(0x100, 0x100 + config.vocab_size))) if wanted else ""
 
 
 def neutral(name: str) -> tuple[bool, Any]:

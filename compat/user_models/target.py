@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, is_users, translated, users_frames
+from compat.user_code import MAKE_MODEL, SIBLINGS, is_users, translated, users_frames
 from compat.user_models.missing import Unknown, despite_missing_libraries
 from compat.user_models.notebook import (
     LazyModule,
@@ -31,9 +31,8 @@ from compat.user_models.notebook import (
     read_source,
     unguarded,
 )
-from compat.user_models.synonyms import takes_sizes
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
-from compat.user_models.usage import SIBLINGS
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
@@ -50,6 +49,7 @@ PARTS = (
     "(?i)block|layer(?!_?norm)",
     "(?i)head",
 )
+RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
 INIT = "__init__"
 # Files that mark the top folder of a project.
@@ -471,8 +471,12 @@ def _builder(
     An example is `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`.
     """
     inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
-    annotations = [a.annotation for init in inits for a in init.args.args[1:]]
-    if not annotations or not all(_is_module(a, classes, module) for a in annotations if a):
+    parameters = [arg for init in inits for arg in init.args.args[1:]]
+    if not parameters or any(plain(arg.arg) in CONFIG_NAMES for arg in parameters):
+        return None
+    if not all(_is_module(a.annotation, classes, module) for a in parameters if a.annotation):
+        return None
+    if takes_sizes({arg.arg for arg in parameters if not arg.annotation} - AMBIGUOUS):
         return None
     for node in body:
         if isinstance(node, ast.FunctionDef):
@@ -544,11 +548,15 @@ def _root(
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
             called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
-            if called and any(isinstance(node, ast.Return) for node in ast.walk(function)):
+            returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+            several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
+            if called and returned and not several:
                 used |= {*called} - {called[-1]}
     roots = every = [name for name in classes if name not in used]
     single = [name for name in roots if not _takes_two_sequences(classes[name])]
-    roots = _most(single or roots, classes, FEATURES)  # without helpers that are left over
+    roots = single or roots
+    roots = [n for n in roots if not RECURRENT.search(ast.unparse(classes[n]))] or roots
+    roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)

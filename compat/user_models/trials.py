@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from itertools import islice, product
@@ -27,6 +28,8 @@ Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
 Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
+# How much nearer to GPT-2's number of parameters another meaning of a known name must come.
+MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
 # Sizes for trials, all different. Some code has heads of 64 channels.
 SMALL = GPT2Config(
@@ -99,8 +102,38 @@ def better(
     if first == 0:
         return {}
     every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
-    best, _ = _best(run, config, chosen, every, first)
+    most = None if first is None else first / MUCH_BETTER
+    best, _ = _best(run, config, chosen, every, most)
     return best
+
+
+def needed(
+    run: Run, switches: Mapping[str, bool], chosen: Mapping[str, Value], config: GPT2Config
+) -> dict[str, Value]:
+    """The switches of norms and positions that nothing replaces if they are off.
+
+    Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without `use_rope`,
+    some code has learned positions and other code has none. The numbers of parameters tell.
+
+    Args:
+        run: builds and calls the user's model.
+        switches: the user's own defaults of arguments and entries that are off otherwise.
+        chosen: values of other arguments and entries.
+        config: the config of the checkpoint.
+    """
+    small, found = small_config(config), dict[str, Value]()
+
+    def count(more: Mapping[str, Value]) -> int:
+        model, _ = run(small, arguments_with({**chosen, **found, **more}, small))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    for name, value in switches.items():
+        kept = {name: _constant(value)}
+        with suppress(Exception, SystemExit):
+            more = count(kept) - count({})
+            positions = re.search("rope|rotary|alibi|sinus", plain(name.rpartition(".")[2]))
+            found |= kept if more > 0 or (positions and more == 0) else {}
+    return found
 
 
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compat.user_code import is_users
+from compat.user_code import SIBLINGS, is_users
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
@@ -29,8 +30,6 @@ _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\
 # Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 TRANSPOSES = {"T", "H", "mT", "mH"}  # of tensors
-# The names of the modules that a target's file imported from its project; see target.py.
-SIBLINGS: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,12 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
     return None, ""
 
 
+def counts(cls: Callable[..., Any], parameter: str) -> bool:
+    """Whether a constructor takes the length of a parameter, as in `len(vocab)`, or its set."""
+    own = source_of(inspect.getattr_static(cls, "__init__"))
+    return re.search(rf"\b(len|set)\(\s*(self\.)?{parameter}\s*\)", own) is not None
+
+
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
     """The names that a constructor reads from a dictionary, such as its **kwargs.
 
@@ -174,11 +179,43 @@ def modules_text(cls: Callable[..., Any]) -> str:
     return "\n".join("".join(linecache.getlines(file)) for file in files)
 
 
+def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
+    """The strings that the user's code compares variables and attributes with, by their names."""
+    found: dict[str, set[str]] = {}
+    for module in user_modules(cls):
+        for node in ast.walk(tree_of(module)):
+            match node:
+                case ast.Compare(left, _, others):
+                    sides = [left, *others]
+                case ast.Match(subject, cases):
+                    patterns = [n for case in cases for n in ast.walk(case.pattern)]
+                    sides = [subject, *(n.value for n in patterns if isinstance(n, ast.MatchValue))]
+                case _:
+                    continue
+            strings = {
+                n.value for side in sides for n in getattr(side, "elts", [side])
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }  # fmt: skip
+            for side in sides if strings else ():
+                match side:
+                    case ast.Call(ast.Attribute(ast.expr() as side, "lower" | "strip")):
+                        pass
+                match side:
+                    case ast.Name(name) | ast.Attribute(_, name):
+                        found.setdefault(name, set()).update(strings)
+    return found
+
+
 def tree_of(module: ModuleType) -> ast.Module:
     """The syntax of a module's source; empty if it has none."""
     with contextlib.suppress(SyntaxError):
-        return ast.parse("".join(linecache.getlines(str(module.__file__))))
+        return _parsed("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def user_modules(target: Callable[..., Any]) -> list[ModuleType]:

@@ -42,6 +42,8 @@ class Output:
         SimpleNamespace(logits=LOGITS),
         LOGITS.view(10, 11),
         (torch.tensor(1.0), LOGITS.view(10, 11)),
+        LOGITS[None],
+        (LOGITS[:, None, :, None],),
     ],
     ids=lambda output: type(output).__name__,
 )
@@ -61,6 +63,7 @@ def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -
     [
         (None, "returned no tensor for ids [2, 5]; expected [2, 5, V]"),
         (torch.zeros(5, 2, 11), "returned [5, 2, 11] for ids [2, 5]"),
+        (torch.zeros(1, 5, 2, 11), "returned [1, 5, 2, 11] for ids [2, 5]"),
         (IDS, "returned [2, 5] for ids"),
         ("logits", "no tensor"),
     ],

@@ -292,6 +292,19 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "queries =",
     ),
+    "values of the layer of the queries": (
+        [("values = self.W_value(x)", "values = self.W_query(x)")],
+        "shared_parameters",
+        "values = self.W_query(x)",
+    ),
+    "one layer for q, k and v": (
+        [
+            ("values = self.W_value(x)", "values = self.W_query(x)"),
+            ("keys = self.W_key(x)", "keys = self.W_query(x)"),
+        ],
+        "shared_parameters",
+        "queries = self.W_query(x)",
+    ),
     "keys of another tensor": (
         [("self.W_key(x)", "self.W_key(F.pad(x, (0, 0, 1, -1)) + x)")],
         "unexplained",
@@ -309,11 +322,31 @@ EQUAL: dict[str, Edits] = {
         ("torch.arange(T,", "torch.arange(start_pos, start_pos + T,"),
     ],
     "a device that the machine lacks": [("device=ids.device", 'device="mps"')],
+    "logits with another axis": [("return self.head(x)", "return self.head(x)[None]")],
     "two data types": [
         ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False).double()"),
         ("self.head(x)", "self.head(x.double())"),
     ],
 }
+
+
+DECODER = """
+        layer = nn.TransformerDecoderLayer(
+            emb_dim, n_heads, 4 * emb_dim, batch_first=True, norm_first=True,
+            activation=lambda x: F.gelu(x, approximate="tanh"),
+        )
+        self.blocks = nn.TransformerDecoder(layer, n_layers)
+"""
+TIME_FIRST = [
+    ("        self.blocks = nn.ModuleList(blocks)\n", DECODER.replace("Decoder", "Encoder")
+     .replace("batch_first=True, ", "")
+     .replace("n_layers)", "n_layers, enable_nested_tensor=False)")),
+    ("def forward(self, ids):", "def forward(self, ids, src_mask):"),
+    ("B, T = ids.shape", "T, B = ids.shape"),
+    ("device=ids.device))", "device=ids.device))[:, None]"),
+    (f"{LOOP}            x = block(x)\n", "        x = self.blocks(x, src_mask)\n"),
+]  # fmt: skip
+EQUAL["ids (T, B) and a mask"] = TIME_FIRST
 
 
 def adapted(source: Path, tmp_path: Path, edits: Edits) -> Adaptation:
@@ -341,6 +374,8 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
     if name == "attention without a projection, a residual or an MLP":
         consequences |= {"no_out_proj", "missing_residual"}
+    if name == "attention over the batch":
+        consequences |= {"no_mask"}  # the rest is examined as with batch_first=True
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}
 
 
@@ -353,6 +388,11 @@ def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: 
         assert found.severity == "limit" and "float64 (head.weight)" in found.message
 
 
+def test_a_mask_that_is_not_used_by_a_model_with_ids_time_first(tiny: Path, tmp_path: Path) -> None:
+    adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
+    assert {f.code for f in adaptation.deviations} == {"no_mask"}
+
+
 def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -362,6 +402,52 @@ def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findi
     assert adaptation.findings[0].code == code
     assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
     assert "does not know a part" in adaptation.why_unchecked
+
+
+def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Path) -> None:
+    """Although the norm of attention is applied after the sum, and the MLP has none."""
+    edits = [
+        ("        x = self.norm1(x)\n        x = self.att(x)\n        x = x + shortcut\n",
+         "        x = self.norm1(self.att(x) + shortcut)\n"),
+        ("        x = self.norm2(x)\n", ""),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"post_ln", "missing_ln"}
+    without = adapted(tiny, tmp_path, [*edits, ("self.final_norm(x)", "x")])
+    assert {f.code for f in without.deviations} == {"post_ln", "missing_ln", "no_final_ln"}
+
+
+def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits, code, _ = MISTAKES["attention over the batch"]
+    adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
+    assert {f.code for f in adaptation.deviations} == {code, "no_mask", "erf_gelu"}
+    assert adaptation.parity is not None and not adaptation.unmatched
+    right = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
+    assert {f.code for f in adapted(tiny, tmp_path, right).deviations} == {"no_mask"}
+
+
+@pytest.mark.parametrize("memory", ["x", "torch.zeros_like(x)", "torch.zeros(B, 1, x.size(2))"])
+def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: str) -> None:
+    """Also if it attends to zeros, so that its result is that of the biases."""
+    edits = [
+        ("        self.blocks = nn.ModuleList(blocks)\n", DECODER),
+        (f"{LOOP}            x = block(x)\n",
+         "        mask = nn.Transformer.generate_square_subsequent_mask(T)\n"
+         f"        x = self.blocks(x, {memory}, tgt_mask=mask)\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"cross_attention"}
+    found = only(adaptation, "cross_attention")
+    assert found.source_line and "TransformerDecoderLayer(" in found.source_line
+    assert not adaptation.unmatched
+    without = [
+        (old, new.replace("Decoder", "Encoder").replace(f"{memory}, tgt_mask", "mask")
+         .replace("n_layers)", "n_layers, enable_nested_tensor=False)"))
+        for old, new in edits
+    ]  # fmt: skip
+    assert adapted(tiny, tmp_path, without)
 
 
 def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path) -> None:

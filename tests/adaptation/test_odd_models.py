@@ -82,6 +82,15 @@ class Configured(GPT):
         super().__init__(emb_dim=cfg["d_model"], vocab=cfg["vocab_size"])
 
 
+class ProjectionWithoutBias(GPT):
+    """In another width, with an output projection of attention that has no bias."""
+
+    def __init__(self) -> None:
+        super().__init__(emb_dim=48)
+        for block in self.blocks:
+            block.proj = nn.Linear(48, 48, bias=False)
+
+
 class PlainList(GPT):
     """Its blocks are in a plain list, so that `parameters()` does not find them."""
 
@@ -392,6 +401,9 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     ),
     "width and inner width": (
         sized(emb_dim=48, inner=100), {"n_embd_mismatch": "48", "inner_dim": "100 wide"}
+    ),
+    "a bias that is missing in another width": (
+        ProjectionWithoutBias, {"n_embd_mismatch": "48", "no_proj_bias": "no bias"}
     ),
     "everything": (
         sized(emb_dim=48, vocab=128, layers=5, inner=100, context=16, heads=3),

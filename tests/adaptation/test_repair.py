@@ -275,6 +275,22 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["shared_parameters"],
         "x = self.norm2(x)",
     ),
+    "values of the layer of the queries": (
+        [("values = self.W_value(x)", "values = self.W_query(x)")],
+        ["shared_parameters"],
+        "values = self.W_value(x)",
+    ),
+    "torch's decoder, whose cross-attention reads the embedding": (
+        [("        self.blocks = nn.ModuleList(blocks)\n",
+          "        layer = nn.TransformerDecoderLayer(emb_dim, n_heads, 4 * emb_dim, "
+          "batch_first=True, norm_first=True, activation=lambda x: F.gelu(x, approximate='tanh'))\n"
+          "        self.blocks = nn.TransformerDecoder(layer, n_layers)\n"),
+         ("        for block in self.blocks:\n            x = block(x)\n",
+          "        mask = nn.Transformer.generate_square_subsequent_mask(T)\n"
+          "        x = self.blocks(x, x, tgt_mask=mask)\n")],
+        ["cross_attention"],
+        "x = self.blocks(x, mask=mask)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

@@ -84,12 +84,14 @@ def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> Non
         ("hidden_size, intermediate_size", 24),
         ("d_model, hidden_size", 96),
         ("hidden_dim, emb_dim", 96),
+        ("d_hid, heads", 24),
+        ("d_model, d_hid", 96),
     ],
 )
 def test_hidden_size_is_the_mlp_width_only_beside_a_width(
     tmp_path: Path, signature: str, expected: int
 ) -> None:
-    name = next(n for n in signature.split(", ") if n.startswith("hidden"))
+    name = next(n for n in signature.split(", ") if "hid" in n)
     assert build(tmp_path, gpt(f", {signature}", f"0, 0, 0, 0, 0, {name}")).extra == expected
 
 
@@ -129,6 +131,40 @@ def test_activation_has_a_name_that_the_code_knows(
     tmp_path: Path, reads: str, expected: int
 ) -> None:
     assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("ffn == 'gelu'", "gelu"),
+        ("ffn.lower() in ('relu', 'gelu')", "gelu"),
+        ("ffn == 8", 96),
+    ],
+)
+def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
+    tmp_path: Path, test: str, expected: object
+) -> None:
+    """Its use outweighs its name, which is one of the width of the MLP."""
+    before = f"assert {test} or not isinstance(ffn, str)"
+    assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
+
+
+def test_an_argument_whose_length_is_taken_is_a_vocabulary(tmp_path: Path) -> None:
+    counted = gpt(", vocab", "len(vocab), 0, 0, 0, 0, vocab")
+    model = build(tmp_path, counted)
+    assert model.sizes[0] == len(set(model.extra)) == 97
+    assert build(tmp_path, counted.replace("len(vocab)", "vocab")).extra == 97
+    of_class = (
+        "class Encoder:\n    def __init__(self, chars):\n        self.n_vocab = len(set(chars))\n"
+        + gpt(", encoder: Encoder", "encoder.n_vocab, 0, 0, 0, 0")
+    )
+    assert build(tmp_path, of_class).sizes[0] == 97
+
+
+def test_an_argument_that_is_annotated_as_a_string_is_not_a_size(tmp_path: Path) -> None:
+    for annotation, expected in ((": int", 96), (": str = None", None)):
+        model = build(tmp_path, gpt(f", ffn{annotation}", "0, 0, 0, 0, 0, ffn"))
+        assert model.extra == expected
 
 
 def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> None:
@@ -469,6 +505,62 @@ class GPT(nn.Module):
     path.write_text(path.read_text().replace("raise NotImplementedError", "pass"))
     model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     assert vars(model)["bias"] is True and ";" not in call
+
+
+@pytest.mark.parametrize(("width", "expected"), [("n_key * n_head", 6), ("n_key", 24)])
+def test_the_width_of_the_keys_is_one_heads_or_all_heads(
+    tmp_path: Path, width: str, expected: int
+) -> None:
+    """By the number of parameters that the model has with it."""
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\nclass GPT(nn.Module):\n"
+        "    def __init__(self, vocab_size, block_size, n_embd, n_layer, n_head, n_key):\n"
+        "        super().__init__()\n        self.n_key = n_key\n"
+        "        self.wte = nn.Embedding(vocab_size, n_embd)\n"
+        "        self.wpe = nn.Embedding(block_size, n_embd)\n"
+        f"        layers = [nn.Linear(n_embd, 12 * ({width})) for _ in range(n_layer)]\n"
+        "        self.h = nn.ModuleList(layers)\n\n"
+        "    def forward(self, ids):\n        return self.wte(ids) @ self.wte.weight.T\n"
+    )
+    model = construct(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert vars(model)["n_key"] == expected
+
+
+REPLACED = """
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_ctx, n_embd, n_layer, n_head, use_rms=True, use_rope=True):
+        super().__init__()
+        self.own = use_rms, use_rope
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Identity() if use_rope else {positions}
+        self.norms = nn.ModuleList(
+            nn.RMSNorm(n_embd) if use_rms else {norm} for _ in range(2 * n_layer + 1)
+        )
+        self.h = nn.ModuleList(nn.Linear(n_embd, 12 * n_embd) for _ in range(n_layer))
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+
+
+@pytest.mark.parametrize(
+    ("positions", "norm", "expected"),
+    [
+        ("nn.Embedding(n_ctx, n_embd)", "nn.LayerNorm(n_embd)", (False, False)),
+        ("nn.Embedding(n_ctx, n_embd)", "nn.Identity()", (True, False)),
+        ("nn.Identity()", "nn.LayerNorm(n_embd)", (False, True)),
+    ],
+)
+def test_a_switch_that_nothing_replaces_keeps_its_default(
+    tmp_path: Path, positions: str, norm: str, expected: tuple[bool, bool]
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(REPLACED.format(positions=positions, norm=norm))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert vars(model)["own"] == expected
+    assert ("found by trying" in call) is any(expected)
 
 
 def test_n_is_the_context_where_the_model_has_positions(tmp_path: Path) -> None:

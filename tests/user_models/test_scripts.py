@@ -145,6 +145,37 @@ def test_a_function_assembles_the_parts(tmp_path: Path, name: str | None) -> Non
     assert model.words.weight.shape == (97, 24)
 
 
+@pytest.mark.parametrize(
+    ("constructor", "layers"),
+    [("decoder, words", 3), ("decoder: Decoder, words", 3), ("n_layer, n_embd, vocab", None)],
+)
+def test_a_function_is_called_only_if_the_class_takes_no_sizes(
+    tmp_path: Path, constructor: str, layers: int | None
+) -> None:
+    """With or without annotations; a function such as `tiny(vocab, N=2)` has sizes of its own."""
+    source = PARTS.replace("decoder: Decoder, words: Words", constructor)
+    if layers is None:
+        source = source.replace("self.decoder, self.words = decoder, words", "self.built = n_layer")
+    model = build(tmp_path, source, "GPT")
+    assert (model.built if layers is None else len(model.decoder.layers)) == 3
+    assert hasattr(model, "built") is (layers is None)
+
+
+def test_a_data_class_that_the_constructor_builds(tmp_path: Path) -> None:
+    """Its fields' defaults are the checkpoint's sizes, as its other attributes are."""
+    sizes = (
+        "from dataclasses import dataclass\n\n@dataclass\nclass Own:\n"
+        "    vocab_size: int = 5\n    n_embd: int = 6\n    n_layer = 7\n    note: str = 'x'\n"
+    )
+    read = "super().__init__()\n        own = Own()\n" + "".join(
+        f"        {name} = own.{name}\n" for name in ("vocab_size", "n_embd", "n_layer")
+    )
+    model = build(tmp_path, sizes + SIZED.format(signature="").replace("super().__init__()", read))
+    assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
+    own = vars(sys.modules[type(model).__module__])["Own"]()
+    assert (own.vocab_size, own.n_embd, own.n_layer, own.note) == (5, 6, 7, "x")
+
+
 def test_a_function_that_takes_one_size_gets_the_config(tmp_path: Path) -> None:
     source = "from torch import nn\n\ndef own(size):\n    return nn.Linear(size.n_embd, 2)\n"
     assert build(tmp_path, source, "own").in_features == 24

@@ -171,6 +171,39 @@ def test_the_most_complete_model_of_a_lesson_is_selected(tmp_path: Path) -> None
     assert load_target(str(path)).__name__ == "Second"
 
 
+def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path) -> None:
+    """Although it is the last class, and a function builds both."""
+    source = (
+        "from torch import nn\n\nclass Text(nn.Module):\n    attention = vocab = 2\n\n"
+        "class Recurrent(nn.Module):\n    attention = vocab = norm = head = 2\n"
+        "    def __init__(self):\n        self.rnn = nn.LSTM(2, 2)\n\n"
+        "def load():\n    one = Text()\n    two = Recurrent()\n    return one, two\n"
+    )
+    path = write(tmp_path / "two.py", source)
+    assert load_target(str(path)).__name__ == "Text"
+    write(path, source.replace("nn.LSTM", "nn.Linear"))
+    assert load_target(str(path)).__name__ == "Recurrent"
+
+
+def test_a_notebook_that_writes_its_modules(tmp_path: Path) -> None:
+    written = f"%%writefile parts/model.py\n{GPT}"
+    use = "from parts.model import GPT\nmodel = GPT()\n"
+    assert load_target(f"{notebook(tmp_path, written, use)}:GPT").__name__ == "GPT"
+    refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_an_f_string_with_its_own_quotes_inside(tmp_path: Path, quote: str) -> None:
+    """As Python 3.12 accepts it; the lines and columns of the rest stay."""
+    line = "print(f'{len(losses['a'])} and {{x}}', f'{losses['b']:.2f}')\n".replace("'", quote)
+    text = f"losses = {{'a': '', 'b': 1.0}}\n{line}{GPT}"
+    cls = load_target(f"{write(tmp_path / 'gpt.py', text)}:GPT")
+    assert inspect.getsource(cls).startswith("class GPT(nn.Module)")
+    cell = notebook(tmp_path, text)
+    assert load_target(f"{cell}:GPT").__name__ == "GPT"
+    refused(f"{write(tmp_path / 'broken.py', text.replace('len(', 'len(('))}:GPT", "SyntaxError")
+
+
 def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")
@@ -224,6 +257,32 @@ def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
     run = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert f"Python imports {tmp_path / 'compat' / '__init__.py'} as `compat`" in run.stderr
+
+
+def test_modules_of_the_project_with_the_names_of_libraries(tmp_path: Path) -> None:
+    """They stay the project's, and transformers, which is imported after them, gets the libraries.
+
+    Twice, because the first import of some libraries cannot be repeated.
+    """
+    for name in ("tokenizers", "yaml"):
+        write(tmp_path / f"{name}.py", "OWN = 1\n")
+    path = write(tmp_path / "gpt.py", f"from tokenizers import OWN\nfrom yaml import OWN\n{GPT}")
+    code = (
+        "import sys\nfrom compat.user_code import library_modules\n"
+        "from compat.user_models import load_target\n"
+        "for _ in range(2):\n"
+        f"    load_target({f'{path}:GPT'!r})\n"
+        "    with library_modules():\n        import tokenizers\n"
+        "    print(hasattr(tokenizers, 'Tokenizer'), sys.modules['tokenizers'].OWN)\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    python, folder = [sys.executable, "-c", code], str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": folder}
+    run = subprocess.run(
+        python, env=environment, cwd=tmp_path / "elsewhere", capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.stdout.splitlines() == ["True 1", "True 1"], run.stderr
 
 
 def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:

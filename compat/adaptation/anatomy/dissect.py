@@ -139,6 +139,8 @@ class Layer:
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
     unknown: list[Node]  # projections in place of the MLP, in a structure that is not known
+    cross: list[Core]  # attention to another sequence, between attention and the MLP
+    cross_sum: Sum | None  # where its result is added to the residual stream
 
     @property
     def is_gated(self) -> bool:
@@ -317,7 +319,8 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
     Args:
         graph: of the model.
         partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
-            projections that GPT-2 does not have: the gate of a gated MLP, and others after the MLP.
+            projections that GPT-2 does not have: those of cross-attention, the gate of a gated MLP,
+            and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous; says which, and on which line.
@@ -331,6 +334,7 @@ class _Dissection:
     def __init__(self, graph: Graph, partial: bool) -> None:
         self.graph, self.partial = graph, partial
         self.index = GraphIndex(graph)
+        self.cross: list[Core] = []
 
     def run(self) -> Anatomy:
         graph = self.graph
@@ -353,13 +357,28 @@ class _Dissection:
         found: list[Core] = []
         for node in self.index.live:
             if kind(node) in SDPA:
-                found.append(self._with_own_value(fused_core(node)))
+                found.append(self._with_own_operands(fused_core(node)))
             elif node in self.index.mixers:
                 core = self._core(self.index.products[node])
-                found += [core] if core is not None else []
+                found += [self._with_own_operands(core)] if core is not None else []
         if not found and not self.partial:
             raise self._no_attention()
+        if self.partial:
+            own = [core for core in found if not self._is_cross(core)]
+            self.cross = [core for core in found if core not in own] if own else []
+            found = own or found
         return found
+
+    def _is_cross(self, core: Core) -> bool:
+        """Whether keys and values are projected from another tensor than the queries."""
+        if core.k.node not in self.graph.live:
+            return True
+        q, k, v = (
+            {self.index.input_of(n) for n in self.index.frontier(operand.node)
+             if n in self.index.projections}
+            for operand in (core.q, core.k, core.v)
+        )  # fmt: skip
+        return bool(q) and bool(k) and q.isdisjoint(k | v)
 
     def _no_attention(self) -> UnknownPart:
         projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
@@ -369,18 +388,26 @@ class _Dissection:
             projections,
         )
 
-    def _with_own_value(self, core: Core) -> Core:
-        """A copy of the node for the value where one is key and value, so that each can be set."""
-        if core.v.node is not core.k.node:
-            return core
-        with core.product.graph.inserting_before(core.product):
-            copy = core.product.graph.call_function(aten.clone.default, (core.k.node,))
-        copy.meta = dict(core.k.node.meta)
-        q, k, _, *rest = core.product.args
-        core.product.args = (q, k, copy, *rest)
-        self.graph.invalidate()
-        self.index = GraphIndex(self.graph)
-        return replace(core, v=replace(core.v, node=copy))
+    def _with_own_operands(self, core: Core) -> Core:
+        """The core with a copy of a node that is several of q, k and v, so that each can be set."""
+        own = {core.q.node}
+        for place, name in enumerate("qkv"):
+            operand: Operand = getattr(core, name)
+            fused = core.scores is None
+            if operand.node not in own or place == 0 or (name == "k" and not fused):
+                own.add(operand.node)
+                continue
+            with core.product.graph.inserting_before(core.product):
+                copy = core.product.graph.call_function(aten.clone.default, (operand.node,))
+            copy.meta = dict(operand.node.meta)
+            if fused:
+                core.product.update_arg(place, copy)
+            else:
+                core.product.replace_input_with(operand.node, copy)
+            core = replace(core, **{name: replace(operand, node=copy)})
+            self.graph.invalidate()
+            self.index = GraphIndex(self.graph)
+        return core
 
     def _core(self, product: Contraction) -> Core | None:
         """The attention whose second product this is: probabilities times v."""
@@ -461,13 +488,15 @@ class _Dissection:
             if n in index.projections - after and index.sources(n) <= products
         ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
-        mlp = (following & index.projections) - {*qkv, *out_projs, *after}
+        cross = [c for c in self.cross if c.product in following and products & above[c.product]]
+        projections = index.projections - self._of_cross_attention()
+        mlp = (following & projections) - {*qkv, *out_projs, *after}
         if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
-        if self.partial and len(mlp) == 1 and out_projs and size(out_projs[-1])[-1] != self.width:
+        if self.partial and out_projs and self._reads_heads(out_projs[-1], len(mlp)):
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
@@ -497,8 +526,11 @@ class _Dissection:
             x2 = act = fc_end = index.input_of(unknown[0])
             mlp_sum = self._sum(unknown[0], set(unknown), until)
             end = mlp_sum.branch
+        cross_products = {core.product for core in cross}
         return Layer(
             cores=cores,
+            cross=cross,
+            cross_sum=self._sum(cross[-1].product, cross_products, until) if cross else None,
             qkv=qkv,
             qkv_ends=[self._with_bias(node) for node in qkv],
             x1=x1,
@@ -519,6 +551,22 @@ class _Dissection:
             extra=[node for node in extra if node is not None],
             unknown=unknown,
         )
+
+    def _of_cross_attention(self) -> set[Node]:
+        """The projections of cross-attention."""
+        index = self.index
+        products = {core.product for core in self.cross}
+        operands = [o.node for core in self.cross for o in (core.q, core.k, core.v)]
+        found = set().union(*(index.frontier(n) for n in operands if n in self.graph.live))
+        own = {n for n in index.projections if index.sources(n) and index.sources(n) <= products}
+        return (found & index.projections) | own
+
+    def _reads_heads(self, projection: Node, following: int) -> bool:
+        """Whether a projection of the heads is the first of the MLP, and not attention's own."""
+        if following == 0:
+            end = self._with_bias(projection)
+            return self._activated(end) is not end
+        return following == 1 and size(projection)[-1] != self.width
 
     def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
         """The projections that compute q, k and v, and the one tensor that they project."""

@@ -194,6 +194,7 @@ class NormPlaces:
         on_output: names of norms on a branch's result before the sum.
         extra: norms that GPT-2 does not have, by position: "embed", "h.0.attn", "h.0.mlp".
         from_norm: names of norms from whose result the shortcut starts.
+        cross: norms of cross-attention.
         missing: names of norms that were not found.
     """
 
@@ -202,6 +203,7 @@ class NormPlaces:
     on_output: list[str] = field(default_factory=list)
     extra: dict[str, Norm] = field(default_factory=dict)
     from_norm: list[str] = field(default_factory=list)
+    cross: list[Norm] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -223,7 +225,9 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
         branches[2 * i] = _branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum)
         if layer.has_mlp:
             start = stream if layer.parallel else layer.mid
-            second = _branch_norms(graph, start, layer.x2, layer.mlp, layer.mlp_sum)
+            second = _branch_norms(
+                graph, start, layer.x2, layer.mlp, layer.mlp_sum, layer.cross_sum
+            )
             branches[2 * i + 1] = second
             if layer.parallel:
                 second.stream = []  # the norm before attention, found already
@@ -236,9 +240,11 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     numbers = [*branches, None]
     for (number, branch), after in zip(branches.items(), numbers[1:], strict=True):
         following = final if after is None else branches[after].stream
-        if following is final and len(final) == 1 and not places.post:
+        if following is final and len(final) == 1 and not _is_post(places, number):
             following = []  # the model's last norm, before the head
         _name(places, number, branch, following)
+        if number % 2 and anatomy.layers[number // 2].cross:
+            places.cross += branch.stream
     for norm in branches[0].stream if branches else []:
         places.extra["embed"] = norm
     if final:
@@ -254,6 +260,11 @@ def _names(number: int) -> tuple[str, str]:
     """The names of a branch's norm and of the branch, for branches numbered over all layers."""
     layer, second = divmod(number, 2)
     return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
+
+
+def _is_post(places: NormPlaces, number: int) -> bool:
+    """Whether the norm of a branch is expected after its sum, as in the layer before it."""
+    return _names(number - 2)[0] in places.post if number > 1 else bool(places.post)
 
 
 def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> list[int]:
@@ -305,8 +316,15 @@ def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list
         places.extra[end] = norm
 
 
-def _branch_norms(graph: Graph, stream: Node, x: Node, branch: Node, total: Sum) -> _BranchNorms:
-    found = norms_between(graph, stream, x)
+def _branch_norms(
+    graph: Graph, stream: Node, x: Node, branch: Node, total: Sum, cross: Sum | None = None
+) -> _BranchNorms:
+    """The norms of a branch; of cross-attention before it, only those on the stream."""
+    found = []
+    if cross is not None:
+        found = [] if cross.shortcut is None else norms_between(graph, stream, cross.shortcut)
+        stream = cross.node
+    found += norms_between(graph, stream, x)
     shortcut = total.shortcut
     shared = set() if shortcut is None else graph.ancestors[shortcut] | {shortcut}
     before = [norm for norm in found if norm.end not in shared]

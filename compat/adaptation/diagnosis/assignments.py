@@ -15,6 +15,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
+from compat.adaptation.tracing.graph import Place
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.ops import Rows
@@ -148,7 +149,15 @@ def shared_projections(context: DiagnosisContext) -> Iterator[Deviation]:
     for each in _first_unknown(context):
         if each.shared:
             hf = f"{each.module}.weight"
-            yield Deviation(_first_tap(hf), context.owner_of(hf), {"tensors": each.shared})
+            place = _repeated_call(context, each) or context.owner_of(hf)
+            yield Deviation(_first_tap(hf), place, {"tensors": each.shared})
+
+
+def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
+    """Where a projection of q, k or v is called once more, as in `v = self.query(x)`."""
+    layer = context.anatomy.layers[int(unknown.module.split(".")[1])]
+    lines = [context.graph.repeated(node) for node in layer.qkv if unknown.node in layer.qkv_ends]
+    return next((line for line in lines if line), None)
 
 
 def _first_unknown(context: DiagnosisContext) -> list[UnknownProjection]:
@@ -212,7 +221,7 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     if parts[-1] == "bias" and norm is not None and not norm.centred:
         return None  # an RMSNorm
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
-    if end == "attn.c_proj.bias" and f"{module}.weight" in unmatched.names:
+    if end == "attn.c_proj.bias" and unmatched.lacks(f"{module}.weight"):
         end = "attn.c_proj.weight"  # the whole projection is missing
     end = re.sub(r"^ln_[12f]\.", "ln.", end)
     return next((code for code, (ends, _, _) in MISSING.items() if end in ends), None)
@@ -322,7 +331,11 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
     for norm in context.places.extra.values():
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    for norm in context.places.cross:
+        known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for _, layer in context.layers:
+        if layer.cross_sum is not None:
+            known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
         own_finding = [layer.gate] if layer.gate else []  # gated_mlp
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))

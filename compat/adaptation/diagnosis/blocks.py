@@ -144,6 +144,23 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
+    "the block attends to another sequence as well (cross-attention), but GPT-2 has no encoder and "
+    "no cross-attention",
+    "x = x + attn(ln_1(x))\nx = x + mlp(ln_2(x))",
+)
+def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph = context.graph
+    found = {i: layer.cross[0] for i, layer in context.layers if layer.cross}
+    if found:
+        products = [core.product for core in found.values()]
+        lines = [source.torch_built(context.model, [node]) for node in products]
+        lines += [graph.place(node) for node in products]
+        only = list(found) if len(found) < len(context.layers) else ()
+        yield Deviation(f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1], {}, lines=lines,
+                        layers=only)  # fmt: skip
+
+
+@deviation(
     "the block has no MLP, but each of GPT-2's blocks adds the result of an MLP to the residual "
     "stream",
     "x = x + mlp(ln_2(x))",

@@ -51,6 +51,8 @@ EXPLANATIONS = {
     "has no weights for it.",
     "extra_projection": "The checkpoint has no weights for additional projections, so they keep "
     "random weights, and their results change the logits.",
+    "cross_attention": "The checkpoint has no weights for a second attention in each block. They "
+    "keep random values, and their result changes the hidden states that the MLP reads.",
     "no_mlp": "Two thirds of the weights of each block are in its MLP. Without it, the hidden "
     "states that the next block reads are not those that it was trained on.",
     "unknown_mlp": "The checkpoint has the two matrices of one MLP for each block. Routers and "

@@ -294,7 +294,7 @@ def _assign_layer(
             raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
         q, k, v = maps
         attention.q_factor, attention.k_factor = q.factor, k.factor
-        attention.shared_kv = _same(k, v)
+        attention.shared_kv = _same(k, v) and not _same(q, k)
         attention.kv_heads = _kv_heads(k, n_head) if partial else 0
         return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
 
@@ -457,7 +457,13 @@ def _contents(
 def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[str, Assignment]:
     assigned: dict[str, Assignment] = {}
     C, N = maps[0].weight.shape
-    if _same(maps[1], maps[2]):
+    shared = [x for x, one in zip("qkv", maps, strict=True)
+              if sum(_same(one, other) for other in maps) > 1]  # fmt: skip
+    if "q" in shared:
+        used = dict.fromkeys(node for one in maps for node in one.parameters)
+        names = ", ".join(graph.names[node] for node in used)
+        raise _SharedError(f"{', '.join(shared[:-1])} and {shared[-1]}", names)
+    if shared:
         nowhere = LinearMap([], 0 * maps[1].weight, 0 * maps[1].bias, 1.0)
         maps = [maps[0], _unused(graph, maps) or nowhere, maps[2]]
     for hf, numbers, shape in (
@@ -472,8 +478,6 @@ def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[st
         held = sum(content.numel() for content in contents.values())
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
             names = ", ".join(graph.names[node] for node in contents)
-            if _same(maps[0], maps[1]):
-                raise _SharedError("q and k", names)
             raise AdaptError(
                 f"q, k and v share the parameters {names} or use only parts of them, as where one "
                 "parameter holds several layers. Give each layer parameters of its own"
@@ -667,6 +671,8 @@ def embedding_of(
     ).any():  # fmt: skip
         return None
     added = constant[0] if constant.abs().max() > 0 else None
+    if not torch.allclose(constant, constant[:1].expand_as(constant)):
+        return None  # positions along the axis of the batch
     if positions is None:
         return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     factor = (only(positions) - constant).reshape(-1)[0].item()

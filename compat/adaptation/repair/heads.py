@@ -116,11 +116,12 @@ def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
     return list(dict.fromkeys([*found, ".transpose(1, 2)"]))[:3]
 
 
-@fixes("shared_kv")
+@fixes("shared_kv", "shared_parameters")
 def own_value(site: Site) -> Iterator[Edits]:
-    """Use the value, or its projection, that the code has but does not use."""
+    """Use the value, or another part of q, k and v, that the code has but does not use."""
     source, function = site.source, site.function
-    assert function is not None
+    if function is None or "ln_" in str(site.finding.values):
+        return
     unused = _unused_names(source, function)
     for name in dict.fromkeys(unused):
         if name == "_":

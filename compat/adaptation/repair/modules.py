@@ -6,9 +6,11 @@ import ast
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.syntax import called
+from compat.adaptation.repair.source import Source
+from compat.adaptation.repair.syntax import called, is_self
 
 # The modules of torch with this argument.
+DECODER = "TransformerDecoder"
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
 
 
@@ -33,6 +35,49 @@ def batch_first(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if called(call) in BATCH_FIRST:
             yield [site.source.set_keyword(call, "batch_first", "True")]
+
+
+@fixes("cross_attention")
+def encoder_of_torch(site: Site) -> Iterator[Edits]:
+    """Build torch's encoder in place of its decoder, which is the same without cross-attention."""
+    edits: Edits = []
+    for source in site.sources.values():
+        built = [c for c in source.nodes(ast.Call) if called(c).startswith(DECODER)]
+        for call in built:
+            encoder = source.code(call.func).replace(DECODER, "TransformerEncoder")
+            edits.append(source.replace(call.func, encoder))
+            if called(call) == DECODER:  # without a warning for layers with norm_first
+                edits.append(source.set_keyword(call, "enable_nested_tensor", "False"))
+        layers = {name for call in built for name in _names_of(source, call)}
+        stacks = {name for c in built if called(c) == DECODER for name in _names_of(source, c)}
+        for call in source.nodes(ast.Call):
+            name = call.func.attr if is_self(call.func) else ""
+            if name in layers or any(k.arg in ("tgt_mask", "memory") for k in call.keywords):
+                edits.append(source.replace(call, _encoder_call(source, call, name not in stacks)))
+    if edits:
+        yield edits
+
+
+def _names_of(source: Source, built: ast.Call) -> set[str]:
+    """The attributes of `self` that a call's value is stored in."""
+    statement = source.parent(built, ast.Assign)
+    found = [] if statement is None else [t for t in statement.targets if is_self(t)]
+    return {target.attr for target in found if isinstance(target, ast.Attribute)}
+
+
+def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
+    """A call of torch's decoder, or of one of its layers, as one of the encoder."""
+    mask = "src_mask" if is_layer else "mask"
+    order = ("src", "memory", mask, "memory_mask", "src_key_padding_mask")
+    names = {"tgt": "src", "tgt_mask": mask, "tgt_key_padding_mask": "src_key_padding_mask",
+             "tgt_is_causal": "is_causal"}  # fmt: skip
+    given = [(order[i], argument) for i, argument in enumerate(call.args[: len(order)])]
+    given += [(names.get(k.arg, k.arg), k.value) for k in call.keywords if k.arg]
+    texts = [
+        source.code(value) if name == "src" else f"{name}={source.code(value)}"
+        for name, value in given if not name.startswith("memory")
+    ]  # fmt: skip
+    return f"{source.code(call.func)}({', '.join(texts)})"
 
 
 @fixes("extra_projection")

@@ -44,7 +44,7 @@ from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import CompatError, listed
 from compat.saving import save_pretrained
-from compat.user_code import handle_errors
+from compat.user_code import SIBLINGS, handle_errors
 from compat.user_models import (
     construct,
     edited_sources,
@@ -54,7 +54,7 @@ from compat.user_models import (
     resized,
 )
 from compat.user_models.notebook import code_cells, read_source
-from compat.user_models.usage import SIBLINGS, user_modules
+from compat.user_models.usage import user_modules
 
 # Importing these modules fills the registry.
 AREAS = (

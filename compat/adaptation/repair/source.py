@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from compat.user_models.notebook import blanked_magics
+from compat.user_models.notebook import blanked_magics, older_syntax
 
 Node = TypeVar("Node", bound=ast.AST)
 # Expressions that bind as tightly as a call.
@@ -42,7 +42,7 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         """Its syntax, with magics left out; empty where it is no Python, as in a `%%bash` cell."""
-        for text in (self.text, blanked_magics(self.text)):
+        for text in map(older_syntax, (self.text, blanked_magics(self.text))):
             with suppress(SyntaxError):
                 return ast.parse(text)
         return ast.Module(body=[], type_ignores=[])

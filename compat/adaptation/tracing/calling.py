@@ -148,6 +148,7 @@ class CallSignature:
             (B, T, V).
         mask: the argument among them that is optional, but without which tokens attend to later
             ones.
+        time_first: the model takes ids (T, B) and returns logits (T, B, V).
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -157,6 +158,7 @@ class CallSignature:
     rows: int | None = None
     given: Given | None = None
     mask: str = ""
+    time_first: bool = False
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         if self.rows in (None, len(ids)):
@@ -175,6 +177,12 @@ class CallSignature:
             arguments = {name: value(model, ids[None]) for name, value in self.arguments}
             return find_logits(model(given, **arguments), ids[None], self.last)[0]
         arguments = {name: value(model, ids) for name, value in self.arguments}
+        if self.time_first:
+            arguments = {
+                name: value.mT if getattr(value, "shape", None) == ids.shape else value
+                for name, value in arguments.items()
+            }
+            return find_logits(model(given.mT, **arguments), ids.mT, self.last).transpose(0, 1)
         batch = {"input_ids": given, "attention_mask": torch.ones_like(ids)}
         return find_logits(model(batch if self.batch else given, **arguments), ids, self.last)
 
@@ -240,7 +248,12 @@ def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
 
 
 def find_signature(
-    model: nn.Module, ids: Tensor, rows: int | None = None, given: Given | None = None
+    model: nn.Module,
+    ids: Tensor,
+    rows: int | None = None,
+    given: Given | None = None,
+    *,
+    time_first: bool = False,
 ) -> CallSignature:
     """The first signature that returns logits for these ids, of all positions if possible.
 
@@ -252,6 +265,7 @@ def find_signature(
         ids: ids (B, T).
         rows: how many sequences are passed at once; see `CallSignature`.
         given: what is passed for the ids.
+        time_first: whether the model takes ids (T, B).
 
     Raises:
         AdaptError: none returned logits.
@@ -261,7 +275,7 @@ def find_signature(
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
-            signature = replace(signature, rows=rows, given=given)
+            signature = replace(signature, rows=rows, given=given, time_first=time_first)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)

@@ -253,6 +253,11 @@ class Graph:
         """The lines of the user's code that led to a node, the outermost first."""
         return list(node.meta.get("places", ()))
 
+    def repeated(self, node: Node) -> Place | None:
+        """The line that computed a node once more, after the one that `place` returns."""
+        places = node.meta.get("repeats", ())
+        return places[-1] if places else None
+
     def at(self, *nodes: Node) -> str:
         """ " at FILE:LINE" of nodes, for messages; "" where no line is known."""
         places = [place for node in nodes if (place := self.place(node))]

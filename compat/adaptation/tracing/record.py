@@ -413,6 +413,7 @@ def _merge_repeats(graph: fx.Graph) -> None:
         if node.op == "call_function" and not _drops(node):
             first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
+                first.meta.setdefault("repeats", node.meta.get("places", ()))
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.tracing.contractions import contraction
+from compat.adaptation.tracing.contractions import SDPA, contraction
 from compat.adaptation.tracing.graph import (
     MOVES,
     Derived,
@@ -96,7 +96,8 @@ def _update_shapes(graph: Graph, start: Node) -> None:
 def drop_zero_terms(graph: Graph) -> bool:
     """Remove terms of sums that are zero for all ids, such as LoRA's term while B = 0.
 
-    This depends on the current values of the parameters.
+    This depends on the current values of the parameters. Attention is kept, which is zero in a new
+    model if its values are those of a constant, and only because their biases are.
 
     Returns:
         Whether there was such a term, and the graph can be run with other ids.
@@ -112,6 +113,12 @@ def drop_zero_terms(graph: Graph) -> bool:
         except RuntimeError:  # of a graph for the example alone, as where ids choose experts
             return False
         zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
+    attention = {node for node in graph.nodes if kind(node) in {*SDPA, "softmax", "_softmax"}}
+    for node in sums if zero else ():
+        terms = {*live_inputs(graph, node)}
+        for term in terms & zero:
+            if not attention.isdisjoint(graph.between([term], [*terms - {term}])):
+                zero.discard(term)
     for node in sums:
         first, second = node.args[:2]
         if second in zero:
