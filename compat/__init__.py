@@ -8,6 +8,7 @@ not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from compat.collector import collector_paused
 from compat.errors import (
     AdaptError,
     CheckpointError,
@@ -150,7 +151,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = import_module("importlib.metadata").version("gpt2-compat")
     elif name in _MODULES:
-        value = getattr(import_module(f"compat.{_MODULES[name]}"), name)
+        with collector_paused():  # it may import torch
+            value = getattr(import_module(f"compat.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.files import ALL
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
+from compat.collector import collector_paused
 from compat.config import as_dtype
 from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, described, short_repr
@@ -42,23 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keeps Python's garbage collector from running.
-
-    Building a model would trigger it, and visiting all of torch's objects takes as long as loading
-    a small GPT-2.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def load_pretrained(
     source: Source,
     dialect: str = "linear",

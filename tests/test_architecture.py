@@ -18,7 +18,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom up; a file may import from its own layer's package and from the layers below.
 LAYERS = [
     {"errors"},
-    {"config", "display", "layers", "name_map", "ops", "tap", "threads", "user_code", "vocabulary"},
+    {"collector", "config", "display", "layers", "name_map", "ops", "tap", "threads", "user_code"}
+    | {"vocabulary"},
     {"checkpoint", "dialects"},
     {"validation", "tokenizer"},
     {"sharding"},

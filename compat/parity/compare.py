@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ MAX_ERROR_RATIO = 2.0
 # Without a float64 run: the RMS difference, in units of epsilon, that each piece of the model may
 # add. Measured: 0.7 for a written-out layer norm, 0 for all other pieces.
 PIECE_ROUNDINGS = 4.0
+
+AT_ONCE = 1 << 16  # numbers that are converted to float64 at once, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -94,15 +97,19 @@ def compare(
                 "Name the module that computes this hidden state, with `item` or `part` if it "
                 "returns several."
             )
+    exact_local = exact_local or {}
+    measured = {
+        tap: _measure(ours, reference[tap], None if exact is None else exact[tap])
+        for tap, ours in accumulated.items()
+    }
     if exact is None:
         tolerances = _tolerances_without_float64(reference, taps)
     else:
-        tolerances = _tolerances_with_float64(reference, exact, taps)
-    exact, exact_local = exact or {}, exact_local or {}
+        tolerances = _tolerances_with_float64(reference, measured)
     return [
         TapResult(
             tap,
-            difference(accumulated[tap], reference[tap], exact.get(tap), accumulated_tolerance),
+            measured[tap].judged(accumulated_tolerance),
             None
             if local is None
             else difference(local[tap], reference[tap], exact_local.get(tap), local_tolerance),
@@ -122,8 +129,9 @@ def compare_accumulated(
     """
     accumulated = 0.0
     for name, ours, reference, exact in tensors:
-        accumulated = max(accumulated, *_rounding_and_error(reference, exact))
-        yield name, difference(ours, reference, exact, accumulated)
+        measured = _measure(ours, reference, exact)
+        accumulated = max(accumulated, _rounding(reference), measured.reference_relative)
+        yield name, measured.judged(accumulated)
 
 
 def difference(
@@ -140,48 +148,108 @@ def difference(
         exact: the same tensor in float64, or None.
         tolerance: an error that is always allowed, over the reference's RMS; None: not judged.
     """
+    return _measure(ours, reference, exact).judged(tolerance)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A tensor against the reference's and the one in float64; the numbers are RMS.
+
+    Args:
+        identical: whether no element differs.
+        max_abs: max|ours − reference|.
+        delta: ours − reference.
+        scale: the reference.
+        against_exact: ours − exact, and reference − exact; None without float64.
+        exact_scale: the one in float64.
+    """
+
+    identical: bool
+    max_abs: float
+    delta: float
+    scale: float
+    against_exact: tuple[float, float] | None
+    exact_scale: float
+
+    @property
+    def reference_relative(self) -> float:
+        """The relative error of the reference against float64.
+
+        It is relative to the exact value: a reference that underflows to zero has an infinite error
+        relative to itself, which would allow anything after it.
+        """
+        _, reference_error = self.against_exact or (0.0, 0.0)
+        return _ratio(reference_error, self.exact_scale)
+
+    def judged(self, tolerance: float | None) -> Difference:
+        """The judgement of `difference`."""
+        ratio = None
+        error = rel_rms = _ratio(self.delta, self.scale)
+        within, bound = tolerance is None, tolerance
+        if self.against_exact is not None and tolerance is not None:
+            our_error, reference_error = self.against_exact
+            within = our_error <= MAX_ERROR_RATIO * max(reference_error, tolerance * self.scale)
+            ratio, error = _ratio(our_error, reference_error), _ratio(our_error, self.scale)
+            bound = MAX_ERROR_RATIO * max(_ratio(reference_error, self.scale), tolerance)
+        elif tolerance is not None:
+            within = self.delta <= tolerance * self.scale
+        within = self.identical or within
+        return Difference(self.max_abs, rel_rms, self.identical, ratio, error, bound, within)
+
+
+def _measure(ours: Tensor, reference: Tensor, exact: Tensor | None) -> _Measured:
+    """Measure a tensor; the error of one that is identical to the reference is the reference's."""
     identical = bool(torch.equal(ours, reference))
-    ours, reference = ours.double(), reference.double()
-    delta, scale, ratio = rms(ours - reference), rms(reference), None
-    error = rel_rms = _ratio(delta, scale)
-    within, bound = tolerance is None, tolerance
-    if exact is not None and tolerance is not None:
-        our_error, reference_error = rms(ours - exact), rms(reference - exact)
-        within = our_error <= MAX_ERROR_RATIO * max(reference_error, tolerance * scale)
-        ratio, error = _ratio(our_error, reference_error), _ratio(our_error, scale)
-        bound = MAX_ERROR_RATIO * max(_ratio(reference_error, scale), tolerance)
-    elif tolerance is not None:
-        within = delta <= tolerance * scale
-    max_abs = (ours - reference).abs().max().item()
-    return Difference(max_abs, rel_rms, identical, ratio, error, bound, identical or within)
+    largest = torch.zeros((), dtype=torch.float64)
+    delta = scale = our_error = reference_error = exact_scale = 0.0
+    flat = [t.reshape(-1) for t in (ours, reference, reference if exact is None else exact)]
+    for parts in zip(*(torch.split(t, AT_ONCE) for t in flat), strict=True):
+        mine, theirs, true = (part.double() for part in parts)
+        scale += _sum_of_squares(theirs)
+        if not identical:
+            delta += _sum_of_squares(mine - theirs)
+            largest = torch.maximum(largest, (mine - theirs).abs().max())  # NaN stays NaN
+        if exact is not None:
+            exact_scale += _sum_of_squares(true)
+            reference_error += _sum_of_squares(theirs - true)
+            if not identical:
+                our_error += _sum_of_squares(mine - true)
+    if identical:
+        delta = 0.0 if math.isfinite(scale) else math.nan  # as ∞ − ∞
+        our_error = reference_error
+    n = reference.numel()
+    delta, scale, our_error, reference_error, exact_scale = (
+        math.sqrt(total / n) for total in (delta, scale, our_error, reference_error, exact_scale)
+    )
+    max_abs = delta if identical else largest.item()
+    against_exact = None if exact is None else (our_error, reference_error)
+    return _Measured(identical, max_abs, delta, scale, against_exact, exact_scale)
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    return torch.dot(x, x).item()
 
 
 def _tolerances_with_float64(
-    reference: Mapping[str, Tensor], exact: Mapping[str, Tensor], taps: Sequence[str]
+    reference: Mapping[str, Tensor], measured: Mapping[str, _Measured]
 ) -> dict[str, tuple[float | None, float]]:
     """The tolerances of the accumulated and of the local error at every tap.
 
-    Rounding the result costs a quarter epsilon, and the sums before it an epsilon of float32. With
-    few values, as in a text of one token, the reference's error may by chance be smaller than that,
-    or smaller at one tap than at the taps before it.
+    With few values, as in a text of one token, the reference's error may by chance be smaller than
+    rounding, or smaller at one tap than at the taps before it.
     """
     tolerances: dict[str, tuple[float | None, float]] = {}
     accumulated = 0.0
-    for tap in taps:
-        rounding, error = _rounding_and_error(reference[tap], exact[tap])
-        accumulated = max(accumulated, rounding, error)
+    for tap, found in measured.items():
+        rounding = _rounding(reference[tap])
+        accumulated = max(accumulated, rounding, found.reference_relative)
         tolerances[tap] = accumulated, rounding
     return tolerances
 
 
-def _rounding_and_error(reference: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The error of rounding the result, and the relative error of the reference against float64.
-
-    The error is relative to the exact value: a reference that underflows to zero has an infinite
-    error relative to itself, which would allow anything after it.
-    """
-    rounding = torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
-    return rounding, _ratio(rms(reference.double() - exact), rms(exact))
+def _rounding(reference: Tensor) -> float:
+    """The error of rounding the result, a quarter epsilon, and of the float32 sums before it."""
+    return torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 def _tolerances_without_float64(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import plain_name
+from compat.collector import collector_paused
 from compat.parity import numpy_gpt2
 from compat.parity.compare import TapResult, compare
 from compat.parity.inputs import sequences
@@ -70,14 +71,15 @@ class Reference:
         calibrate: bool = True,
         attention: Literal["eager", "sdpa"] = "eager",
     ) -> None:
-        with library_modules():
+        with collector_paused(), library_modules():
             from compat.parity import transformers_gpt2  # importing transformers takes seconds
 
         self.checkpoint, self.dtype, self.calibrate = checkpoint, dtype, calibrate
         self.weights_dtype = dtype  # the weights remain rounded to it after `to_float32`
         self._hf = transformers_gpt2
         self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
-        with explain_exceptions(), library_modules():
+        # transformers imports its GPT-2 here.
+        with collector_paused(), library_modules(), explain_exceptions():
             self.model = transformers_gpt2.load_reference(checkpoint, dtype, attention)
             self.is_large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = transformers_gpt2.in_float64(self.model, by_module=self.is_large)

@@ -265,7 +265,8 @@ def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["1 - mask", "~mask", "text", "flag", "padding", "already causal", "wrong"]
+    "kind",
+    ["1 - mask", "~mask", "text", "flag", "padding", "already causal", "wrong", "reversed"],
 )
 def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(kind: str) -> None:
     """The mean of the tokens that are not hidden stands for attention."""
@@ -275,8 +276,10 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(11, 11)
+            self.calls = 0
 
         def mean(self, ids: Tensor, seen: Tensor) -> Tensor:
+            self.calls += 1
             return seen.float() @ self.table(ids)
 
     class Subtracted(Model):
@@ -310,8 +313,15 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
         def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.mean(ids, torch.ones(5, 5).tril(1) if mask is None else mask)
 
+    class Reversed(Model):
+        """A mask of its own, by which each token attends to the later ones."""
+
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.mean(ids, torch.ones(5, 5).triu() if mask is None else mask)
+
     cls, mask = {
         "wrong": (Wrong, ""),
+        "reversed": (Reversed, ""),
         "1 - mask": (Subtracted, "tgt_mask=torch.ones(T, T).tril()"),
         "~mask": (Inverted, "mask=torch.ones(T, T, dtype=torch.bool).triu(1)"),
         "text": (Text, "mask='causal'"),
@@ -322,5 +332,8 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
     model = cls()
     signature = find_signature(model, IDS)
     assert signature.mask == mask
-    expected = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}.get(kind, seen)
+    if kind == "already causal":  # the call, and a comparison with another last token
+        assert model.calls == 3
+    own = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}
+    expected = {**own, "reversed": torch.ones(5, 5).triu()}.get(kind, seen)
     torch.testing.assert_close(signature(model, IDS), model.mean(IDS, expected))

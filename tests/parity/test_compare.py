@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compat import ParityError, ParityReport
-from compat.parity.compare import compare, difference
+from compat.parity.compare import AT_ONCE, compare, difference, rms
 from tests.pages import GOOD_LOGITS
 
 
@@ -51,6 +51,41 @@ def test_the_bound_is_the_largest_error_that_passes(calibrated: bool) -> None:
         assert calibrated or found.error == found.rel_rms
     unjudged = difference(reference, reference, None, tolerance=None)
     assert unjudged.bound is None and unjudged.within
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, -1.9, 3.0])
+def test_a_large_tensor_is_measured_as_a_whole(factor: float) -> None:
+    """It is converted to float64 in parts; every number agrees with its formula on the whole."""
+    torch.manual_seed(0)
+    shape = (5, 2 * AT_ONCE // 5 + 7)
+    exact = torch.randn(shape[::-1]).double().T  # not contiguous
+    reference = (exact + 1e-4 * torch.randn(shape)).float()
+    ours = reference if factor == 0 else (exact + factor * (reference - exact)).float()
+    found = difference(ours.clone(), reference, exact, tolerance=1e-7)
+    delta, error = ours.double() - reference.double(), rms(ours - exact)
+    scale, reference_error = rms(reference.double()), rms(reference - exact)
+    assert found.bit_identical is (factor == 0)
+    assert found.max_abs == delta.abs().max()
+    assert found.rel_rms == pytest.approx(rms(delta) / scale, rel=1e-12)
+    assert found.error == pytest.approx(error / scale, rel=1e-12)
+    assert found.ratio == pytest.approx(error / reference_error, rel=1e-12)
+    assert found.bound == pytest.approx(2 * reference_error / scale, rel=1e-12)
+    assert found.within is (abs(factor) <= 2)
+
+
+@pytest.mark.parametrize("value", [5.0, math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, AT_ONCE, -1])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_one_wrong_number_anywhere_fails(value: float, place: int, calibrated: bool) -> None:
+    torch.manual_seed(0)
+    reference = torch.randn(2 * AT_ONCE + 1)
+    exact = reference.double() + 1e-8 if calibrated else None
+    assert difference(reference.clone(), reference, exact, tolerance=1e-6).within
+    ours = reference.clone()
+    ours[place] = value
+    found = difference(ours, reference, exact, tolerance=1e-6)
+    assert not found.within and not found.bit_identical
+    assert not found.max_abs < 1  # NaN, infinite, or large
 
 
 def test_rounding_passes_where_the_reference_is_exact_by_chance() -> None:

@@ -382,9 +382,9 @@ def _is_causal(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
 
 
 def _is_bidirectional(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
-    """Whether a change of the first or the last token changes the logits of all others."""
-    changed = [_changed_by(model, signature, ids, place) for place in (0, -1)]
-    return len(changed[0]) > 1 and bool(torch.stack(changed).all())
+    """Whether a change of the last or the first token changes the logits of all others."""
+    changed = (_changed_by(model, signature, ids, place) for place in (-1, 0))
+    return all(len(positions) > 1 and bool(positions.all()) for positions in changed)
 
 
 def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: int) -> Tensor:
