@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
@@ -10,23 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
 from compat.decoding import Decoder
-from compat.decoding.draft import ModelDraft
+from compat.decoding.draft import PATIENCE, ModelDraft, in_8_bits
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
-from compat.decoding.matrices import Pack
+from compat.decoding.matrices import Pack, in_huge_pages
 from compat.decoding.native import NATIVE, transformer_class
 from compat.decoding.outliers import without_outliers
 from compat.decoding.scoring import Score, score_requests
 from compat.decoding.speculative import DraftSource, SpeculativeDecoder, prompt_lookup
 from compat.decoding.static import StaticDecoder
-from compat.decoding.transformer import Read
-from compat.errors import ConfigError, GenerationError, short_repr
+from compat.decoding.transformer import Read, Transformer
+from compat.errors import CheckpointError, ConfigError, GenerationError, short_repr
 from compat.export_view import config_of, hf_tensors, with_head_of
 from compat.generation import GenerateOptions, generate, stream
 from compat.generation.checks import is_integer
+from compat.int8_cache import Int8Cache
 from compat.layers import as_ids
 from compat.name_map import NameMap
 
@@ -72,7 +74,7 @@ class Engine:
             gain is larger. "auto": "int8" where a forward pass of several tokens computes
             bit-identical logits, which `native.c` does, unless `dtype` is "int8" or `max_batch`
             is above 1. None: no speculative decoding. The generated tokens are the same. The 8-bit
-            weights are packed when a single sequence is decoded for the first time.
+            weights are packed after the first 32 tokens of single sequences.
 
     Raises:
         ConfigError: the data type or the kind of speculation is unknown, the device cannot be used,
@@ -130,14 +132,16 @@ class Engine:
         engine = cls.__new__(cls)
         engine.config = source.config
         own = source.packed.precision if source.packed else "float32"
+        quantized = source.read_quantized if own == "int8" else None
         options = cast(EngineOptions, {"dtype": own, **options})
-        engine._pack(source.read, source.read_quantized, in_order=False, **options)
+        engine._pack(source.read, quantized, Int8Cache(source), False, **options)
         return engine
 
     def _pack(
         self,
         weight: Callable[[str], Tensor],
-        quantized: Callable[[str], Quantized | None] = lambda name: None,
+        quantized: Callable[[str], Quantized | None] | None = None,
+        cache: Int8Cache | None = None,
         in_order: bool = True,
         *,
         dtype: Precision | torch.dtype = "float32",
@@ -149,7 +153,9 @@ class Engine:
 
         Args:
             weight: reads a tensor.
-            quantized: reads a weight in 8 bits, or returns None.
+            quantized: reads a weight that is stored in 8 bits, or returns None.
+            cache: the cache of the weights in 8 bits.
+            in_order: as of `Transformer`.
         """
         precision: Any = dtype
         if isinstance(dtype, torch.dtype):
@@ -170,20 +176,13 @@ class Engine:
             )
         self.dtype: Any = precision
         self.max_batch = max_batch
-        self.device = _usable(device)
-
-        def read(name: str) -> list[Tensor]:
-            is_embedding = name == HEAD and self.config.tie_word_embeddings and not is_int8
-            return [] if is_embedding else [weight(name).to(self.device)]
-
-        def read_int8(name: str) -> list[Any]:
-            stored = quantized(name)
-            return read(name) if stored is None else [stored.to(self.device)]
+        config, target = self.config, _usable(device)
+        self.device = target
+        is_int8 = precision == "int8"
 
         def fast(precision: str, rows: int) -> Pack:
-            return fastest(precision, rows, torch.get_num_threads(), self.device)
+            return fastest(precision, rows, torch.get_num_threads(), target)
 
-        is_int8 = precision == "int8"
         if speculate == "auto" and (is_int8 or (max_batch or 1) > 1):
             speculate = None
         pack = fast(precision, rows=4 if speculate else min(max_batch or 1, PROMPT))
@@ -191,18 +190,43 @@ class Engine:
             speculate = "int8" if pack in NATIVE else None
         self.speculate = speculate
         stored = torch.float32 if precision == "float32" else torch.bfloat16
-        with torch.no_grad():
-            embedding = read("wte.weight")[0].to(stored), read("wpe.weight")[0].to(stored)
-            reader: Read = read_int8 if is_int8 else read
-            if is_int8 and quantized(HEAD) is None:
-                reader = without_outliers(self.config, embedding, read)
-            self.transformer = transformer_class(pack)(
-                self.config, embedding, reader, pack, ACTIVATIONS[precision], in_order
-            )
+
+        def read(name: str) -> list[Any]:
+            packed = quantized(name) if quantized and is_int8 else None
+            if packed is not None:
+                return [in_huge_pages(packed)]
+            is_embedding = name == HEAD and config.tie_word_embeddings and not is_int8
+            return [] if is_embedding else [weight(name)]
+
+        def on_device(read: Read) -> Read:
+            return lambda name: [tensor.to(target) for tensor in read(name)]
+
+        @torch.no_grad()
+        def build(read: Read, is_quantized: bool = True) -> Transformer:
+            read = on_device(read)
+            embedding = read(EMBEDDING)[0].to(stored), read(POSITIONS)[0].to(stored)
+            if not is_quantized:
+                read = without_outliers(config, embedding, read)
+            kind = transformer_class(pack)
+            return kind(config, embedding, read, pack, ACTIVATIONS[precision], in_order)
+
+        if is_int8 and cache is not None and cache.is_active:
+            transformer = cache.build(build)
+        else:
+            transformer = build(read, is_quantized=not is_int8 or quantized is not None)
+        self.transformer = transformer
+
+        def draft() -> Transformer:  # it must not keep the engine alive
+            pack = fast("draft", rows=1)
+            if cache is not None and cache.is_active:
+                with suppress(CheckpointError, OSError):  # it was changed since it was opened
+                    return cache.build(lambda read: in_8_bits(transformer, pack, on_device(read)))
+            return in_8_bits(transformer, pack)
+
         self._draft_sources = [DraftSource(prompt_lookup)]
         if speculate == "int8" and not is_int8:
-            draft = ModelDraft(self.transformer, fast("draft", rows=1))
-            self._draft_sources.append(DraftSource(draft))
+            source = DraftSource(ModelDraft(transformer, draft), patience=PATIENCE)
+            self._draft_sources.append(source)
 
     def decoder(self) -> Decoder:
         """A decoder with a separate batch, for `generate`, `stream` and the text functions."""

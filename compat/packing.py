@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.checks import not_finite
-from compat.checkpoint.foreign import PROJECTIONS
-from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
-from compat.checkpoint.packed import (
-    ALIGNMENT,
-    METADATA,
-    OUTLIER_WEIGHT,
-    OUTLIERS,
-    PRECISIONS,
-    SCALE,
-    checksum,
-)
-from compat.decoding.matrices import quantize
-from compat.decoding.outliers import inputs_with_outliers
+from compat.checkpoint.layout import HEAD
+from compat.checkpoint.packed import PRECISIONS, write_packed
+from compat.decoding.int8_weights import Int8Weights
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.saving.atomic import replacing_file
 
@@ -73,60 +60,27 @@ def pack_checkpoint(
             f"{checkpoint.weights} is already packed. Pack {checkpoint.packed.source} instead, "
             "from which it was made."
         )
-    tensors = _packed(checkpoint, precision)
+    tensors = Int8Weights(checkpoint).tensors() if precision == "int8" else _bfloat16(checkpoint)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and (fault := not_finite(tensor)):
+            raise CheckpointError(f"in {tensor.dtype}, {name} has {fault}.")
     # The head of an int8 model is quantized, and its embedding is not.
     tied = checkpoint.config.tie_word_embeddings and precision == "bfloat16"
-    fields = {**checkpoint.config.to_hf_dict(), "tie_word_embeddings": tied}
-    metadata = {
+    fields = {
         "precision": precision,
         "source": checkpoint.source,
         "source_sha256": _sha256(checkpoint.files),
-        "config": fields,
-        "checksums": {name: checksum(tensor) for name, tensor in tensors.items()},
+        "config": {**checkpoint.config.to_hf_dict(), "tie_word_embeddings": tied},
     }
     with replacing_file(file) as temporary:
-        try:
-            _save(tensors, temporary, json.dumps(metadata))
-        except SafetensorError as error:  # it wraps errors of the system
-            raise OSError(str(error)) from error
+        write_packed(temporary, tensors, fields)
     return Path(file)
 
 
-def _save(tensors: dict[str, Tensor], file: Path, metadata: str) -> None:
-    """Write the file; if its data is not aligned, again with a longer header."""
-    save_file(tensors, file, {"format": "pt", METADATA: metadata})
-    with file.open("rb") as written:
-        start = 8 + int.from_bytes(written.read(8), "little")
-    if padding := -start % ALIGNMENT:
-        save_file(tensors, file, {"format": "pt", METADATA: metadata + " " * padding})
-
-
-def _packed(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    outliers = _outliers(checkpoint) if dtype == "int8" else {}
-    for name in checkpoint.infos:
-        tied = name == HEAD and checkpoint.config.tie_word_embeddings
-        if dtype == "int8" and name.endswith((*PROJECTIONS, HEAD)):
-            weight = checkpoint.read(EMBEDDING if tied else name)
-            by_input = weight.t() if name == HEAD else weight
-            tensors[name], tensors[name + SCALE], exact = quantize(by_input, outliers.get(name))
-            if exact is not None:
-                tensors[name + OUTLIERS], tensors[name + OUTLIER_WEIGHT] = exact
-        elif not tied:
-            wide = dtype == "int8" and name not in (EMBEDDING, POSITIONS)
-            tensor = checkpoint.read(name)
-            tensors[name] = tensor.to(torch.float32 if wide else torch.bfloat16).contiguous()
-            if fault := not_finite(tensors[name]):
-                raise CheckpointError(f"in {tensors[name].dtype}, {name} has {fault}.")
-    return tensors
-
-
-def _outliers(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    embedding = (
-        checkpoint.read(EMBEDDING).to(torch.bfloat16),
-        checkpoint.read(POSITIONS).to(torch.bfloat16),
-    )
-    return inputs_with_outliers(checkpoint.config, embedding, lambda name: [checkpoint.read(name)])
+def _bfloat16(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    tied = checkpoint.config.tie_word_embeddings
+    names = [name for name in checkpoint.infos if name != HEAD or not tied]
+    return {name: checkpoint.read(name).to(torch.bfloat16).contiguous() for name in names}
 
 
 def _sha256(files: list[Path]) -> str:

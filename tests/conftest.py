@@ -59,6 +59,15 @@ def noisy_reference(
     return model.eval()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _engines_leave_no_weights_and_draft_at_once() -> Iterator[None]:
+    """Engines do not cache weights, and use a draft model from the first token on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPAT_CACHE", "0")
+        patch.setattr("compat.engine.PATIENCE", 0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """Make a folder as `transformers` saves it, with the arguments of `noisy_reference`."""

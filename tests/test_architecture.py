@@ -26,7 +26,7 @@ LAYERS = [
     {"export_view", "inspection"},
     {"loading"},
     {"decoding", "saving"},
-    {"lora", "packing", "parity"},
+    {"int8_cache", "lora", "packing", "parity"},
     {"generation"},
     {"engine"},
     {"user_models"},

@@ -95,8 +95,7 @@ class Speculating:
 
 def exact_draft(engine: Engine) -> ModelDraft:
     """A draft model that equals the model."""
-    draft = ModelDraft(engine.transformer, Blas)
-    draft.transformer = engine.transformer
+    draft = ModelDraft(engine.transformer, lambda: engine.transformer)
     return draft
 
 
@@ -340,3 +339,20 @@ def test_if_a_draft_fails_the_model_raises_the_error(
     norm.bias = torch.full_like(norm.bias, torch.nan)
     found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop_ids=())
     assert found[0].tolist() == true_ids(source, prompt(2))[:28]
+
+
+@pytest.mark.parametrize("patience", [0, 12])
+def test_a_draft_model_is_packed_after_enough_tokens_of_all_texts(
+    source: Path, monkeypatch: pytest.MonkeyPatch, patience: int
+) -> None:
+    monkeypatch.setattr("compat.engine.PATIENCE", patience)
+    engine = Engine.from_pretrained(source, speculate="int8")
+    draft: Any = engine._draft_sources[1].draft
+    packed = []
+    for seed in range(4):  # five tokens each, of which the first needs no decode step
+        engine.generate(prompt(seed), max_new_tokens=5, stop_ids=(), temperature=0)
+        packed.append("transformer" in vars(draft))
+    assert packed == ([True] * 4 if patience == 0 else [False, False, False, True])
+    ids = prompt(9)
+    found = engine.generate(ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    assert found[0].tolist() == true_ids(source, ids)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compat.checkpoint.files import ALL, TensorInfo
 from compat.checkpoint.layout import HEAD
-from compat.checkpoint.safetensors_file import SafetensorsFile
+from compat.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from compat.errors import CheckpointError
 
 METADATA, SCALE = "compat", ".scale"
@@ -155,6 +155,56 @@ class PackedFile:
         )
 
 
+def tensors_of(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
+    """The tensors that a packed file stores for a weight, by their names."""
+    if isinstance(weight, Tensor):
+        return {name: weight}
+    found = {name: weight.values, name + SCALE: weight.scale}
+    if weight.outliers is not None:
+        found[name + OUTLIERS], found[name + OUTLIER_WEIGHT] = weight.outliers
+    return found
+
+
+def write_packed(
+    path: Path, tensors: dict[str, Tensor], fields: dict[str, Any], **metadata: str
+) -> None:
+    """Write a packed file, in which tensors are aligned as far as their sizes allow.
+
+    Args:
+        path: the file.
+        tensors: its tensors, contiguous and on the CPU.
+        fields: "precision", "source", "source_sha256" and "config", as `PackedFile` reads them.
+        metadata: other strings for the file's metadata.
+    """
+    checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    described = json.dumps({**fields, "checksums": checksums})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: described, **metadata}}
+
+    # A tensor whose size is not a multiple of the alignment shifts all that follow it.
+    def place(name: str) -> tuple[bool, int]:
+        return tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize
+
+    order = sorted(tensors, key=place)
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        offsets, shape = [begin, end], list(tensor.shape)
+        header[name] = {"dtype": codes[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(_bytes(tensors[name]))
+
+
 def checksum(tensor: Tensor) -> str:
     """The SHA-256 of a tensor's bytes, in hexadecimal."""
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(_bytes(tensor)).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    found: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return found

@@ -21,7 +21,7 @@ from compat.checkpoint.files import (
 from compat.checkpoint.formats import why_unreadable
 from compat.errors import CheckpointError
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -60,7 +60,7 @@ class SafetensorsFile:
         self.infos: dict[str, TensorInfo] = {}
         for name in checked.keys():
             code = header[name]["dtype"]
-            self.infos[name] = TensorInfo(tuple(header[name]["shape"]), _DTYPES.get(code, code))
+            self.infos[name] = TensorInfo(tuple(header[name]["shape"]), DTYPES.get(code, code))
             self._offsets[name] = header[name]["data_offsets"]
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:

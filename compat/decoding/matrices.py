@@ -74,6 +74,12 @@ def contiguous(weight: Tensor) -> Tensor:
     return empty_weight(weight.shape, weight.dtype).copy_(weight)
 
 
+def in_huge_pages(weight: Quantized) -> Quantized:
+    """A copy of a quantized weight in memory from `empty_weight`."""
+    values = empty_weight(weight.values.shape, torch.int8).copy_(weight.values)
+    return weight._replace(values=values)
+
+
 class Blas(nn.Module):
     """torch's matrix product on the weight in its own layout, without a copy."""
 

@@ -25,12 +25,15 @@ class DraftSource:
 
     Args:
         draft: proposes the tokens.
+        patience: the number of tokens, of all texts, before its first draft. A source that takes
+            long to set up does not delay short texts then.
     """
 
     MAX_TOKENS = 15  # 16 with the token before them, which one pass reads nearly as fast as one
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.rate, self.seconds = draft, INITIAL_RATE, 0.0
+    def __init__(self, draft: Draft, patience: int = 0) -> None:
+        self.draft, self.patience, self.waited = draft, patience, 0
+        self.rate, self.seconds = INITIAL_RATE, 0.0
         self.is_warm = False
 
     def propose(self, ids: list[int], count: int, cache: Cache, choose: Choose) -> list[int]:
@@ -122,6 +125,8 @@ class SpeculativeDecoder:
         if not self.is_single:
             return self.several.step(ids)
         self.ids.append(int(ids))
+        for source in self.sources:
+            source.waited += 1
         if self.verified:
             token, logits = self.verified.pop(0)
             self.source.observe(token == self.ids[-1])
@@ -147,12 +152,13 @@ class SpeculativeDecoder:
     def _propose(self) -> list[int]:
         """Return the draft tokens of the source with the highest expected gain that has any.
 
-        Before the first forward pass was timed, there are none.
+        Before the first forward pass was timed, there are none. Sources that still wait have none.
         """
         if not self.pass_seconds:
             return []
         room = self.config.n_positions - len(self.ids)
-        options = [(*source.best(self.pass_seconds), source) for source in self.sources]
+        ready = [source for source in self.sources if source.waited > source.patience]
+        options = [(*source.best(self.pass_seconds), source) for source in ready]
         for _, count, source in sorted(options, key=lambda option: -option[0]):
             count = min(count, room)
             if count and (
