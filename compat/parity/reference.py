@@ -79,7 +79,7 @@ class Reference:
         self._hf = transformers_gpt2
         self.taps = transformers_gpt2.taps(checkpoint.config.n_layer, attention)
         # transformers imports its GPT-2 here.
-        with collector_paused(), library_modules(), explain_exceptions():
+        with collector_paused(), explain_exceptions(), library_modules():
             self.model = transformers_gpt2.load_reference(checkpoint, dtype, attention)
             self.is_large = sum(p.numel() for p in self.model.parameters()) >= LARGE
             self.exact = transformers_gpt2.in_float64(self.model, by_module=self.is_large)
