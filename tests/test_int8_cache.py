@@ -294,7 +294,7 @@ def test_the_header_of_an_entry_is_verified(
     [entry] = cache.entries
     content = entry.read_bytes()
     right, wrong = (
-        b'"wpe.weight": {"dtype": "BF16", "shape": ' + shape for shape in (b"[32, 24]", b"[24, 32]")
+        b'"wpe.weight":{"dtype":"BF16","shape":' + shape for shape in (b"[32,24]", b"[24,32]")
     )
     assert right in content
     entry.write_bytes(content.replace(right, wrong))
@@ -419,6 +419,20 @@ def test_an_unexpected_error_is_reported(
     assert not cache.entries
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_only_the_thread_that_writes_has_the_lowest_priority(
+    cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    monkeypatch.setattr(int8_cache, "write_packed", lambda *_, **__: found.append(priority()))
+    before = priority()
+    cache.engine(source)
+    assert found == [19] and priority() == before < 19
+
+
 def test_processes_that_start_at_once_do_not_disturb_each_other(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +482,9 @@ def test_it_is_bounded_and_keeps_what_was_used_last(
     [second] = set(cache.entries) - {first}
     for number, entry in enumerate((first, second)):
         os.utime(entry, (1000 + number, entry.stat().st_mtime))
+    modified = first.stat().st_mtime_ns
     cache.engine(sources[0])  # which makes the second one the oldest
+    assert first.stat().st_mtime_ns == modified  # or another reader would take it for changed
     cache.engine(sources[2])
     assert first in cache.entries and second not in cache.entries and len(cache.entries) == 2
     cache.engine(sources[3])

@@ -192,7 +192,7 @@ def write_packed(
         begin, end = end, end + tensor.nbytes
         offsets, shape = [begin, end], list(tensor.shape)
         header[name] = {"dtype": codes[tensor.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
