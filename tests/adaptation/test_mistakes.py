@@ -233,6 +233,17 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "batch_first",
         "nn.MultiheadAttention(dim, heads)",
     ),
+    "weights that are divided after the softmax": (
+        [
+            (" / self.head_dim ** 0.5", ""),
+            (
+                "torch.softmax(scores, dim=-1)",
+                "torch.softmax(scores, dim=-1) / self.head_dim ** 0.5",
+            ),
+        ],
+        "scaled_probs",
+        "weights = torch.softmax(",
+    ),
     "two experts": (
         [
             (
@@ -374,6 +385,8 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
     if name == "attention without a projection, a residual or an MLP":
         consequences |= {"no_out_proj", "missing_residual"}
+    if name == "weights that are divided after the softmax":
+        consequences |= {"no_attn_scale"}
     if name == "attention over the batch":
         consequences |= {"no_mask"}  # the rest is examined as with batch_first=True
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}

@@ -280,6 +280,12 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["shared_parameters"],
         "values = self.W_value(x)",
     ),
+    "weights that are scaled instead of the scores": (
+        [(" / self.head_dim ** 0.5", ""),
+         ("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=-1) / self.head_dim ** 0.5")],
+        ["scaled_probs"],
+        "weights = torch.softmax(scores / (self.head_dim ** 0.5), dim=-1)",
+    ),
     "torch's decoder, whose cross-attention reads the embedding": (
         [("        self.blocks = nn.ModuleList(blocks)\n",
           "        layer = nn.TransformerDecoderLayer(emb_dim, n_heads, 4 * emb_dim, "

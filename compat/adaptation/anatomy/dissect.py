@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 from torch.fx import Node
 
@@ -390,24 +391,26 @@ class _Dissection:
 
     def _with_own_operands(self, core: Core) -> Core:
         """The core with a copy of a node that is several of q, k and v, so that each can be set."""
-        own = {core.q.node}
-        for place, name in enumerate("qkv"):
-            operand: Operand = getattr(core, name)
-            fused = core.scores is None
-            if operand.node not in own or place == 0 or (name == "k" and not fused):
-                own.add(operand.node)
-                continue
-            with core.product.graph.inserting_before(core.product):
-                copy = core.product.graph.call_function(aten.clone.default, (operand.node,))
-            copy.meta = dict(operand.node.meta)
-            if fused:
-                core.product.update_arg(place, copy)
-            else:
-                core.product.replace_input_with(operand.node, copy)
-            core = replace(core, **{name: replace(operand, node=copy)})
-            self.graph.invalidate()
-            self.index = GraphIndex(self.graph)
-        return core
+        core = self._with_copy(core, "k") if core.k.node is core.q.node else core
+        return self._with_copy(core, "v") if core.v.node in (core.q.node, core.k.node) else core
+
+    def _with_copy(self, core: Core, name: str) -> Core:
+        """The core with a copy of one operand, which only its product reads."""
+        operand: Operand = getattr(core, name)
+        product = core.product
+        if core.scores is not None and name == "k":
+            return core  # the product of q with itself
+        with product.graph.inserting_before(product):
+            copy = product.graph.call_function(aten.clone.default, (operand.node,))
+        copy.meta = dict(operand.node.meta)
+        if core.scores is None:
+            product.update_arg("qkv".index(name), copy)
+        else:
+            product.replace_input_with(operand.node, copy)
+        self.graph.invalidate()
+        self.index = GraphIndex(self.graph)
+        changed: dict[str, Any] = {name: replace(operand, node=copy)}
+        return replace(core, **changed)
 
     def _core(self, product: Contraction) -> Core | None:
         """The attention whose second product this is: probabilities times v."""

@@ -368,6 +368,22 @@ def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
 
 
 @deviation(
+    "the attention weights are multiplied by {found:.4g} after the softmax, but GPT-2's weights "
+    "sum up to 1",
+    "scores.softmax(dim=-1) @ v",
+)
+@with_formula
+def scaled_probs(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if formula.total == 1:
+        return None
+    softmax, above = {*layer.live(SOFTMAXES)}, layer.graph.ancestors
+    scaled = layer.live(frozenset({"mul", "div"}))
+    factors = [n for n in scaled if softmax & above[n]]
+    place = source.running(layer.graph, factors) or layer.softmax_line
+    return layer.deviation(place, found=formula.total)
+
+
+@deviation(
     "the mask is applied after the softmax, {effect}, but GPT-2 masks the scores before it",
     'scores.masked_fill(mask, float("-inf")).softmax(dim=-1)',
 )

@@ -23,12 +23,14 @@ class AttentionFormula:
         scale: the factor of q·k, the product over all operations.
         axis: of (B, H, T, T), over which the softmax is computed; −1 in GPT-2.
         after: whether the mask is applied after the softmax, without renormalization.
+        total: what the probabilities of a query sum up to, if they are multiplied by a number.
     """
 
     allowed: Tensor
     scale: float
     axis: int = -1
     after: bool = False
+    total: float = 1.0
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Unscaled scores q·k (B, H, T, T) → probabilities (B, H, T, T)."""
@@ -36,7 +38,7 @@ class AttentionFormula:
         scores = scores * self.scale
         if not self.after:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        probs = scores.softmax(self.axis)
+        probs = scores.softmax(self.axis) * self.total
         if self.after or self.axis != -1:
             # Where every score is hidden, the softmax is uniform, and its values do not count.
             return probs.masked_fill(hidden, 0)
@@ -86,6 +88,8 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
     piece = AttentionPiece(graph, attention)
     zero = piece.random(0, 0.0)
     even = piece.probabilities(zero, zero).nan_to_num()  # rows without a key may be 0/0
+    total = _total(even)
+    even = even / total
     if not torch.allclose(even, even[:1, :1].expand_as(even), atol=1e-9):
         return None
     seen = even[0, 0] > 1e-9
@@ -93,9 +97,9 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
     without_blind = seen & ~(seen.all(-1, keepdim=True) & ~seen.all())
     for allowed in (seen, without_blind):
         for axis, after in ATTEMPTS:
-            formula = AttentionFormula(allowed, 1.0, axis, after)
+            formula = AttentionFormula(allowed, 1.0, axis, after, total)
             rows = allowed.any(-1)
-            expected = formula.probabilities(torch.zeros_like(even))[0, 0][rows]
+            expected = formula.probabilities(torch.zeros_like(even))[0, 0][rows] / total
             if torch.allclose(expected, even[0, 0][rows], atol=1e-6):
                 fitted = replace(formula, scale=_fit_scale(piece, formula))
                 if _agrees(piece, fitted):
@@ -104,10 +108,19 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
     return None
 
 
+def _total(probs: Tensor) -> float:
+    """What every row that is not zero sums up to; 1 if the rows have different sums."""
+    sums = probs.sum(-1)
+    sums = sums[sums.abs() > 1e-9]
+    total = sums.mean().item() if sums.numel() else 1.0
+    same = torch.allclose(sums, torch.full_like(sums, total), rtol=1e-6)
+    return total if same and total > 0 and abs(total - 1) > 1e-6 else 1.0
+
+
 def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
     """The factor of q·k, by least squares from the logarithms of probabilities."""
     q, k = piece.random(1, 0.3), piece.random(2, 0.3)
-    probs, scores = piece.probabilities(q, k), q @ k.mT
+    probs, scores = piece.probabilities(q, k) / formula.total, q @ k.mT
     used = formula.allowed.expand_as(probs) & (probs > 0)
     logs = torch.where(used, probs, 1).log()
     if formula.after:

@@ -96,6 +96,8 @@ EXPLANATIONS = {
     "differ from those in training.",
     "mask_off": "A mask that is shifted by one shows the next token, or hides the token itself. "
     "Both change nearly every hidden state.",
+    "scaled_probs": "The result of a head is an average of the values, weighted by attention. With "
+    "weights that do not sum up to 1, all results have another size.",
     "no_attn_scale": "Unscaled scores are √d_head times larger, so the softmax is almost one-hot "
     "where it should be smooth.",
     "scale_by_d_model": "The scores of one head are sums of d_head products. Divided by the "

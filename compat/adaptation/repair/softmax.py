@@ -25,6 +25,24 @@ from compat.adaptation.repair.values import settings
 DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
 
 
+@fixes("scaled_probs")
+def scale_before_softmax(site: Site) -> Iterator[Edits]:
+    """Multiply the scores and not the probabilities by a number, or neither of them."""
+    source = site.source
+    for scaled in source.nodes(ast.BinOp, site.statement):
+        if not isinstance(scaled.op, (ast.Mult, ast.Div)):
+            continue
+        sign = "/" if isinstance(scaled.op, ast.Div) else "*"
+        sides = [(scaled.left, scaled.right)]
+        sides += [(scaled.right, scaled.left)] if sign == "*" else []
+        for probs, factor in sides:
+            alone = source.unwrap(scaled, probs)
+            for _, scores in softmax_calls(site)[:2]:
+                moved = f"{source.operand(scores)} {sign} {source.operand(factor)}"
+                yield [*alone, source.replace(scores, moved)]
+            yield alone
+
+
 @fixes("mask_after_softmax")
 def mask_before_softmax(site: Site) -> Iterator[Edits]:
     """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
