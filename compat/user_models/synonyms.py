@@ -14,7 +14,8 @@ from compat.config import GPT2Config
 _N = r"(n|num|number(of)?|max|total)?"
 _SIZE = r"(d|dims?|dimensions?|size|width)"
 _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
-_MLP = r"(ff|ffn|ffwd|mlp|feedforward|inner|intermediate)"
+# Not the end of `cutoff`, `diff`, `buff` or `coeff`.
+_MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd|mlp|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
 _PATTERNS = {
     "embd_pdrop": rf"({_EMB}|pos).*drop.*|.*drop.*{_EMB}",

@@ -86,6 +86,7 @@ def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> Non
         ("hidden_dim, emb_dim", 96),
         ("d_hid, heads", 24),
         ("d_model, d_hid", 96),
+        ("d_model, hidden_ff", 96),
     ],
 )
 def test_hidden_size_is_the_mlp_width_only_beside_a_width(

@@ -249,9 +249,13 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["layers_num", "block_count"], ["n_layer", "n_layer"]),
         (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
+        (
+            ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
+            ["d_inner", "d_inner", None, None, None],
+        ),
     ],
 )
-def test_names_beside_each_other(names: list[str], roles: list[str]) -> None:
+def test_names_beside_each_other(names: list[str], roles: list[str | None]) -> None:
     assert [role_of(name, names) for name in names] == roles
 
 
