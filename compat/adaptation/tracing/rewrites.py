@@ -117,7 +117,10 @@ def drop_zero_terms(graph: Graph) -> bool:
     for node in sums if zero else ():
         terms = {*live_inputs(graph, node)}
         for term in terms & zero:
-            if not attention.isdisjoint(graph.between([term], [*terms - {term}])):
+            stream = terms - {term}
+            if stream <= graph.ancestors[term] and not attention.isdisjoint(
+                graph.between([term], stream)
+            ):
                 zero.discard(term)
     for node in sums:
         first, second = node.args[:2]
