@@ -255,6 +255,18 @@ def test_caches_that_are_read_although_they_are_optional() -> None:
     assert torch.equal(find_signature(Cached(), IDS)(Cached(), IDS), LOGITS)
 
 
+@pytest.mark.parametrize("needed", [True, False])
+def test_an_optional_padding_mask_is_passed_only_if_it_is_read(needed: bool) -> None:
+    class Masked(nn.Module):
+        def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            assert (attention_mask is not None) is needed
+            return LOGITS * (1 if attention_mask is None else attention_mask[..., None])
+
+    signature = find_signature(Masked(), IDS)
+    assert [name for name, _ in signature.arguments] == ["attention_mask"] * needed
+    assert torch.equal(signature(Masked(), IDS), LOGITS)
+
+
 def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
     class Cached(nn.Module):
         def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:

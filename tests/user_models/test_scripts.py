@@ -246,7 +246,7 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["token_size", "d_model", "heads"], ["vocab_size", "n_embd", "n_head"]),
         (["input_dim", "hidden_dim", "pf_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
-        (["layers_num", "block_count"], ["n_layer", "n_layer"]),
+        (["layers_num", "block_count", "N_stack"], ["n_layer", "n_layer", "n_layer"]),
         (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
         (

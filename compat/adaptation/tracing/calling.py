@@ -202,7 +202,7 @@ def _values(name: str) -> tuple[Value, ...]:
     if re.search("type|segment", name):
         return _nothing, lambda model, ids: torch.zeros_like(ids)
     if "mask" in name:
-        return _nothing, lambda model, ids: torch.ones_like(ids)
+        return _nothing, _ones
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
 
 
@@ -235,6 +235,10 @@ def _text(text: str, model: nn.Module, ids: Tensor) -> str:
 
 def _yes(model: nn.Module, ids: Tensor) -> bool:
     return True
+
+
+def _ones(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.ones_like(ids)
 
 
 def _nothing(model: nn.Module, ids: Tensor) -> None:
@@ -271,7 +275,7 @@ def find_signature(
         AdaptError: none returned logits.
     """
     tried: list[str] = []
-    kinds = (_signatures(model, False), _with_empty_caches(model), _signatures(model, True))
+    kinds = (_signatures(model, False), _with_optional_arguments(model), _signatures(model, True))
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
@@ -337,18 +341,24 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
     return found
 
 
-def _with_empty_caches(model: nn.Module) -> list[tuple[str, CallSignature]]:
-    """The call with a list of empty caches, which some code reads though it is optional."""
-    parameters = inspect.signature(model.forward).parameters.items()
-    caches = [
-        n for n, p in parameters if p.default is None and _nothing_for_each_layer in _values(n)
-    ]
+def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]]:
+    """The call with a list of empty caches, or with a mask without padding.
+
+    Some code reads these arguments although they are optional.
+    """
     needed = [(name, _values(name)[0]) for name in required_arguments(model)]
-    return [
-        (f"model(ids, {name}=[None, …])",
-         CallSignature((*needed, (name, _nothing_for_each_layer))))
-        for name in caches
-    ]  # fmt: skip
+    found = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.default is not None:
+            continue
+        if _nothing_for_each_layer in _values(name):
+            text, value = "[None, …]", _nothing_for_each_layer
+        elif "mask" in name:
+            text, value = "ones", _ones
+        else:
+            continue
+        found.append((f"model(ids, {name}={text})", CallSignature((*needed, (name, value)))))
+    return found
 
 
 def _with_optional_masks(model: nn.Module, signature: CallSignature) -> list[CallSignature]:
