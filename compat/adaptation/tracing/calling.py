@@ -351,13 +351,15 @@ def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.default is not None:
             continue
+        values: dict[str, Value] = {}
         if _nothing_for_each_layer in _values(name):
-            text, value = "[None, …]", _nothing_for_each_layer
+            values = {"[None, …]": _nothing_for_each_layer}
         elif "mask" in name:
-            text, value = "ones", _ones
-        else:
-            continue
-        found.append((f"model(ids, {name}={text})", CallSignature((*needed, (name, value)))))
+            values = {"ones": _ones}
+        found += [
+            (f"model(ids, {name}={text})", CallSignature((*needed, (name, value))))
+            for text, value in values.items()
+        ]
     return found
 
 
