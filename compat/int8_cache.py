@@ -138,7 +138,7 @@ class Int8Cache:
 
 
 def _key(checkpoint: Checkpoint) -> str | None:
-    """The hash of everything that determines the weights in 8 bits; None if there is no cache.
+    """The hash of everything that determines the weights in 8 bits, or None to use no cache.
 
     The files of the checkpoint are identified by path, inode, size and times, and by parts of their
     content. Users can set the time of the last modification, but not that of the last change.
@@ -188,7 +188,7 @@ def _hash(data: bytes) -> str:
 
 
 def _folder() -> Path | None:
-    """The folder of the entries, which nobody else can write; None if there is no such folder."""
+    """The folder of the entries, or None if it cannot be written or others can write to it."""
     root = cache_folder()
     if root is None:
         return None

@@ -293,15 +293,15 @@ def _judge_with_head(run: _Run, error: NoHead) -> Adaptation:
         return call(model, ids) @ model.get_parameter(error.table).T
 
     run.call = with_head
-    adaptation = _examined(run)
     graph = to_graph(run.model, run.call, run.ids)
+    adaptation = _examined(run, graph)
     return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
 
 
-def _examined(run: _Run) -> Adaptation:
-    """Trace, map and judge a model."""
+def _examined(run: _Run, graph: Graph) -> Adaptation:
+    """Map and judge a model, in another way if its graph is not recognised."""
     try:
-        return _judge(run, _map(to_graph(run.model, run.call, run.ids), run.checkpoint))
+        return _judge(run, _map(graph, run.checkpoint))
     except AdaptError as error:
         return _map_otherwise(run, error)
 
@@ -402,7 +402,7 @@ def _judge_batch_first(run: _Run, error: BatchFirst, partial: bool = False) -> A
         if not modules:
             return surveyed
         run.call, run.ids = _signature(run.model, run.checkpoint, run.ids)
-        adaptation = _examined(run)
+        adaptation = _examined(run, to_graph(run.model, run.call, run.ids))
         return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
     return surveyed
 
