@@ -25,8 +25,8 @@ TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
 
 # Deviations that the reference cannot be changed to reproduce, or that have nothing to reproduce.
 NOT_CONFIRMED = {
-    "inner_dim", "vocab_mismatch", "n_layer_mismatch", "random_parameters", "dropout_always_on",
-    "softmax_output", "fast_path", "changed_logits", "gated_mlp",
+    "inner_dim", "head_width", "vocab_mismatch", "n_layer_mismatch", "random_parameters",
+    "dropout_always_on", "softmax_output", "fast_path", "changed_logits", "gated_mlp",
 }  # fmt: skip
 DRIFTS = {"eps_value", "eps_outside_sqrt"}  # if small enough, within the bound of the calibration
 # Codes that the catalogue writes into fewer than two styles, and what tests them instead.

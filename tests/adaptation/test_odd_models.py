@@ -91,6 +91,15 @@ class ProjectionWithoutBias(GPT):
             block.proj = nn.Linear(48, 48, bias=False)
 
 
+class HeadsOfWidth(GPT):
+    """With heads that are not 24 / 4 = 6 channels wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.qkv, block.proj = nn.Linear(24, 12 * width), nn.Linear(4 * width, 24)
+
+
 class PlainList(GPT):
     """Its blocks are in a plain list, so that `parameters()` does not find them."""
 
@@ -413,6 +422,8 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "layers": (sized(layers=1), {"n_layer_mismatch": "1 layers"}),
     "heads": (sized(heads=12), {"n_head_mismatch": "12 heads"}),
     "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
+    "wider heads": (lambda: HeadsOfWidth(24), {"head_width": "a head has 24 channels"}),
+    "narrower heads": (lambda: HeadsOfWidth(3), {"head_width": "4 heads, 6 for each"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
         sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}

@@ -123,12 +123,34 @@ def _inner_width(context: DiagnosisContext) -> int | None:
     return None if found == config.d_inner or follows else found
 
 
+@deviation(
+    "a head has {found} channels, but GPT-2 divides {n_embd} channels among {n_head} heads, "
+    "{expected} for each",
+    "Set the width of a head to {expected}.",
+)
+def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (found := _head_width(context)) is None:
+        return
+    width, n_head = context.anatomy.width, context.config.n_head
+    values = {"found": found, "n_embd": width, "n_head": n_head, "expected": width // n_head}
+    place = context.owner_of("h.0.attn.c_attn.weight")
+    yield Deviation("h.0.q", place, values, evidence="found in the shapes of the parameters")
+
+
+def _head_width(context: DiagnosisContext) -> int | None:
+    """The width of a head; None if it is GPT-2's or all heads together are as wide as the model."""
+    if context.n_head is None:
+        return None
+    width, found = context.anatomy.width, context.mapping.attentions[0].q.index.shape[3]
+    return None if width in (found * context.n_head, found * context.config.n_head) else found
+
+
 @detects("unexplained")
 def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
     """Shapes that differ although the width, the inner width and the number of heads agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
-    if context.n_head not in (None, context.config.n_head):
+    if context.n_head not in (None, context.config.n_head) or _head_width(context):
         others = [hf for hf in others if ".attn." not in hf]
     if others and context.anatomy.width == context.config.n_embd:
         own, expected = shapes[others[0]]

@@ -15,6 +15,8 @@ EXPLANATIONS = {
     "computations that the head relies on, and additional layers keep random weights.",
     "inner_dim": "c_fc.weight and c_proj.weight have the inner width in their shapes, so they "
     "cannot be loaded into an MLP of another width.",
+    "head_width": "GPT-2's c_attn has 3 · n_embd outputs and c_proj has n_embd inputs, so that the "
+    "heads together are as wide as the model. Wider or narrower heads cannot hold these weights.",
     "no_qkv_bias": "GPT-2's c_attn.bias is trained and far from zero. Without it, q, k and v are "
     "shifted in every head and every layer. Later models often have no such bias.",
     "no_proj_bias": "attn.c_proj.bias is trained and added to the residual stream in every layer. "

@@ -13,6 +13,15 @@ MUTATIONS = [
       (("nn.Linear(4 * config.n_embd", "nn.Linear(3 * config.n_embd"),)),
     M("vit_qkv", "inner_dim", "mlp_ratio=4.0", "mlp_ratio=2.0", "mlp_ratio=2.0",
       ("hidden = int(", "self.fc1", "self.fc2")),
+    # head_width
+    M("lecture", "head_width", "head_size = n_embd // num_heads", "head_size = n_embd",
+      "head_size = n_embd", ("self.query = nn.Linear(n_embd, head_size)",
+      "self.key = nn.Linear(n_embd, head_size)"),
+      (("self.proj = nn.Linear(n_embd, n_embd)",
+      "self.proj = nn.Linear(num_heads * n_embd, n_embd)"),)),
+    M("lens", "head_width", "h, c, d = cfg.n_heads, cfg.d_model, cfg.d_head",
+      "h, c, d = cfg.n_heads, cfg.d_model, cfg.d_head // 2", "cfg.d_head // 2",
+      ("self.W_Q = nn.Parameter(",)),
     # no_mlp_bias
     M("lecture", "no_mlp_bias", "nn.Linear(n_embd, 4 * n_embd),",
       "nn.Linear(n_embd, 4 * n_embd, bias=False),", "nn.Linear(n_embd, 4 * n_embd, bias=False),",
