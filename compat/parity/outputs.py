@@ -33,16 +33,21 @@ def find_logits(
     B, T = ids.shape
     found = list(_tensors(output))
     floats = [tensor for tensor in found if tensor.is_floating_point()]
-    for tensor in floats if last else ():
-        if tensor.shape[:-1] in ((B,), (B, 1)):
-            return tensor.view(B, 1, -1)
+    final = [t.view(B, 1, -1) for t in floats if t.shape[:-1] in ((B,), (B, 1))]
+    if last and final:
+        return final[0]
     squeezed = [_without_extra_axes(t, B, T) for t in floats]
     every_position = [t for t in squeezed if t.ndim == 3 and t.shape[:2] == (B, T)]
-    if every_position:
-        return max(every_position, key=lambda t: (t.shape[-1] == vocab_size, t.shape[-1]))
-    for tensor in floats:
-        if tensor.ndim == 2 and tensor.shape[0] == B * T:
-            return tensor.view(B, T, -1)
+    every_position += [t.view(B, T, -1) for t in floats if t.ndim == 2 and len(t) == B * T]
+
+    def likelihood(tensor: Tensor) -> tuple[bool, int]:
+        width = tensor.shape[-1]
+        return width == vocab_size, width
+
+    # Beside wider logits of the last position, the others are hidden states, as of a KV cache.
+    best = max([*every_position, *final], key=likelihood, default=None)
+    if best is not None and best.shape[1] == T:
+        return best
     shapes = ", ".join(str(list(t.shape)) for t in found) or "no tensor"
     raise AdaptError(f"the model returned {shapes} for ids [{B}, {T}]; expected [{B}, {T}, V]")
 

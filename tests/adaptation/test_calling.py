@@ -42,6 +42,8 @@ class Output:
         SimpleNamespace(logits=LOGITS),
         LOGITS.view(10, 11),
         (torch.tensor(1.0), LOGITS.view(10, 11)),
+        (LOGITS.view(10, 11), [(HIDDEN, HIDDEN)]),
+        (LOGITS, HIDDEN[:, -1]),
         LOGITS[None],
         (LOGITS[:, None, :, None],),
     ],
@@ -51,7 +53,15 @@ def test_logits_are_found_by_their_shape(output: Any) -> None:
     assert torch.equal(find_logits(output, IDS), LOGITS)
 
 
-@pytest.mark.parametrize("output", [LOGITS[:, -1], LOGITS[:, -1:], (None, LOGITS[:, -1])])
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOGITS[:, -1],
+        LOGITS[:, -1:],
+        (None, LOGITS[:, -1]),
+        (LOGITS[:, -1:], [(HIDDEN, HIDDEN)]),  # the keys and values of a cache
+    ],
+)
 def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -> None:
     assert torch.equal(find_logits(output, IDS, last=True), LOGITS[:, -1:])
     with pytest.raises(AdaptError):
