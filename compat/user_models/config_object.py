@@ -46,6 +46,8 @@ Parameter = inspect.Parameter
 SECTIONS = set(
     "model data architecture arch network transformer gpt decoder languagemodel lm".split()
 )
+# Values for entries that the model does not read, such as those for its training, by their type.
+UNREAD = {"int": 1, "float": 1.0, "str": "", "bool": False}
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
 
@@ -141,27 +143,36 @@ def _instance(
     known = known_values(cls, names, config, numbers)
     arguments: dict[str, Any] = {}
     missing: list[str] = []
+    sections: set[str] = set()
     for name, parameter in parameters.items():
+        given = entries.get(name, {})
+        required = parameter.default is parameter.empty
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= {n: known[n] for n in usage.names if n in known and n not in parameters}
-        elif parameter.kind is parameter.VAR_POSITIONAL or name in entries:
+        elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
             continue
-        elif parameter.default is parameter.empty and counts(template, name):
+        elif required and counts(template, name):
             arguments[name] = symbols(name, config) or known.get(name)
             missing += [] if arguments[name] else [name]
         elif name in known and accepts(parameter, known[name]):
             arguments[name] = known[name]
-        elif parameter.default is parameter.empty:
-            has_neutral, arguments[name] = neutral(name)
-            section = None if has_neutral else _config_class(template, parameter)
-            if section is not None:
-                arguments[name], unknown = _instance(cls, section, usage, config, {})
-                missing += [f"{name}.{key}" for key in unknown]
-            elif not has_neutral:
-                missing.append(name)
+        elif required and neutral(name)[0]:
+            arguments[name] = neutral(name)[1]
+        elif (required or given) and (section := _config_class(template, parameter)):
+            sections.add(name)
+            arguments[name], unknown = _instance(cls, section, usage, config, given)
+            missing += [f"{name}.{key}" for key in unknown]
+        elif name in entries:
+            continue
+        elif required and name not in {*usage.names} - {*usage.sections}:
+            annotation = parameter.annotation
+            arguments[name] = UNREAD.get(getattr(annotation, "__name__", str(annotation)))
+        elif required:
+            missing.append(name)
     if missing:
         return None, missing
-    made = template(**{**arguments, **(entries if parameters else {})})
+    own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
+    made = template(**{**arguments, **own})
     # Values in the body of a class without parameters, or of its constructor, are replaced as well.
     constants = _constants(template) - {*parameters, *entries}
     for name, value in (known if parameters else {**known, **entries}).items():
@@ -173,7 +184,7 @@ def _instance(
     for name in _sections(usage):
         section = getattr(made, name, made)
         with contextlib.suppress(Exception):  # of a property, or a constructor of the user's
-            if section is not made and is_namespace(section):
+            if section is not made and is_namespace(section) and name not in sections:
                 section = _instance(cls, type(section), usage, config, {})[0] or section
             setattr(made, name, section)
     if _exports(cls) and not hasattr(made, "to_dict"):

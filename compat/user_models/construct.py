@@ -255,12 +255,9 @@ def _replaceable(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, bool]:
     """The user's own switches of norms and positions, such as `config.use_rope`, that are off."""
-    flat: dict[str, bool] = {}
-    for name, own in _own_switches(target, config, kwargs).items():
-        inner = own.items() if isinstance(own, Mapping) else [("", own)]
-        flat |= {f"{name}.{key}".rstrip("."): value for key, value in inner}
+    own = _flat(_own_switches(target, config, kwargs))
     kinds = re.compile("rms|rope|rotary|alibi|sinus")
-    return {n: v for n, v in flat.items() if v and kinds.search(plain(_last(n)))}
+    return {n: v for n, v in own.items() if v and kinds.search(plain(_last(n)))}
 
 
 def _inferred(
@@ -411,11 +408,16 @@ def _entries(value: Any) -> dict[str, Any]:
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
     """`{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
+    return ", ".join(f"{name}={value!r}" for name, value in _flat(entries).items())
+
+
+def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"config": {"n": 1}, "dim": 2}` as `{"config.n": 1, "dim": 2}`."""
     flat: dict[str, Any] = {}
     for name, value in entries.items():
-        inner = value if isinstance(value, Mapping) else {"": value}
+        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
         flat |= {f"{name}.{key}".rstrip("."): each for key, each in inner.items()}
-    return ", ".join(f"{name}={value!r}" for name, value in flat.items())
+    return flat
 
 
 def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
@@ -609,13 +611,7 @@ def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config)
     sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner")
     known = ", ".join(f"{name} {getattr(config, name)}" for name in sizes)
     noun = "arguments" if len(missing) > 1 else "argument"
-    example: dict[str, Any] = {}
-    for name in missing:
-        first, _, entry = name.partition(".")
-        if entry:
-            example.setdefault(first, {})[entry] = "..."
-        else:
-            example[first] = "..."
+    example = arguments_with(dict.fromkeys(missing, lambda config: "..."), config)
     text = json.dumps(example).replace('"..."', "...")
     return (
         f"{target.__name__} needs the {noun} {listed(missing)}, and compat knows no value for "

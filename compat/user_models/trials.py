@@ -140,11 +140,11 @@ def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str,
     """The constructor's arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        first, _, entry = name.partition(".")
-        if entry:
-            found.setdefault(first, {})[entry] = value(config)
-        else:
-            found[first] = value(config)
+        *owners, last = name.split(".")
+        inner = found
+        for owner in owners:
+            inner = inner.setdefault(owner, {})
+        inner[last] = value(config)
     return found
 
 

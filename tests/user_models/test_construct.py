@@ -379,7 +379,8 @@ ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "attribute": (gpt(", c", "c.n_embd, c.foo, 3, 4, 5"), {}, ["the argument c.foo"]),
     "field": (
-        DATACLASS.replace("block_size: int = 1024", "foo: str") + gpt(", x: GPTConfig", NOTHING),
+        DATACLASS.replace("block_size: int = 1024", "foo: str")
+        + gpt(", x: GPTConfig", "1, 2, 3, 4, x.foo"),
         {},
         ["the argument x.foo"],
     ),
@@ -594,6 +595,53 @@ class GPT(nn.Module):
         return self.wte(ids) @ self.wte.weight.T
 """
     assert build(tmp_path, source).width == 24
+
+
+SECTIONS = """
+import dataclasses
+
+@dataclasses.dataclass
+class SizesConfig:
+    model: str
+    n_embd: int
+    kind: str
+
+@dataclasses.dataclass
+class TrainConfig:
+    steps: int
+    folder: "str | None"
+    rate: float
+
+@dataclasses.dataclass
+class Config:
+    train: TrainConfig
+    model: SizesConfig
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, config: Config):
+        super().__init__()
+        self.config = config
+        if config.model.kind == "odd":
+            raise ValueError(config.model.kind)
+        self.wte = nn.Embedding(vocab_size, config.model.n_embd)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+
+
+def test_an_entry_that_the_model_does_not_read_has_a_value_of_its_type(tmp_path: Path) -> None:
+    source = SECTIONS.replace('== "odd"', '!= "even"')
+    config = dataclasses.asdict(build(tmp_path, source).config)
+    assert config["train"] == {"steps": 1, "folder": None, "rate": 1.0}
+    assert config["model"] == {"model": "", "n_embd": 24, "kind": "even"}  # found by trying
+
+
+def test_an_entry_of_a_section_that_the_caller_sets(tmp_path: Path) -> None:
+    own = {"config": {"model": {"kind": "any", "n_embd": 12}, "train": {"steps": 9}}}
+    config = dataclasses.asdict(build(tmp_path, SECTIONS, kwargs=own).config)
+    assert config["train"] == {"steps": 9, "folder": None, "rate": 1.0}
+    assert config["model"] == {"model": "", "n_embd": 12, "kind": "any"}
 
 
 def test_a_list_of_a_config_for_each_block(tmp_path: Path) -> None:
