@@ -321,7 +321,13 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "self.W_key(F.pad",
     ),
+    "an embedding that is added twice": (
+        [("        for block in self.blocks:", "        x = x + self.tok_emb(ids)\n" + LOOP[:-1])],
+        "scaled_embedding",
+        "x = x + self.tok_emb(ids)",
+    ),
 }
+
 EQUAL: dict[str, Edits] = {
     "no mistake": [],
     "an empty cache for each layer": [

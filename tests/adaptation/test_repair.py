@@ -228,6 +228,26 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["sinusoidal_pos"],
         "self.pos_emb = nn.Embedding(block_size, emb_dim)",
     ),
+    "an embedding that is added twice": (
+        [("class GPT(", f"{WAVES}\nclass GPT("), (EMBEDDING, "self.pos_emb = Waves()"),
+         (SUM, "        x = self.tok_emb(ids)\n        x = x + self.pos_emb(x)\n")],
+        ["scaled_embedding", "sinusoidal_pos"],
+        "x = x + self.pos_emb(torch.arange(x.size(1), device=x.device))",
+    ),
+    "a number of heads that is no argument": (
+        [("emb_dim, n_heads, n_layers)", "emb_dim, n_layers)"),
+         ("Block(emb_dim, n_heads, context_length)", "Block(emb_dim, 8, context_length)")],
+        ["n_head_mismatch"],
+        "Block(emb_dim, 4, context_length)",
+    ),
+    "blocks that are written out": (
+        [("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"),
+         ("blocks = [Block(emb_dim, n_heads, context_length) for _ in range(n_layers)]",
+          "new = lambda: Block(emb_dim, n_heads, context_length)\n"
+          "        blocks = [new(), new(), new()]")],
+        ["n_layer_mismatch"],
+        "blocks = [new() for _ in range(2)]",
+    ),
     "a weight that a function creates": (
         [("class FeedForward(", "def weight(*shape):\n"
           "    return nn.Parameter(torch.randn(*shape))\n\n\nclass FeedForward("),

@@ -447,12 +447,14 @@ class _Dissection:
             raise AdaptError(
                 "the model has no token embedding. No table of parameters is looked up by the ids"
             )
-        node = tables[0]
-        while True:
-            users = live_users(self.graph, node)
-            if len(users) != 1 or not self._continues_embedding(users[0], set(tables)):
-                return tables[0], node
-            node = users[0]
+        embed, users = tables[0], {*live_users(self.graph, tables[0])}
+        while users:  # of what the embedding computes; the only one is where all paths meet
+            node = min(users, key=self.graph.order.__getitem__)
+            if not self._continues_embedding(node, set(tables)):
+                break
+            embed = node if len(users) == 1 else embed
+            users = users - {node} | {*live_users(self.graph, node)}
+        return tables[0], embed
 
     def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
         if kind(user) in MOVES or kind(user) == "getitem":

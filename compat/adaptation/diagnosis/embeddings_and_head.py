@@ -11,7 +11,14 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_ids
-from compat.adaptation.tracing.graph import DRAWS, MOVES, NAN_GUARDS, Place, kind
+from compat.adaptation.tracing.graph import (
+    DRAWS,
+    MOVES,
+    NAN_GUARDS,
+    Place,
+    kind,
+    tensor_inputs,
+)
 from compat.adaptation.tracing.rewrites import CUTS
 from compat.ops import Rows
 
@@ -43,14 +50,18 @@ def position_line(context: DiagnosisContext) -> Place | None:
 def scaled_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     if (found := context.embedding) is None:
         return
+    graph, path = context.graph, _path(context)
+    factors = [n for n in path if kind(n) in ("mul", "div")]
+    doubled = [n for n in path if kind(n) == "add" and {*tensor_inputs(n)} <= graph.live]
     for what, scale, changes in (
         ("token", found.token_scale, Changes(token_scale=found.token_scale)),
         ("position", found.position_scale, Changes(position_scale=found.position_scale)),
     ):
         if abs(scale - 1) > 1e-9:
-            line = source.running(context.graph, _path(context), "mul", "div")
+            own = [n for n in factors if (n in graph.live) is (what == "token")]
             values = {"what": what, "found": scale}
-            yield Deviation("embed", line or _sum_line(context), values, changes)
+            line = source.running(graph, own or doubled or factors) or _sum_line(context)
+            yield Deviation("embed", line, values, changes)
 
 
 @deviation(

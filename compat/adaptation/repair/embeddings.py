@@ -452,6 +452,15 @@ def removed_factor(site: Site) -> Iterator[Edits]:
                 yield [*_only(source, product, tensor), *gone]
 
 
+@fixes("scaled_embedding")
+def counted_once(site: Site) -> Iterator[Edits]:
+    """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
+    for node in site.source.nodes(ast.BinOp, site.statement):
+        if isinstance(node.op, ast.Add):
+            yield _only(site.source, node, node.right)
+            yield _only(site.source, node, node.left)
+
+
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
     """The two readings of a product as a tensor and a factor, the likelier first."""
     match node:

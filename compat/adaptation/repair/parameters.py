@@ -19,6 +19,7 @@ from compat.adaptation.repair.syntax import (
     is_product,
     is_self,
     last_name,
+    parameters,
     self_assignments,
 )
 from compat.adaptation.repair.values import (
@@ -778,6 +779,56 @@ def size_without_arithmetic(site: Site) -> Iterator[Edits]:
             if len(names) == 1 and role_of(last_name(names[0])) == role:
                 sized.append((Written(source, node), source.code(names[0])))
     yield from _size_attempts(site, sized)
+
+
+@fixes(*ROLES)
+def literal_size(site: Site) -> Iterator[Edits]:
+    """Write the checkpoint's size in place of another number, as in `Block(dim, n_head=6)`."""
+    role, found = ROLES[site.finding.code], site.finding.values["found"]
+    expected = str(site.finding.values["expected"])
+    sized = [
+        (Written(source, node), expected) for source, node in site.every(ast.Constant)
+        if constant(node) == found and role_of(_name_of_value(site, source, node)) == role
+    ]  # fmt: skip
+    yield from _size_attempts(site, sized)
+
+
+def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
+    """The name that code gives to a value: of an argument, a variable, an attribute or a key."""
+    match source.parents[node]:
+        case ast.keyword(str(name)):
+            return name
+        case ast.Assign([target]) | ast.AnnAssign(target):
+            return last_name(target)
+        case ast.Dict(keys, values) if node in values:
+            return str(constant(keys[values.index(node)]))
+        case ast.Call(_, given) as call if node in given:
+            inits = [constructor(cls) for _, cls in classes(site, called(call))]
+            names = [each.arg for init in inits if init for each in parameters(init)]
+            return names[given.index(node) + 1] if len(names) > given.index(node) + 1 else ""
+        case ast.arguments() as above:
+            match source.parents[above]:
+                case ast.FunctionDef() as function:
+                    names = [each.arg for each in parameters(function)]
+                    return next((n for n in names if default_of(function, n) is node), "")
+    return ""
+
+
+@fixes("n_layer_mismatch")
+def generated_blocks(site: Site) -> Iterator[Edits]:
+    """Build the checkpoint's number of blocks in place of blocks that are written out."""
+    source, values = site.source, site.finding.values
+    for node in source.nodes(ast.expr, site.function):
+        items = getattr(node, "args" if isinstance(node, ast.Call) else "elts", [])
+        if len(items) == values["found"] and len({source.code(item) for item in items}) == 1:
+            sizes = _hyperparameters_at(site, source, node, "n_layer")
+            for size in [*sizes, str(values["expected"])]:
+                blocks = f"{source.code(items[0])} for _ in range({size})"
+                start, end = source.span(items[0])[0], source.span(items[-1])[1]
+                if isinstance(node, ast.List):
+                    yield [source.replace(node, f"[{blocks}]")]
+                elif isinstance(node, ast.Call):
+                    yield [Edit(source.file, start, end, f"*[{blocks}]")]
 
 
 def _variables(node: ast.expr) -> list[ast.expr]:
