@@ -145,11 +145,12 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
 
 
 def role_of_number(name: str, among: Collection[str] = ()) -> str | None:
-    """The role of a name whose value is a number: `tok_emb` is the width and not a module then."""
-    width = "n_embd" if _EMBEDDING.fullmatch(plain(name)) else None
-    if width and any(role_of(other, among) == width for other in among if other != name):
-        width = None
-    return role_of(name, among) or width
+    """The role of a name whose value is a number: `tok_emb` or `head` is not a module then."""
+    role = "n_embd" if _EMBEDDING.fullmatch(plain(name)) else None
+    role = "n_head" if plain(name) == "head" else role
+    if role and any(role_of(other, among) == role for other in among if other != name):
+        role = None
+    return role_of(name, among) or role
 
 
 def takes_sizes(names: Collection[str]) -> bool:

@@ -221,7 +221,11 @@ def _candidates(entry: str, text: str, enums: Sequence[type[Enum]]) -> list[Valu
     switches = [_constant(False), _constant(True)]
     if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
         return switches
-    return [*switches, _constant(None), _constant(1), *sizes, _constant(10000.0), _constant(())]
+    others = [_constant(None), _constant(1), *sizes, _constant(10000.0), _constant(())]
+    number = re.search(
+        rf"\b{re.escape(name)}\s*(:\s*int\b|[*/%])|[*/%]\s*{re.escape(name)}\b", text
+    )
+    return others if number else [*switches, *others]
 
 
 def _constant(value: Any) -> Value:

@@ -271,6 +271,8 @@ def test_a_number_whose_name_is_that_of_a_module() -> None:
     assert role_of("tok_emb") is None
     assert role_of_number("tok_emb", ["tok_emb", "vocab_size"]) == "n_embd"
     assert role_of_number("tok_emb", ["tok_emb", "d_model"]) is None
+    assert role_of_number("head", ["head", "d_model"]) == "n_head"
+    assert role_of_number("head", ["head", "n_head"]) is role_of("head") is None
 
 
 def test_residual_connections_that_can_be_turned_off(tmp_path: Path) -> None:

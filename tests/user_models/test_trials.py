@@ -115,6 +115,13 @@ def test_a_number_of_layers_is_not_a_switch(tmp_path: Path) -> None:
     assert "cfg.repetitions=3" in construct_with_call(target, CONFIG)[1]
 
 
+def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace("range(cfg.n_layer)", "range(cfg.n_layer * cfg.sharing)")
+    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
+    assert "cfg.sharing=1" in construct_with_call(target, CONFIG)[1]
+
+
 @pytest.mark.parametrize("size", ["vector", "n_vectors"], ids=["one entry", "two entries"])
 def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: str) -> None:
     """An entry whose name says nothing is the width if it alone has the width that was built."""
