@@ -38,6 +38,8 @@ FEW_STYLES = {
     "plain_list": "test_odd_models.py keeps blocks in a list",
     "low_precision": "test_odd_models.py computes attention in bfloat16",
     "grouped_query_attention": "test_odd_models.py shares keys among heads",
+    "latent_attention": "test_odd_models.py projects k and v twice",
+    "sliced_heads": "test_odd_models.py projects the channels of each head alone",
     "scaled_probs": "test_mistakes.py divides the probabilities",
     "cross_attention": "test_mistakes.py builds torch's decoder",
     "extra_projection": "test_mistakes.py runs an MLP after the blocks",

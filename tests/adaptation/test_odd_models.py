@@ -100,6 +100,43 @@ class HeadsOfWidth(GPT):
             block.qkv, block.proj = nn.Linear(24, 12 * width), nn.Linear(4 * width, 24)
 
 
+class LatentBlock(Block):
+    """q, k and v are projected from a vector of 12 channels."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.narrow, self.widen = nn.Linear(emb_dim, 12), nn.Linear(12, 2 * emb_dim)
+        self.qkv = nn.Linear(emb_dim, emb_dim)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.mix(self.qkv(x), *self.widen(self.narrow(x)).chunk(2, dim=-1))
+
+
+class SlicedBlock(Block):
+    """Every head projects its own channels."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        D = emb_dim // heads
+        self.qkv: Any = nn.ModuleList(nn.Linear(D, 3 * D) for _ in range(heads))
+
+    def attend(self, x: Tensor) -> Tensor:
+        slices = x.split(x.shape[-1] // self.heads, dim=-1)
+        projected = [
+            project(part).chunk(3, dim=-1) for project, part in zip(self.qkv, slices, strict=True)
+        ]
+        return self.mix(*(torch.cat(heads, dim=-1) for heads in zip(*projected, strict=True)))
+
+
+def of_blocks(kind: type[Block]) -> Build:
+    def build() -> nn.Module:
+        model = GPT()
+        model.blocks = nn.ModuleList(kind(24, 4, 96) for _ in range(3))
+        return model
+
+    return build
+
+
 class PlainList(GPT):
     """Its blocks are in a plain list, so that `parameters()` does not find them."""
 
@@ -424,6 +461,8 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
     "wider heads": (lambda: HeadsOfWidth(24), {"head_width": "a head has 24 channels"}),
     "narrower heads": (lambda: HeadsOfWidth(3), {"head_width": "4 heads, 6 for each"}),
+    "latent attention": (of_blocks(LatentBlock), {"latent_attention": "projected twice"}),
+    "sliced heads": (of_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
         sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}

@@ -346,10 +346,13 @@ class _Dissection:
         between = graph.parameters_between([self.index.input_of(head)], [embed])
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
+        inputs = [self._inputs(i, cores) for i, cores in enumerate(levels)]
         layers = []
         for i, cores in enumerate(levels):
-            until = [c.product for c in levels[i + 1]] if i + 1 < len(levels) else [head]
-            layers.append(self._layer(i, cores, until, head))
+            last = i + 1 == len(levels)
+            until = [head] if last else [core.product for core in levels[i + 1]]
+            after = {head} if last else {head, *inputs[i + 1][0]}
+            layers.append(self._layer(i, cores, *inputs[i], until, after))
         rows = prod(size(self._table(tokens))) // self.width
         xf = self.index.input_of(head)
         return Anatomy(graph, tokens, embed, layers, xf, head, graph.output, self.width, rows)
@@ -483,11 +486,18 @@ class _Dissection:
             raise AdaptError(message)
         return found[0]
 
-    def _layer(self, i: int, cores: list[Core], until: list[Node], head: Node) -> Layer:
+    def _layer(
+        self,
+        i: int,
+        cores: list[Core],
+        qkv: list[Node],
+        x1: Node,
+        until: list[Node],
+        after: set[Node],
+    ) -> Layer:
+        """The layer of these cores, before the products `until` and the projections `after`."""
         graph, index, above = self.graph, self.index, self.graph.ancestors
         products = {core.product for core in cores}
-        qkv, x1 = self._inputs(i, cores)
-        after = {head, *self._next_qkv(until, head)}
         out_projs = [
             n for n in index.live
             if n in index.projections - after and index.sources(n) <= products
@@ -586,6 +596,10 @@ class _Dissection:
                 [operand.node for core in cores for operand in (core.q, core.k, core.v)],
             )
         inputs = {index.input_of(n) for n in qkv}
+        if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
+            between = self.graph.between([o.node for c in cores for o in (c.q, c.k, c.v)], [start])
+            inputs = {index.before_moves(start)}
+            ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
         if len(inputs) != 1:
             raise UnknownPart(
                 f"layer {i}: q, k and v are projected from {len(inputs)} different tensors"
@@ -594,12 +608,14 @@ class _Dissection:
             )
         return ordered, inputs.pop()
 
-    def _next_qkv(self, until: list[Node], head: Node) -> set[Node]:
-        """The projections of the next layer's q, k and v."""
-        index = self.index
-        mixers = [n for n in until if n is not head]
-        firsts = set().union(*(index.sources(n) & index.mixers for n in mixers))
-        return set().union(*(index.sources(n) for n in [*mixers, *firsts])) & index.projections
+    def _meeting(self, nodes: set[Node]) -> Node | None:
+        """The last node that all of these are computed from; None if that is before attention."""
+        while len(nodes) > 1 or not all(map(size, nodes)):  # several results have no size
+            node = max(nodes, key=self.graph.order.__getitem__)
+            if node in self.index.mixers or self.index.embeds(node):
+                return None
+            nodes = nodes - {node} | {*live_inputs(self.graph, node)}
+        return next(iter(nodes))
 
     def _second_out_projs(self, out_projs: list[Node], following: list[Node]) -> list[Node]:
         """Projections of what attention computes, before those of the MLP."""

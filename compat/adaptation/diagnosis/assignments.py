@@ -158,21 +158,37 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, None, {"found": f"{found}{expected}"})
 
 
-@detects("unexplained")
-def unknown_projections(context: DiagnosisContext) -> Iterator[Deviation]:
-    for each in _first_unknown(context):
-        if not each.shared:
-            place = context.graph.place(each.node)
-            yield Deviation(_first_tap(f"{each.module}.weight"), place, {"found": each.message})
+def _unknown(code: str) -> Detector:
+    """A detector of projections that cannot be loaded, for the reason that has this code."""
+
+    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
+        kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
+        for each in kinds.values():  # of the first layer that has them
+            if each.code == code:
+                hf = f"{each.module}.weight"
+                place = context.graph.place(each.node)
+                if code == "shared_parameters":
+                    place = _repeated_call(context, each) or context.owner_of(hf)
+                values = {"n_embd": context.config.n_embd, **each.values}
+                yield Deviation(_first_tap(hf), place, values)
+
+    return detect
 
 
-@detects("shared_parameters")
-def shared_projections(context: DiagnosisContext) -> Iterator[Deviation]:
-    for each in _first_unknown(context):
-        if each.shared:
-            hf = f"{each.module}.weight"
-            place = _repeated_call(context, each) or context.owner_of(hf)
-            yield Deviation(_first_tap(hf), place, {"tensors": each.shared})
+for _code in ("unexplained", "shared_parameters"):
+    detects(_code)(_unknown(_code))
+deviation(
+    "q, k or v is projected twice, through a vector of another width (multi-head latent "
+    "attention), but GPT-2 projects each of them once",
+    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
+    code="latent_attention",
+)(_unknown("latent_attention"))
+deviation(
+    "each head projects only {found} of the {n_embd} channels of its input, but GPT-2's heads "
+    "project all of them",
+    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
+    code="sliced_heads",
+)(_unknown("sliced_heads"))
 
 
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
@@ -180,12 +196,6 @@ def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Pla
     layer = context.anatomy.layers[int(unknown.module.split(".")[1])]
     lines = [context.graph.repeated(node) for node in layer.qkv if unknown.node in layer.qkv_ends]
     return next((line for line in lines if line), None)
-
-
-def _first_unknown(context: DiagnosisContext) -> list[UnknownProjection]:
-    """The unknown projections of the first layer that has them."""
-    kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
-    return list(kinds.values())
 
 
 # Missing parameters

@@ -65,15 +65,6 @@ def run(
     # A reference that ran in float32 agrees only to within its own rounding error.
     bound = 1e-9 if exact.dtype == plain.dtype else 1e-4
     trusted = relative_rms(plain, exact.double()) < bound
-    changed = _trace(context, [d.changes for d in found if d.changes is not None], ids)
-    if changed is None:
-        return Counterfactual(trusted, False, float("nan"), [0.0] * len(found), None)
-    ours = _graph_trace(context, taps, ids)
-    if context.mapping.output_softmax is not None or context.graph.dropouts:
-        logits = ours["logits"]  # the graph runs without them
-    V, T = min(changed["logits"].shape[-1], logits.shape[-1]), logits.shape[1]
-    error = (changed["logits"][:, -T:, :V] - logits[..., :V].double()).abs().max().item()
-    first = _first_difference(context, ours, changed)
     alone = []
     for deviation in found:
         moved = 0.0
@@ -81,6 +72,15 @@ def run(
             trace = _trace(context, [deviation.changes], ids)
             moved = float("inf") if trace is None else relative_rms(trace["logits"], plain)
         alone.append(moved)
+    changed = _trace(context, [d.changes for d in found if d.changes is not None], ids)
+    if changed is None:
+        return Counterfactual(trusted, False, float("nan"), alone, None)
+    ours = _graph_trace(context, taps, ids)
+    if context.mapping.output_softmax is not None or context.graph.dropouts:
+        logits = ours["logits"]  # the graph runs without them
+    V, T = min(changed["logits"].shape[-1], logits.shape[-1]), logits.shape[1]
+    error = (changed["logits"][:, -T:, :V] - logits[..., :V].double()).abs().max().item()
+    first = _first_difference(context, ours, changed)
     return Counterfactual(trusted, first is None, error, alone, first)
 
 

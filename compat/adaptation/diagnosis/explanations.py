@@ -17,6 +17,10 @@ EXPLANATIONS = {
     "cannot be loaded into an MLP of another width.",
     "head_width": "GPT-2's c_attn has 3 · n_embd outputs and c_proj has n_embd inputs, so that the "
     "heads together are as wide as the model. Wider or narrower heads cannot hold these weights.",
+    "latent_attention": "Multi-head latent attention (DeepSeek) projects to a narrow vector first, "
+    "which is all that is cached. c_attn is one matrix of full rank, and cannot be divided so.",
+    "sliced_heads": "In GPT-2, every head has a projection of all channels. A head that projects "
+    "its own slice sees a part of the token only, and c_attn does not fit into its matrices.",
     "no_qkv_bias": "GPT-2's c_attn.bias is trained and far from zero. Without it, q, k and v are "
     "shifted in every head and every layer. Later models often have no such bias.",
     "no_proj_bias": "attn.c_proj.bias is trained and added to the residual stream in every layer. "

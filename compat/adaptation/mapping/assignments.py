@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,15 +75,21 @@ class Attention:
         return self.q_factor * self.k_factor
 
 
-class _SharedError(AdaptError):
-    """Parts of a model, which GPT-2 projects separately, are projected by the same parameters."""
+class _UnknownProjection(UnknownPart):
+    """A projection that no tensor can be loaded into, for a reason that has a code.
 
-    def __init__(self, shared: str, names: str) -> None:
-        super().__init__(
-            f"{shared} are projected by the same parameters ({names}), but GPT-2 has separate "
-            "parameters for each of them"
-        )
-        self.shared = shared
+    Args:
+        code: of the finding.
+        values: for its message.
+        message: the same for an error.
+        nodes: of the projection.
+    """
+
+    def __init__(
+        self, code: str, values: dict[str, Any], message: str, nodes: Sequence[Node]
+    ) -> None:
+        super().__init__(message, nodes)
+        self.code, self.values = code, values
 
 
 @dataclass(frozen=True)
@@ -93,15 +100,15 @@ class UnknownProjection:
         module: `h.0.attn.c_attn` or another projection of GPT-2 in its place.
         node: of the projection.
         parameters: of the projection.
-        message: why they cannot be loaded.
-        shared: what has the same parameters; "" if that is not the reason.
+        code: of the finding that says why they cannot be loaded.
+        values: for the message of this finding.
     """
 
     module: str
     node: Node
     parameters: tuple[Node, ...]
-    message: str
-    shared: str
+    code: str
+    values: dict[str, Any]
 
 
 @dataclass
@@ -259,13 +266,14 @@ def _assign_layer(
     ) -> None:
         try:
             assigned.update(assignments())
-        except (UnknownPart, _SharedError) as error:
+        except UnknownPart as error:
             if not partial:
                 raise
             parameters = tuple(graph.parameters_between(ends, [start]))
-            shared = error.shared if isinstance(error, _SharedError) else ""
-            found = UnknownProjection(f"h.{i}.{hf}", ends[0], parameters, str(error), shared)
-            unknown.append(found)
+            code, values = "unexplained", {"found": str(error)}
+            if isinstance(error, _UnknownProjection):
+                code, values = error.code, error.values
+            unknown.append(UnknownProjection(f"h.{i}.{hf}", ends[0], parameters, code, values))
 
     def view(node: Node, what: str) -> View:
         found = token_view(graph, node)
@@ -286,12 +294,11 @@ def _assign_layer(
         if maps is None and partial and _start_at_projections(anatomy, layer, attention):
             maps = _qkv_maps(graph, x1, attention)
         if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
-            names = ", ".join(
-                graph.names[n] for n in graph.parameters_between(layer.qkv, [layer.x1])
-            )
-            raise _SharedError("the heads of q, k and v", names)
+            raise _shared(graph, "the heads of q, k and v", layer.qkv)
         if maps is None:
-            raise _not_linear(graph, i, "q, k or v", layer.qkv[0])
+            raise _other_projection(graph, layer, x1, attention) or _not_linear(
+                graph, i, "q, k or v", layer.qkv[0]
+            )
         q, k, v = maps
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
@@ -380,13 +387,13 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
     _, H, _, D = attention.q.index.shape
     views = []
     for name in ("q", "k", "v"):
-        nodes = getattr(attention, name).nodes
-        above = set(nodes).union(*(graph.ancestors[node] for node in nodes))
+        operand = getattr(attention, name)
+        above = set(operand.nodes).union(*(graph.ancestors[node] for node in operand.nodes))
         ends = [end for end in layer.qkv_ends if end in above]
         source = token_view(graph, ends[0]) if len(ends) == 1 else None
         if source is None:
             return False
-        used = _used_channels(graph, source, nodes)
+        used = _used_channels(graph, source, operand)
         if len(used) != H * D:
             return False
         B, T, _ = source.index.shape
@@ -396,16 +403,40 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
     return True
 
 
-def _used_channels(graph: Graph, source: View, targets: Sequence[Node]) -> Tensor:
-    """The channels of a view (B, T, N) on which the targets depend, in ascending order."""
+def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
+    """The channels of a view (B, T, N) on which another view depends, in ascending order."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
     given = [part.requires_grad_() for part in source.write(x)]
     with torch.enable_grad():
-        found = graph.run(targets, dict(zip(source.nodes, given, strict=True)))
-        total = torch.stack([value.square().sum() for value in found]).sum()
+        found = graph.run(target.nodes, dict(zip(source.nodes, given, strict=True)))
+        total = target.read(found).square().sum()
         gradients = source.read(torch.autograd.grad(total, given))
     return gradients.flatten(0, 1).any(0).nonzero().flatten()
+
+
+def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> _UnknownProjection:
+    message = (
+        f"{shared} are projected by the same parameters{graph.at(*nodes)}, but GPT-2 has separate "
+        "parameters for each of them"
+    )
+    return _UnknownProjection("shared_parameters", {"tensors": shared}, message, nodes)
+
+
+def _other_projection(
+    graph: Graph, layer: Layer, x1: View, attention: Attention
+) -> _UnknownProjection | None:
+    """What computes q, k and v in place of one projection of all channels, if compat knows it."""
+    chain = [n for n in layer.qkv if any(n in graph.ancestors[other] for other in layer.qkv)]
+    if chain:
+        message = f"q, k and v are projected twice{graph.at(*chain)}"
+        return _UnknownProjection("latent_attention", {}, message, chain)
+    q, (_, H, _, D) = attention.q, attention.q.index.shape
+    used = [len(_used_channels(graph, x1, View(q.nodes, q.index[:, h]))) for h in range(H)]
+    if max(used) == D < x1.index.shape[2]:
+        message = f"each head projects {D} channels{graph.at(*layer.qkv)}"
+        return _UnknownProjection("sliced_heads", {"found": D}, message, layer.qkv)
+    return None
 
 
 def _not_linear(graph: Graph, i: int, what: str, node: Node) -> AdaptError:
@@ -461,8 +492,7 @@ def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[st
               if sum(_same(one, other) for other in maps) > 1]  # fmt: skip
     if "q" in shared:
         used = dict.fromkeys(node for one in maps for node in one.parameters)
-        names = ", ".join(graph.names[node] for node in used)
-        raise _SharedError(f"{', '.join(shared[:-1])} and {shared[-1]}", names)
+        raise _shared(graph, f"{', '.join(shared[:-1])} and {shared[-1]}", [*used])
     if shared:
         nowhere = LinearMap([], 0 * maps[1].weight, 0 * maps[1].bias, 1.0)
         maps = [maps[0], _unused(graph, maps) or nowhere, maps[2]]
