@@ -134,6 +134,7 @@ FORMULAS: list[tuple[Function, NormFormula | None]] = [
     (lambda x, w: F.layer_norm(x, (8,), w), NormFormula()),
     (lambda x, w: F.layer_norm(x, (8,), w, None, 1e-3), NormFormula(eps=1e-3)),
     (lambda x, w: F.layer_norm(x, (8,), eps=1e-12), NormFormula(eps=1e-12)),
+    (lambda x, w: F.layer_norm(x, (8,), w, None, 50257), NormFormula(eps=50257)),
     (written, NormFormula()),
     (unbiased, NormFormula(unbiased=True)),
     (eps_outside, NormFormula(eps=1e-4, eps_outside=True)),

@@ -531,10 +531,15 @@ def test_the_default_and_the_computation_of_a_value_are_named_too(
         ("class GPT(", "def waves(T, C):\n    t = torch.arange(T)[:, None] * torch.arange(C)\n"
          "    return torch.sin(t)\n\n\nclass GPT("),
         ("self.pos_emb(torch.arange(T, device=ids.device))", "waves(T, 24)"),
+        ("emb_dim, n_heads, context_length)", "emb_dim, heads=3, context=context_length)"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     lines = (tmp_path / "learner.py").read_text().splitlines()
-    for code, words in (("eps_value", "eps=1e-6"), ("sinusoidal_pos", "torch.sin(t)")):
+    for code, words in (
+        ("eps_value", "eps=1e-6"),
+        ("sinusoidal_pos", "torch.sin(t)"),
+        ("n_head_mismatch", "heads=3"),
+    ):
         line = next(n for n, text in enumerate(lines, 1) if words in text)
         assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
 

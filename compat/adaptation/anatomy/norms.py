@@ -157,10 +157,10 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
             divided: Tensor = (y * factor).norm(dim=axis) / run(x * factor).norm(dim=axis)
             return divided
 
-        r = root(1e4)
-        if not torch.allclose(run(x * 1e4) * r.unsqueeze(axis), y * 1e4, rtol=1e-6, atol=1e-3):
+        r = root(1e7)  # beside which even an eps of a vocabulary's size is small
+        if not torch.allclose(run(x * 1e7) * r.unsqueeze(axis), y * 1e7, rtol=1e-6, atol=1):
             continue
-        ratio = (r.square() / (var.squeeze(axis) * 1e8)).mean().item()
+        ratio = (r.square() / (var.squeeze(axis) * 1e14)).mean().item()
         unbiased = abs(ratio - C / (C - 1)) < abs(ratio - 1)
         if abs(ratio - (C / (C - 1) if unbiased else 1)) > 1e-6:
             return None
@@ -180,7 +180,7 @@ def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool]
     for values, is_outside in ((inside, False), (outside, True)):
         eps = values.median().item()
         if (values - eps).abs().max() <= 1e-4 * abs(eps) + 1e-13:
-            return (float(f"{eps:.4g}") if eps > 1e-14 else 0.0), is_outside
+            return (float(f"{eps:.6g}") if eps > 1e-14 else 0.0), is_outside
     return None
 
 

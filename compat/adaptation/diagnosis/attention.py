@@ -29,6 +29,7 @@ from compat.adaptation.mapping.by_calls import ROLES
 from compat.adaptation.tracing.contractions import SDPA
 from compat.adaptation.tracing.graph import MOVES, SHIFTS, Place, kind, size
 from compat.ops import Fused
+from compat.user_models.synonyms import role_of
 
 SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
 MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
@@ -594,7 +595,13 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     if found is not None and found != expected:
         place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])
         values = {"found": found, "expected": expected}
-        yield Deviation("h.0.probs", place, values, Changes(n_head=found))
+        pattern = rf"(\w+) *= *{found}\b"
+        written = [
+            line for line in source.mentions(context.model, pattern)
+            if any(role_of(name) == "n_head" for name in re.findall(pattern, line.text))
+        ]  # fmt: skip
+        lines = [place, *written]
+        yield Deviation("h.0.probs", place, values, Changes(n_head=found), lines=lines)
 
 
 @deviation(
