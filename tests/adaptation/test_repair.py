@@ -195,6 +195,17 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["post_ln", "no_final_ln"],
         "q, k, v = self.norm(q), self.norm(k), self.norm(v)",
     ),
+    "post-norm in a module that adds": (
+        [("class Block(", "class AddNorm(nn.Module):\n    def __init__(self, dim):\n"
+          "        super().__init__()\n        self.norm = LayerNorm(dim)\n\n"
+          "    def forward(self, x, y):\n        return self.norm(y + x)\n\n\nclass Block("),
+         ("        self.norm1 = LayerNorm(dim)\n", "        self.add1 = AddNorm(dim)\n"),
+         ("        self.norm2 = LayerNorm(dim)\n", "        self.add2 = AddNorm(dim)\n"),
+         (BLOCK, "        y = self.att(x)\n        x = self.add1(x, y)\n"
+          "        return self.add2(x, self.ff(x))\n")],
+        ["post_ln"],
+        "return self.add2(x, self.ff(self.add2.norm(x)))",
+    ),
     "norms in front of the residual connections": (
         [(BLOCK, "        x = self.norm1(x)\n        x = x + self.att(x)\n"
           "        x = self.norm2(x)\n        x = x + self.ff(x)\n        return x\n")],

@@ -18,6 +18,7 @@ from compat.adaptation.repair.syntax import (
     is_self,
     is_sum,
     name_of,
+    own_attribute,
     parameters,
     self_assignments,
 )
@@ -240,11 +241,42 @@ def pre_norm(site: Site) -> Iterator[Edits]:
 def _post_norms(site: Site) -> Iterator[Edits]:
     """The edits for every function of the user's, where the finding's line only calls it."""
     for source, function in site.every(ast.FunctionDef):
-        finding = replace(site.finding, file=source.file, line=function.body[0].lineno)
-        place = Site(finding, site.sources, site.config)
+        place = _site_at(site, source, function.body[0])
         for statement in _statements(place):
             if edits := _post_to_pre(place, statement):
                 yield edits
+
+
+def _site_at(site: Site, source: Source, statement: ast.stmt) -> Site:
+    """The finding as if it were at another statement."""
+    finding = replace(site.finding, file=source.file, line=statement.lineno)
+    return Site(finding, site.sources, site.config)
+
+
+@fixes("post_ln")
+def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
+    """`x = add_norm(x, branch(x))` becomes `x = add_norm(x, branch(add_norm.norm(x)))`.
+
+    The wrapper, whose code the finding is in, then only adds.
+    """
+    source, name = site.source, "" if site.cls is None else site.cls.name
+    norms = [call for call in site.calls if _is_norm(site, call) and is_sum(call.args[0])]
+    held = {
+        name_of(target)
+        for _, node in site.every(ast.Assign) if called_in(node.value, name)
+        for target in node.targets
+    }  # fmt: skip
+    for norm, stream in itertools.product(norms, (0, 1)):
+        edits = source.unwrap(norm, norm.args[0])
+        for other, call in site.every(ast.Call):
+            statement = other.parent(call, ast.stmt)
+            match call.args[stream:] + call.args[:stream]:
+                case [ast.Name() as tensor, branch] if own_attribute(call.func) in held:
+                    assert statement is not None
+                    wrap: Wrap = f"{other.code(call.func)}.{name_of(norm.func)}({{}})".format
+                    residual = Residual(statement, call, tensor, branch)
+                    edits += _normed_input(_site_at(site, other, statement), residual, wrap) or []
+        yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
