@@ -21,8 +21,8 @@ from compat.user_models.missing import Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
     CONFIG_CLASSES,
-    CONFIG_NAMES,
     SIZES,
+    is_config_name,
     neutral,
     plain,
     role_of,
@@ -90,7 +90,7 @@ def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) ->
     if _config_class(cls, parameter) or isinstance(parameter.default, Mapping):
         return True
     short = role_of(parameter.name) is None or len(parameter.name) < 3
-    return bool(usage.names) and (short or plain(parameter.name) in CONFIG_NAMES)
+    return bool(usage.names) and (short or is_config_name(parameter.name))
 
 
 def make_config(
@@ -298,8 +298,8 @@ def _similar(
 ) -> type | Mapping[str, Any]:
     """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
-    It has at least half of the sizes that are read. If several fit equally well, the one nearest to
-    the class is used.
+    It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of the
+    sizes that are read. If several fit equally well, the one nearest to the class is used.
     """
     if isinstance(parameter.default, Mapping):
         return parameter.default
@@ -308,6 +308,8 @@ def _similar(
     most = 0
     for name, value in (item for m in user_modules(cls) for item in list(vars(m).items())):
         names: set[str] = set()
+        if isinstance(value, type) and _is_named_like(parameter, value):
+            return value
         if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
             names = {*inspect.signature(value).parameters, *dir(value), *_constants(value)}
         elif isinstance(value, Mapping) and usage.items:
@@ -315,3 +317,9 @@ def _similar(
         if most < (found := len(names & sizes)) >= len(sizes) / 2:
             best, most = value, found
     return best
+
+
+def _is_named_like(parameter: Parameter, cls: type) -> bool:
+    stem, ending = plain(parameter.name), f"({'|'.join(CONFIG_CLASSES)})$"
+    stems = [re.sub(ending, "", stem), re.sub(ending, "", plain(cls.__name__))]
+    return stems[0] == stems[1] != "" and is_config_name(parameter.name)

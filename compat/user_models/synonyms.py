@@ -105,6 +105,7 @@ CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "
     "options settings".split()
 )
+_CONFIG_NAME = re.compile(r"_(config|cfg|conf|args|hparams)$|[a-z](Config|Cfg|Conf|Args)$")
 CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings".split())
 # A default of None for these may mean a module or a list as well as a number.
 AMBIGUOUS = set(
@@ -151,6 +152,11 @@ def role_of_number(name: str, among: Collection[str] = ()) -> str | None:
     if role and any(role_of(other, among) == role for other in among if other != name):
         role = None
     return role_of(name, among) or role
+
+
+def is_config_name(name: str) -> bool:
+    """Whether a name denotes a config, such as `cfg` or `train_cfg`."""
+    return plain(name) in CONFIG_NAMES or bool(_CONFIG_NAME.search(name))
 
 
 def takes_sizes(names: Collection[str]) -> bool:

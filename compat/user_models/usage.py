@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from compat.user_code import SIBLINGS, is_users
-from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of
+from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
@@ -71,7 +71,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
         if any(role_of(n) in SIZES for n in re.findall(rf"\bself\.{alias}\.(\w+)\b(?!\s*\()", text))
     }  # fmt: skip
-    if not direct and not aliases and plain(parameter) not in CONFIG_NAMES:
+    if not direct and not aliases and not is_config_name(parameter):
         return Usage()
     names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()

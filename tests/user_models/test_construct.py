@@ -644,6 +644,32 @@ def test_an_entry_of_a_section_that_the_caller_sets(tmp_path: Path) -> None:
     assert config["model"] == {"model": "", "n_embd": 12, "kind": "any"}
 
 
+@pytest.mark.parametrize("stored", ["self.train_cfg = train_cfg", "self.rate = train_cfg.rate"])
+def test_a_config_class_that_is_named_like_the_argument(tmp_path: Path, stored: str) -> None:
+    """The sizes that the model reads off its other config are not those of this one."""
+    source = """
+import dataclasses
+
+@dataclasses.dataclass
+class ModelConfig:
+    vocab_size: int = 1
+    n_embd: int = 2
+
+@dataclasses.dataclass
+class TrainConfig:
+    rate: float = 0.1
+
+class GPT(nn.Module):
+    def __init__(self, model_cfg, train_cfg):
+        super().__init__()
+        self.kept = dataclasses.asdict(train_cfg)
+        STORED
+        self.wte = nn.Embedding(model_cfg.vocab_size, model_cfg.n_embd)
+"""
+    model = build(tmp_path, source.replace("STORED", stored))
+    assert model.kept == {"rate": 0.1} and model.wte.weight.shape == (97, 24)
+
+
 def test_a_list_of_a_config_for_each_block(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
