@@ -236,13 +236,18 @@ def _other_way(
 def _own_switches(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The user's defaults of the booleans that are passed with the opposite value."""
+    """The user's values of the booleans that are passed with the opposite value.
+
+    They are those of the config in the class's module, or the defaults.
+    """
     found: dict[str, Any] = {}
+    configs = list(vars(sys.modules[target.__module__]).values())
     parameters = _parameters(target)
     with contextlib.suppress(AdaptError):
         for name, value in _found_arguments(target, config, kwargs, None).items():
             default = parameters[name].default if name in parameters else None
-            defaults = {key: getattr(type(value), key, None) for key in _entries(value)}
+            mine = next((c for c in configs if type(c) is type(value) and _entries(c)), type(value))
+            defaults = {key: getattr(mine, key, None) for key in _entries(value)}
             passed: dict[str, Any] = {name: value, **_entries(value)}
             own = {key: each for key, each in {name: default, **defaults}.items()
                    if isinstance(each, bool) and passed[key] is (not each)}  # fmt: skip

@@ -509,6 +509,33 @@ class GPT(nn.Module):
     assert vars(model)["bias"] is True and ";" not in call
 
 
+def test_a_switch_that_forward_reads_off_the_config_of_the_module(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    source = """
+@dataclasses.dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 4
+    swiglu: bool = False
+
+config = Config(swiglu=True)
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.swiglu:
+            self.gate = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        return (self.gate(x) if config.swiglu else x) @ self.wte.weight.T
+"""
+    path.write_text("import dataclasses\n" + CORE + source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert hasattr(model, "gate") and call.endswith("only runs with config.swiglu=True")
+
+
 @pytest.mark.parametrize(("width", "expected"), [("n_key * n_head", 6), ("n_key", 24)])
 def test_the_width_of_the_keys_is_one_heads_or_all_heads(
     tmp_path: Path, width: str, expected: int
