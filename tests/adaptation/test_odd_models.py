@@ -649,6 +649,23 @@ def test_attention_that_is_not_gpt2s_is_named(
     assert "h.0.mlp.c_fc.weight" not in adaptation.unmatched  # the rest is mapped
 
 
+class Differential(Block):
+    """The difference of two maps of attention is multiplied by v."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (q1, q2), (k1, k2) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+        weights = (q1 @ k1.mT).softmax(-1) - 0.5 * (q2 @ k2.mT).softmax(-1)
+        return self.proj(weights.tril() @ v)
+
+
+def test_attention_with_two_maps_is_named(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(Differential(24, 4, 96) for _ in range(3))
+    [found] = [f for f in adapt(model, tiny).findings if f.code == "unexplained"]
+    assert "weights.tril() @ v" in (found.source_line or "")
+    assert "from 2 products of queries and keys" in found.message
+
+
 class RMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -385,7 +385,18 @@ class _Dissection:
         return bool(q) and bool(k) and q.isdisjoint(k | v)
 
     def _no_attention(self) -> UnknownPart:
-        projections = sorted(self.index.projections, key=self.graph.order.__getitem__)
+        index = self.index
+        for node in index.live:
+            operands = index.operands(node) if node in index.mixers & index.products.keys() else []
+            scores = sorted(len(index.frontier(operand) & index.mixers) for operand in operands)
+            if scores[:1] == [0] and scores[-1] > 1:
+                return UnknownPart(
+                    f"the weights with which v is multiplied{self.graph.at(node)} are computed "
+                    f"from {scores[-1]} products of queries and keys, as in differential "
+                    "attention, but GPT-2 computes them from one",
+                    [node],
+                )
+        projections = sorted(index.projections, key=self.graph.order.__getitem__)
         return UnknownPart(
             "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
             f"with v anywhere; {len(projections)} projections were found",
