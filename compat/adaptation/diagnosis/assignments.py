@@ -322,17 +322,19 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     hf, other = next(iter(shared.items()))
     module, place = hf.rpartition(".")[0], context.owner_of(other)
+    part = "projection"
     if "ln_" in hf and module in context.places.named:
-        norm = context.places.named[module]
+        part, norm = "norm", context.places.named[module]
         place = source.norm_call(context.graph, context.model, norm) or place
         first = context.places.named.get(other.rpartition(".")[0])
         if first is not None:  # one norm called twice: the second call
             place = source.calling(context.graph, context.model, norm.end, first.end) or place
     elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
+        part = "layer"
         layer = context.anatomy.layers[int(hf.split(".")[1])]
         head = context.anatomy.head
         place = source.calling(context.graph, context.model, layer.attn, head) or place
-    values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
+    values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}", "part": part}
     weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
     same = all(
         context.weights[n].shape == context.weights[held].shape for n, held in shared.items()

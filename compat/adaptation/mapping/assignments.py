@@ -420,7 +420,8 @@ def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> _UnknownProject
         f"{shared} are projected by the same parameters{graph.at(*nodes)}, but GPT-2 has separate "
         "parameters for each of them"
     )
-    return _UnknownProjection("shared_parameters", {"tensors": shared}, message, nodes)
+    values = {"tensors": shared, "part": "projection"}
+    return _UnknownProjection("shared_parameters", values, message, nodes)
 
 
 def _other_projection(

@@ -120,7 +120,7 @@ def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
 def own_value(site: Site) -> Iterator[Edits]:
     """Use the value, or another part of q, k and v, that the code has but does not use."""
     source, function = site.source, site.function
-    if function is None or "ln_" in str(site.finding.values):
+    if function is None or site.finding.values.get("part") in ("norm", "layer"):
         return
     unused = _unused_names(source, function)
     for name in dict.fromkeys(unused):

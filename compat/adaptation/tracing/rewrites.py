@@ -114,29 +114,26 @@ def drop_zero_terms(graph: Graph) -> bool:
             return False
         zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
     attention = {node for node in graph.nodes if kind(node) in {*SDPA, "softmax", "_softmax"}}
-    for node in sums if zero else ():
-        terms = {*live_inputs(graph, node)}
-        for term in terms & zero:
-            stream = terms - {term}
-            if stream <= graph.ancestors[term] and not attention.isdisjoint(
-                graph.between([term], stream)
-            ):
-                zero.discard(term)
+
+    def attends(term: Node, stream: Node) -> bool:
+        """Whether a term is attention, or a block with it, that reads the other term."""
+        within = graph.between([term], [stream]) if stream in graph.ancestors[term] else ()
+        return not attention.isdisjoint(within)
+
+    dropped = False
     for node in sums:
-        first, second = node.args[:2]
-        if second in zero:
-            kept = first
-        elif first in zero and kind(node) == "add":
-            kept = second
-        else:
-            continue
-        if isinstance(kept, Node) and size(kept) == size(node):
-            node.replace_all_uses_with(kept)
-            graph.output = kept if graph.output is node else graph.output
-    if zero:
+        first, second = tensor_inputs(node)
+        pairs = [(first, second), (second, first)][: 2 if kind(node) == "add" else 1]
+        for kept, term in pairs:
+            if term in zero and size(kept) == size(node) and not attends(term, kept):
+                node.replace_all_uses_with(kept)
+                graph.output = kept if graph.output is node else graph.output
+                dropped = True
+                break
+    if dropped:
         drop_dead_code(graph.output.graph, graph.output)
         graph.invalidate()
-    return bool(zero)
+    return dropped
 
 
 def drop_low_rank_terms(graph: Graph) -> bool:
