@@ -328,6 +328,18 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["cross_attention"],
         "x = self.blocks(x, mask=mask)",
     ),
+    "torch's encoder without a mask, which another method replaces": (
+        [("        self.blocks = nn.ModuleList(blocks)\n",
+          "        layer = nn.TransformerEncoderLayer(emb_dim, n_heads, 4 * emb_dim, "
+          "batch_first=True, norm_first=True, activation=lambda x: F.gelu(x, approximate='tanh'))\n"
+          "        self.blocks = nn.TransformerEncoder(layer, n_layers, None, False)\n"),
+         ("        for block in self.blocks:\n            x = block(x)\n",
+          "        x = self.blocks(x)\n"),
+         ("        return self.head(x)\n", "        return self.head(x)\n\n    def compile(self):\n"
+          "        self.blocks = torch.compile(self.blocks)\n")],
+        ["no_mask"],
+        "x = self.blocks(x, mask=mask)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

@@ -106,7 +106,10 @@ def assigned_values(
 
 
 def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | None:
-    """The last expression that is assigned to a variable, or to an attribute of the class."""
+    """The last expression that is assigned to a variable, or to an attribute of the class.
+
+    What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
+    """
     source = site.source
     if name := own_attribute(node):
         scope = source.parent(node, ast.ClassDef) or site.cls
@@ -114,9 +117,10 @@ def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | 
         name, scope = node.id, scope or source.tree
     if name is None or scope is None:
         return None
+    held = own_attribute(node) or ...
     found = [
-        value for value, unpacked in assigned_values(source, scope, name)
-        if unpacked is None and not any(inner is node for inner in ast.walk(value))
+        value for value, unpacked in assigned_values(source, scope, name) if unpacked is None
+        and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
     if not found and isinstance(scope, ast.FunctionDef) and not is_parameter(scope, name):
