@@ -410,6 +410,17 @@ class OutputColumnsPerHead(Block):
         return torch.cat([F.linear(y, w, b) for w, b in rows], dim=-1)
 
 
+class InterleavedHeads(Block):
+    """Channel c of q, k, v and of the merged heads belongs to head c % H."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = self.qkv(x).chunk(3, dim=-1)
+        return tuple(part.unflatten(-1, (D, H)).movedim(-1, 1) for part in parts)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.proj(self.mix(*self.heads(x)).movedim(1, -1).flatten(-2))
+
+
 class LoopOverQueries(Block):
     """Every query sees the keys up to itself; no mask."""
 
@@ -809,7 +820,8 @@ CLASSES: list[type[nn.Module]] = [
     PositionsPerToken, LoopOverRows, LoopOverRowsOfIds, with_block(RowsOfAttention),
     with_block(LoopOverHeads), with_block(SecondProductPerHead), with_block(ScoresPerHead),
     with_block(SeparateHeads), with_block(SlicedProjections), with_block(SummedOutputSlices),
-    with_block(OutputPerHead), with_block(OutputColumnsPerHead), with_block(LoopOverQueries),
+    with_block(OutputPerHead), with_block(OutputColumnsPerHead), with_block(InterleavedHeads),
+    with_block(LoopOverQueries),
     with_block(LoopOverQueriesEinsum), with_block(LoopOverPositions), with_block(QueryChunks),
     with_block(MlpInWidthChunks), VmapOverRows, with_block(VmapOverHeads), VmapEverything,
     UnusedSecondCall, UnusedFirstCall, with_block(DeadAttention), DeadHead, TimesZero,

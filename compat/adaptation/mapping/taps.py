@@ -34,7 +34,8 @@ def find_taps(anatomy: Anatomy, assignments: Assignments, places: NormPlaces) ->
         probs = [core.probs for core in layer.cores if core.probs is not None]
         if len(probs) == len(layer.cores):
             found[f"h.{i}.probs"] = head_view(layer.cores, probs, graph.shape)
-        heads, by_head = token_view(graph, layer.heads), merged(attention.heads)
+        heads = token_view(graph, layer.heads) if attention.unmerged else None
+        by_head = merged(attention.heads)
         complete = heads is not None and heads.index.shape == by_head.index.shape
         found[f"h.{i}.heads"] = heads if complete else by_head
         nodes = {
