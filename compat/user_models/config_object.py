@@ -17,6 +17,7 @@ from torch import nn
 
 from compat.config import GPT2Config
 from compat.user_models.activations import GELUS, activation_for
+from compat.user_models.config_files import config_in_files
 from compat.user_models.missing import Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
@@ -299,7 +300,8 @@ def _similar(
     """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
     It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of the
-    sizes that are read. If several fit equally well, the one nearest to the class is used.
+    sizes that are read. If several fit equally well, the one nearest to the class is used. If the
+    modules have none, it is that of a config file.
     """
     if isinstance(parameter.default, Mapping):
         return parameter.default
@@ -316,7 +318,18 @@ def _similar(
             names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
         if most < (found := len(names & sizes)) >= len(sizes) / 2:
             best, most = value, found
-    return best
+    in_file = None if best else config_in_files(cls, usage.names)
+    if in_file is None:
+        return best
+    # An integer without a role may be a size of a model of another width.
+    entries = {n: v for n, v in in_file[1].items() if type(v) is not int or role_of(n)}
+    return _readable(entries)
+
+
+def _readable(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping whose inner mappings can be read by attributes as well, as those of OmegaConf."""
+    return {name: ReadableDict(_readable(value)) if isinstance(value, Mapping) else value
+            for name, value in table.items()}  # fmt: skip
 
 
 def _is_named_like(parameter: Parameter, cls: type) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
+from compat.user_models.config_files import config_in_files
 from compat.user_models.config_object import (
     ReadableDict,
     accepts,
@@ -391,7 +392,10 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
     for value in arguments.values():
         passed |= _entries(value)
     text = _call(target, arguments)
-    for name, value in vars(sys.modules.get(target.__module__, target)).items():
+    configs = list(vars(sys.modules.get(target.__module__, target)).items())
+    for name in arguments if isinstance(target, type) else ():
+        configs += [found] if (found := config_in_files(target, reads(target, name).names)) else []
+    for name, value in configs:
         own = {} if isinstance(value, type) or name.startswith("_") else _entries(value)
         other = [
             f"{key}={value!r}" for key, value in own.items()

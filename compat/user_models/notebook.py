@@ -300,9 +300,15 @@ def unguarded(tree: ast.Module) -> list[ast.stmt]:
 
 
 def _inlined(function: ast.FunctionDef) -> list[ast.stmt]:
-    """A function's parameters as globals that are None, and its statements that return nothing."""
-    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-    globals_ = "\n".join(f"{argument.arg} = None" for argument in arguments)
+    """A function's parameters as globals, and its statements that return nothing.
+
+    Parameters without a default are None.
+    """
+    arguments = (*function.args.posonlyargs, *function.args.args)
+    defaults = [None] * (len(arguments) - len(function.args.defaults)) + function.args.defaults
+    pairs = (*zip(arguments, defaults, strict=True),
+             *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))  # fmt: skip
+    globals_ = "\n".join(f"{arg.arg} = {ast.unparse(d) if d else None}" for arg, d in pairs)
     found: list[ast.stmt] = []
     for node in (*ast.parse(globals_).body, *function.body):
         with contextlib.suppress(SyntaxError):  # 'return' outside function

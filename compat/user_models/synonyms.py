@@ -47,8 +47,8 @@ _PATTERNS = {
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
     r"|n(key|query|value)s?|keysize",
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
-    "n_layer": r".*(layers|blocks|decoders|stacks)(total)?|(n|num).*(layer|block|decoder|stack)"
-    r"|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
+    "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
+    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -800,3 +801,62 @@ class GPT(nn.Module):
     passed = "'gelu'" if named else "gelu_new"
     passed = {"class": "new_gelu", "name of a module": "'GELU'"}.get(case, passed)
     assert call == f"GPT(vocab_size=97, d_model=24, activation={passed})"
+
+
+IN_A_FILE = """
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(cfg.vocab, cfg.width), nn.Embedding(cfg.ctx, cfg.width)
+        self.norm = nn.LayerNorm(cfg.width, **cfg.norm)
+        self.other, self.dropped = cfg.act, nn.Dropout(cfg.dropout)
+"""
+
+
+@pytest.mark.parametrize("where", ["config.yaml", "conf/gpt.yml", "../configs/model/small.json"])
+def test_a_config_that_lies_in_a_file(tmp_path: Path, where: str) -> None:
+    file = tmp_path / "package" / where
+    (tmp_path / "package").mkdir()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    model = {"vocab": 5, "width": 6, "ctx": 7, "norm": {"eps": 1e-3}, "act": "relu", "dropout": 0.5}
+    file.write_text(json.dumps({"train": {"width": 1}, "model": model}))
+    cls = load_target(str(_written(tmp_path / "package" / "own.py", IN_A_FILE)))
+    built, described = construct_with_call(cls, CONFIG)
+    assert built.wte.weight.shape == (97, 24) and built.norm.eps == 1e-3
+    assert built.other == "gelu" and f"your {file.name} has act='relu'" in described
+
+
+def test_a_file_with_other_names_is_no_config_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text('{"n_vocab": 5, "norm": {"eps": 1e-3}}')
+    cls = load_target(str(_written(tmp_path / "own.py", IN_A_FILE)))
+    with pytest.raises(AdaptError, match=r"cfg\.norm"):
+        construct(cls, CONFIG)
+
+
+def _written(path: Path, source: str) -> Path:
+    path.write_text(source)
+    return path
+
+
+def test_a_closure_has_the_defaults_of_its_function(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+def make(vocab_size, n_embd, p=0.25, *, scale=3):
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.drop, self.scale = nn.Embedding(vocab_size, n_embd), nn.Dropout(p), scale
+    return GPT()
+"""
+    model: Any = construct(load_target(f"{_written(tmp_path / 'own.py', source)}:GPT"), CONFIG)
+    assert (model.wte.weight.shape, model.drop.p, model.scale) == ((97, 24), 0.25, 3)
+
+
+def test_a_class_of_norms_is_no_number_of_layers(tmp_path: Path) -> None:
+    names = "norm_layer=None, n_layer=None"
+    source = gpt(f", {names}", "1, 2, 3, 4, 5, (norm_layer, n_layer)")
+    assert build(tmp_path, source).extra == (None, 3)

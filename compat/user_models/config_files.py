@@ -1,0 +1,66 @@
+"""Configs in the YAML and JSON files of a user's project."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from compat.user_models.synonyms import SIZES, role_of
+from compat.user_models.usage import user_modules
+
+FOLDERS_ABOVE = 3  # the file's own folder, and those above it, in which a config may lie
+MOST_BYTES = 100_000
+
+
+def config_in_files(
+    target: Callable[..., Any], names: Collection[str]
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The mapping in a config file that has the most of these names, and the file's name.
+
+    It has at least half of the sizes among the names. Of several that fit equally well it is the
+    nearest to the target's file.
+    """
+    sizes = {name for name in names if role_of(name) in SIZES}
+    found, most = None, 0
+    for file in _files(target) if sizes else ():
+        for table in _tables(_read(file)):
+            if len(sizes & {*table}) >= len(sizes) / 2 and len({*names} & {*table}) > most:
+                found, most = (file.name, table), len({*names} & {*table})
+    return found
+
+
+def _files(target: Callable[..., Any]) -> Iterator[Path]:
+    for module in user_modules(target)[:1]:
+        path = Path(str(module.__file__)).resolve()
+        for folder in path.parents[: FOLDERS_ABOVE + 1]:
+            for pattern in ("*", "conf*/*", "conf*/*/*"):
+                for file in sorted(folder.glob(f"{pattern}.*")):
+                    if file.suffix in (".yaml", ".yml", ".json") and file.is_file():
+                        yield file
+
+
+@lru_cache(maxsize=64)
+def _read(file: Path) -> Any:
+    """What a file holds; None if it cannot be read, or no library reads it."""
+    with contextlib.suppress(Exception):
+        if file.stat().st_size > MOST_BYTES:
+            return None
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            return json.loads(text)
+        import yaml  # type: ignore[import-untyped]
+
+        return yaml.safe_load(text)
+    return None
+
+
+def _tables(value: Any) -> Iterator[Mapping[str, Any]]:
+    """A mapping, and those in it."""
+    if isinstance(value, Mapping):
+        yield value
+        for each in value.values():
+            yield from _tables(each)
