@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.counterfactual import relative_rms
 from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
@@ -101,6 +102,8 @@ Progress = Callable[[str], object]
 MOST_TRAINED = 50_000_000
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
+# The length up to which a model that agrees on short ids is examined on longer ones.
+LONGEST = 700
 
 
 @dataclass(frozen=True)
@@ -371,6 +374,11 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         context.failed_input = f"{first.name} ({' × '.join(map(str, first.input_shape))} ids)"
     with _timed(run.seconds, "diagnose"):
         findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
+    if any(f.code == "unexplained" for f in findings) and context.failed_input:
+        if (longer := _longer_ids(run, reference)) is not None:
+            longer_run = replace(run, ids=longer)
+            with suppress(AdaptError):
+                return _judge(longer_run, _map(to_graph(model, run.call, longer), run.checkpoint))
     if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
         if sum(p.numel() for p in model.parameters()) <= MOST_TRAINED:
             with _timed(run.seconds, "gradients"):
@@ -630,13 +638,30 @@ def _target(cls: type) -> str | None:
     return None
 
 
-def _example_length(config: GPT2Config) -> int:
+def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
+    """Ids of a length at which the logits differ from the reference's, as with a sliding window.
+
+    None if they agree at all lengths up to `LONGEST`.
+    """
+    length = 2 * run.ids.shape[1]
+    while length <= min(LONGEST, run.config.n_positions):
+        ids = random_ids(run.checkpoint, 0, 2, _example_length(run.config, length))
+        with eval_mode(run.model):
+            own = run.call(run.model, ids)
+        expected = reference.trace(ids)[0]["logits"][:, -own.shape[1] :]
+        if relative_rms(own, expected) > 1e-3:
+            return ids
+        length *= 2
+    return None
+
+
+def _example_length(config: GPT2Config, least: int = 0) -> int:
     """A length that no other axis of the model has, so that the length identifies the axis."""
     sizes = {
         2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
         config.n_layer, 3, 3 * config.n_embd, 3 * config.d_head, 2 * config.n_head,
     }  # fmt: skip
-    for length in (13, 11, 17, 19, 7, 5, 23):
+    for length in range(least, config.n_positions) if least else (13, 11, 17, 19, 7, 5, 23):
         if length not in sizes and length <= config.n_positions:
             return length
-    return min(9, config.n_positions)
+    return min(least or 9, config.n_positions)

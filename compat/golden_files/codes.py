@@ -42,12 +42,6 @@ ARRAYS_ONLY = {
         "A loop over all B · T tokens has a single index for sequence and position. The position "
         "is index % T.",
     ),
-    "position_ids": (
-        "the tokens have the positions {found}, but GPT-2 uses {expected}",
-        "positions = torch.arange(T)  # with a cache: torch.arange(past, past + T)",
-        "The position embedding of a token is the row of wpe.weight at its index in the sequence. "
-        "A common mistake is a counter that is not incremented, or incremented twice.",
-    ),
     "other_ids": (
         "the token embeddings are those of {found}",
         "Run the port on input_ids of the golden file, and index the rows of wte.weight from 0.",
@@ -78,17 +72,6 @@ ARRAYS_ONLY = {
         "Use the causal mask alone: the golden ids have no padding.",
         "A mask that is derived from the ids, for example by comparing them with a padding id, "
         "hides tokens that the reference attends to.",
-    ),
-    "position_bias": (
-        "{found}, but GPT-2's scores do not depend on the distance",
-        "scores = q @ k.transpose(-2, -1) / math.sqrt(d_head)  # without a bias",
-        "In GPT-2, wpe.weight is the only source of positions. ALiBi and T5 add a bias to the "
-        "scores instead.",
-    ),
-    "other_softmax": (
-        "the softmax differs from GPT-2's: {found}, so the probabilities do not sum to one",
-        "scores.softmax(dim=-1)",
-        "Some models add a key with the score 0, which allows a head to attend to no token.",
     ),
     "inverse_layer_scale": (
         "the scores of layer i are divided by i + 1, but the checkpoint's config has "

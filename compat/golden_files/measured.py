@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.attention import described_bias
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.errors import listed
@@ -290,13 +291,7 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
 
     biased = pattern(lambda x, usual: (masked(x, usual) + bias[:, distance]).softmax(-1))
-    slopes = -bias[:, 1] if T > 1 else bias[:, 0]
-    if torch.allclose(bias, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
-        text = ", ".join(f"{slope:.4g}" for slope in slopes[:SHOWN].tolist())
-        found = f"the scores of the heads decrease by {text} per token of distance (ALiBi)"
-    else:
-        found = "a bias that depends on the distance of query and key is added to the scores"
-    yield one("position_bias", {"probs": biased}, found=found)
+    yield one("position_bias", {"probs": biased}, found=described_bias(bias[:, distance]))
 
 
 def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ SECTIONS = set(
 )
 # Values for entries that the model does not read, such as those for its training, by their type.
 UNREAD = {"int": 1, "float": 1.0, "str": "", "bool": False}
+# The number of heads that share keys; its default of None means one that the code computes.
+_KV = re.compile("kv|key|group")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
 
@@ -234,7 +236,11 @@ def accepts(parameter: Parameter, value: Any) -> bool:
         return False
     if default is None:
         is_number = not isinstance(value, str) and not callable(value)
-        return parameter.name.lower() not in AMBIGUOUS and is_number
+        return (
+            parameter.name.lower() not in AMBIGUOUS
+            and is_number
+            and not _KV.search(plain(parameter.name))
+        )
     if default is parameter.empty or isinstance(value, str):
         return default is parameter.empty or (value == "cpu" and isinstance(default, str))
     if isinstance(value, bool) or isinstance(default, bool):

@@ -73,6 +73,8 @@ _TWO_ROLES = [
 ]
 # The size of the vocabulary beside the width, if no other name denotes it; otherwise the width.
 _INPUT = re.compile(rf"(tok(en)?|input){_SIZE}")
+# The context length, or how far attention reaches if another name denotes the context length.
+_WINDOW = re.compile(r"window(size)?")
 # Names of a number that is the width, where the value is known to be a number.
 _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
 # The possible roles of names of one letter.
@@ -133,10 +135,13 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
+    others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
+    if _WINDOW.fullmatch(short) and any(role_of(other) == "n_positions" for other in others):
+        return None
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
-            others = (other for other in among if not pattern.fullmatch(plain(other)))
-            roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in others}
+            beside = (other for other in among if not pattern.fullmatch(plain(other)))
+            roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in beside}
             return second if first in roles else first
     if short in _LETTERS:
         longer = {role_of(other) for other in among if len(plain(other)) > 1}

@@ -508,6 +508,18 @@ def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path:
     assert "random_parameters" in alone and not {"unexplained", "mask_after_softmax"} & alone
 
 
+def test_a_mask_that_is_a_parameter_is_not_reported(tiny: Path, tmp_path: Path) -> None:
+    buffer = 'self.register_buffer("mask", torch.triu(torch.ones(context, context), diagonal=1))'
+    mask = "self.mask = nn.Parameter({}, requires_grad=False)"
+    activation = ('approximate="tanh"', 'approximate="none"')
+    for value, codes in (
+        ("torch.ones(context, context).triu(1)", ["erf_gelu"]),
+        ("torch.rand(context, context).triu(1)", ["random_parameters", "erf_gelu"]),
+    ):
+        adaptation = adapted(tiny, tmp_path, [(buffer, mask.format(value)), activation])
+        assert [f.code for f in adaptation.deviations] == codes
+
+
 def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (f"LayerNorm({name})", f"nn.LayerNorm({name}, eps=1e-6)") for name in ("dim", "emb_dim")

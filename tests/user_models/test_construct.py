@@ -856,7 +856,9 @@ def make(vocab_size, n_embd, p=0.25, *, scale=3):
     assert (model.wte.weight.shape, model.drop.p, model.scale) == ((97, 24), 0.25, 3)
 
 
-def test_a_class_of_norms_is_no_number_of_layers(tmp_path: Path) -> None:
-    names = "norm_layer=None, n_layer=None"
-    source = gpt(f", {names}", "1, 2, 3, 4, 5, (norm_layer, n_layer)")
-    assert build(tmp_path, source).extra == (None, 3)
+@pytest.mark.parametrize(("default", "expected"), [("None", None), ("2", 4)])
+def test_heads_of_keys_without_a_default_are_computed_by_the_code(
+    tmp_path: Path, default: str, expected: int | None
+) -> None:
+    source = gpt(f", n_kv_heads={default}", "1, 2, 3, 4, 5, n_kv_heads")
+    assert build(tmp_path, source).extra == expected

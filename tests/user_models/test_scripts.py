@@ -249,6 +249,9 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["layers_num", "block_count", "N_stack"], ["n_layer", "n_layer", "n_layer"]),
         (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
+        (["window", "dim"], ["n_positions", "n_embd"]),
+        (["window_size", "max_len"], [None, "n_positions"]),
+        (["norm_layer", "n_layer"], [None, "n_layer"]),
         (
             ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
             ["d_inner", "d_inner", None, None, None],

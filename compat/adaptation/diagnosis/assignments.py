@@ -358,6 +358,16 @@ def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     yield from _without_source(context, used=False)
 
 
+def _is_mask(parameter: Tensor) -> bool:
+    """Whether a parameter holds a causal mask: one value up to the diagonal and another above."""
+    square = parameter.detach().squeeze()
+    if square.ndim != 2 or len(set(square.shape)) != 1 or len(square) < 2:
+        return False
+    above = torch.ones_like(square, dtype=torch.bool).triu(1)
+    seen, hidden = square[~above], square[above]
+    return bool((seen == seen[0]).all() and (hidden == hidden[0]).all() and seen[0] != hidden[0])
+
+
 def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
     """Parameters that no tensor fills, without those of parts that have a finding of their own."""
     graph, model = context.graph, context.model
@@ -367,7 +377,9 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for norm in context.places.cross:
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
-    for _, layer in context.layers:
+    for i, layer in context.layers:
+        if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
+            known |= {*graph.parameters_between(layer.qkv_ends, [layer.x1])}
         if layer.cross_sum is not None:
             known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
         own_finding = [layer.gate] if layer.gate else []  # gated_mlp
@@ -377,7 +389,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
-    rest = [name for name, p in model.named_parameters() if id(p) not in filled]
+    rest = [n for n, p in model.named_parameters() if id(p) not in filled and not _is_mask(p)]
     if found := [name for name in rest if (name in in_use) is used]:
         own = {node for node in inputs if not set(found).isdisjoint(graph.parameter_names(node))}
         uses = [

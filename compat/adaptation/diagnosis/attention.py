@@ -35,6 +35,7 @@ SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
 MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
 SHIFTED = "confirmed: changing one token changes only the result at the shifted position"
 SPLITS = ("split", "chunk", "unbind", "split_with_sizes", "slice", "select")
+MOST_SLOPES = 8  # in a message
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "clone")
 
 
@@ -276,7 +277,7 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
         "n_head": layer.attention.q.index.shape[1],
         "n_embd": layer.context.config.n_embd,
     }
-    return Deviation(f"h.{layer.i}.k", place, values)
+    return Deviation(f"h.{layer.i}.q", place, values)
 
 
 @deviation(
@@ -344,8 +345,6 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         return None
     if layer.mask_value is not None or layer.shift is not None:
         return None
-    if layer.attention.kv_heads:  # the formula is measured with a key for each head
-        return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
         found = "q, k or v of a token is not a projection of this token only"
@@ -366,6 +365,70 @@ def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
     place = source.torch_built(layer.context.model, nodes) or layer.softmax_line
     axis = {-2: "the queries", -3: "the heads", -4: "the batch"}[formula.axis]
     return layer.deviation(place, found=axis)
+
+
+@deviation(
+    "the softmax differs from GPT-2's: {found}, so the probabilities do not sum to one",
+    "scores.softmax(dim=-1)",
+)
+@with_formula
+def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if not formula.plus_one:
+        return None
+    ends = layer.live(frozenset({"div", "mul", *SOFTMAXES}))
+    place = source.running(layer.graph, reversed(ends))
+    lines = [place, *source.calls(layer.graph, ends, place)]
+    found = layer.deviation(place, found="1 is added to the sum of exponentials")
+    return replace(found, lines=lines)
+
+
+@deviation(
+    "{found} is applied to the attention scores, but GPT-2's softmax reads them unchanged",
+    "scores = (q @ k.transpose(-2, -1)) / math.sqrt({d_head})",
+)
+@with_formula
+def changed_scores(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if formula.cap is None:
+        return None
+    place = source.running(layer.graph, layer.live(frozenset({"tanh"}))) or layer.scores_line
+    found = f"a soft cap at ±{formula.cap:.6g}"
+    return layer.deviation(place, found=found, d_head=layer.context.config.d_head)
+
+
+@deviation(
+    "{found}, but GPT-2's scores do not depend on the distance",
+    "scores = q @ k.transpose(-2, -1) / math.sqrt(d_head)  # without a bias",
+)
+@with_formula
+def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    if formula.bias is None:
+        return None
+    graph = layer.graph
+
+    def is_bias(value: Tensor) -> bool:
+        return bool(((value != 0) & (value.abs() < 1e3)).any())
+
+    adds = [
+        n for n in layer.live(frozenset({"add", "sub", *SDPA}))
+        if any(map(is_bias, graph.run([a for a in n.all_input_nodes if a not in graph.live], {})))
+    ]  # fmt: skip
+    place = source.running(graph, adds) or layer.softmax_line
+    return layer.deviation(place, found=described_bias(formula.bias))
+
+
+def described_bias(bias: Tensor) -> str:
+    """A bias (H, T, T) that is added to the scores, 0 for a token itself, as a clause."""
+    T = bias.shape[-1]
+    by_distance = torch.stack([bias[:, -1, T - 1 - d] for d in range(T)], dim=-1)  # (H, T)
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+    expected = by_distance[:, distance].tril()
+    if not torch.allclose(bias.tril(), expected, rtol=1e-3, atol=1e-3):
+        return "a bias that depends on the positions of query and key is added to the scores"
+    slopes = -by_distance[:, 1] if T > 1 else by_distance[:, 0]
+    if torch.allclose(by_distance, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
+        shown = ", ".join(f"{slope:.4g}" for slope in slopes[:MOST_SLOPES].tolist())
+        return f"the scores of the heads decrease by {shown} per token of distance (ALiBi)"
+    return "a bias that depends on the distance of query and key is added to the scores"
 
 
 @deviation(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.nn import functional as F
 
 from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
@@ -24,6 +25,10 @@ class AttentionFormula:
         axis: of (B, H, T, T), over which the softmax is computed; −1 in GPT-2.
         after: whether the mask is applied after the softmax, without renormalization.
         total: what the probabilities of a query sum up to, if they are multiplied by a number.
+        bias: (H, T, T), what is added to the scores; or None.
+        cap: c, if the scores s become c · tanh(s / c); or None.
+        plus_one: 1 is added to the sum of exponentials, either as it is or after the highest
+            score was subtracted from the scores ("max"); False in GPT-2.
     """
 
     allowed: Tensor
@@ -31,13 +36,24 @@ class AttentionFormula:
     axis: int = -1
     after: bool = False
     total: float = 1.0
+    bias: Tensor | None = None
+    cap: float | None = None
+    plus_one: bool | str = False
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Unscaled scores q·k (B, H, T, T) → probabilities (B, H, T, T)."""
         hidden = ~self.allowed
         scores = scores * self.scale
+        if self.cap is not None:
+            scores = self.cap * torch.tanh(scores / self.cap)
+        if self.bias is not None:
+            scores = scores + self.bias
         if not self.after:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        if self.plus_one == "max":
+            scores = scores - scores.amax(-1, keepdim=True)
+        if self.plus_one:
+            return F.pad(scores, (1, 0)).softmax(-1)[..., 1:]
         probs = scores.softmax(self.axis) * self.total
         if self.after or self.axis != -1:
             # Where every score is hidden, the softmax is uniform, and its values do not count.
@@ -78,6 +94,11 @@ class AttentionPiece:
         shape = (self.B, self.H, self.T, self.D)
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    def keys(self, seed: int, scale: float = 1.0) -> Tensor:
+        """Random keys, which are equal for heads that share one."""
+        view = self.attention.k
+        return view.read(view.write(self.random(seed, scale)))
+
 
 # The axis of the softmax, and whether the mask is applied after it, in the order of the attempts.
 ATTEMPTS = ((-1, False), (-2, False), (-1, True), (-2, True), (-3, False), (-4, False))
@@ -91,7 +112,7 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
     total = _total(even)
     even = even / total
     if not torch.allclose(even, even[:1, :1].expand_as(even), atol=1e-9):
-        return None
+        return _biased(piece, even * total)
     seen = even[0, 0] > 1e-9
     # With a finite mask, a query without a key attends to all keys alike.
     without_blind = seen & ~(seen.all(-1, keepdim=True) & ~seen.all())
@@ -105,7 +126,52 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
                 if _agrees(piece, fitted):
                     # The views of q and k contain a factor that is applied before the product.
                     return replace(fitted, scale=attention.prescale * fitted.scale)
+    return _unusual(piece, seen) or _biased(piece, even * total)
+
+
+def _unusual(piece: AttentionPiece, seen: Tensor) -> AttentionFormula | None:
+    """The formula of a softmax of capped scores, or of one with 1 more in the sum."""
+    usual = AttentionFormula(seen, 1.0)
+    for formula in (replace(usual, plus_one=True), replace(usual, plus_one="max")):
+        found = replace(formula, scale=_fit_scale(piece, formula))
+        if _agrees(piece, found):
+            return replace(found, scale=piece.attention.prescale * found.scale)
+    if piece.T < 2 or not torch.equal(seen[1].nonzero().flatten(), torch.arange(2)):
+        return None
+
+    def score(x: float) -> float:
+        """What the score x of the second of two keys becomes if that of the first is 0."""
+        q, k = piece.random(0, 0.0), piece.random(0, 0.0)
+        q[..., 1, 0], k[..., 1, 0] = x, 1
+        probs = piece.probabilities(q, k)[0, 0, 1]
+        return (probs[1].log() - probs[0].log()).item()
+
+    cap, scale = score(1e9), score(1e-3) / 1e-3
+    if 0 < cap < 600:  # beyond, exp overflows
+        formula = replace(usual, scale=scale, cap=cap)
+        if _agrees(piece, formula):
+            return replace(formula, scale=piece.attention.prescale * scale)
     return None
+
+
+def _biased(piece: AttentionPiece, even: Tensor) -> AttentionFormula | None:
+    """The formula with a bias, from the probabilities where all products q·k are 0.
+
+    It hides later tokens, so that it is not a mask with a value that is too high.
+    """
+    if not torch.allclose(even, even[:1].expand_as(even), atol=1e-12):
+        return None
+    seen = even[0] > 0
+    allowed = seen[0]
+    if allowed.triu(1).any() or (seen != allowed).any() or not allowed.any(-1).all():
+        return None
+    own = even[0].log().diagonal(dim1=-2, dim2=-1)[..., None]
+    bias = torch.where(seen, even[0].log() - own, 0)
+    formula = AttentionFormula(allowed, 1.0, bias=bias)
+    formula = replace(formula, scale=_fit_scale(piece, formula))
+    if not _agrees(piece, formula):
+        return None
+    return replace(formula, scale=piece.attention.prescale * formula.scale)
 
 
 def _total(probs: Tensor) -> float:
@@ -119,10 +185,12 @@ def _total(probs: Tensor) -> float:
 
 def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
     """The factor of q·k, by least squares from the logarithms of probabilities."""
-    q, k = piece.random(1, 0.3), piece.random(2, 0.3)
+    q, k = piece.random(1, 0.3), piece.keys(2, 0.3)
     probs, scores = piece.probabilities(q, k) / formula.total, q @ k.mT
     used = formula.allowed.expand_as(probs) & (probs > 0)
     logs = torch.where(used, probs, 1).log()
+    if formula.bias is not None:
+        logs = logs - formula.bias
     if formula.after:
         # The rest of a row is unknown, but its probabilities have the ratios of the softmax.
         used = formula.allowed & (formula.allowed.cumsum(-1) > 1)
@@ -141,7 +209,7 @@ def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
     """Whether a formula predicts the probabilities on other random q and k."""
     if not formula.allowed.any():
         return False
-    q, k = piece.random(3), piece.random(4)
+    q, k = piece.random(3), piece.keys(4)
     difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
     error = difference[:, :, formula.allowed.any(-1)].abs().max().item()
     return error < 1e-5

@@ -22,6 +22,8 @@ from compat.adaptation.tracing.graph import (
 from compat.adaptation.tracing.rewrites import CUTS
 from compat.ops import Rows
 
+# Operations that make positions.
+POSITIONS = {"arange", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "cumsum"}
 EMBEDDING = "x = wte(ids) + wpe(torch.arange(T))"
 
 
@@ -88,7 +90,7 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
-    if found is None or found.added is not None or found.offset is not None:
+    if found is None or found.added is not None or found.offset is not None or found.rows:
         return
     if found.from_tokens:
         tables = context.mapping.by_tensor["wte.weight"][0]
@@ -118,6 +120,22 @@ def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
     if offset := found.offset - (op.start if isinstance(op, Rows) else 0):
         changes = Changes(position_offset=offset)
         yield Deviation("embed", position_line(context), {"found": offset}, changes)
+
+
+@deviation(
+    "the tokens have the positions {found}, but GPT-2 uses {expected}",
+    "positions = torch.arange(T)  # with a cache: torch.arange(past, past + T)",
+)
+def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (found := context.embedding) is None or found.rows is None:
+        return
+    shown = {"found": found.rows[:4], "expected": range(4)}
+    values = {key: ", ".join(map(str, rows)) + ", …" for key, rows in shown.items()}
+    added = context.weights["wpe.weight"][list(found.rows)] * found.position_scale
+    changes = Changes(weights={"wpe.weight": None}, added=added)
+    made = [node for node in _path(context) if kind(node) in POSITIONS]
+    line = source.running(context.graph, made) or position_line(context)
+    yield Deviation("embed", line, values, changes)
 
 
 @detects("unexplained")

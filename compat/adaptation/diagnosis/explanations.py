@@ -49,6 +49,14 @@ EXPLANATIONS = {
     "the channels of one head from several tokens, although the shape is right.",
     "qk_norm": "Later models normalize queries and keys to keep training stable. GPT-2's weights "
     "were trained without it, and the norms of q and k carry information.",
+    "position_bias": "In GPT-2, wpe.weight is the only source of positions. ALiBi and T5 add a "
+    "bias to the scores instead.",
+    "other_softmax": "Some models add a key with the score 0, which allows a head to attend to no "
+    "token.",
+    "changed_scores": "Some later models cap the scores to keep training stable. GPT-2's softmax "
+    "reads the scaled scores as they are.",
+    "position_ids": "The position embedding of a token is the row of wpe.weight at its index in "
+    "the sequence. A common mistake is a counter that is not incremented, or incremented twice.",
     "grouped_query_attention": "Later models let several query heads share keys and values to save "
     "memory. The checkpoint has a key and a value for every head.",
     "sliding_window": "GPT-2 was trained to read its whole context. With a window, distant tokens "

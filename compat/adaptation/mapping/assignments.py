@@ -649,6 +649,7 @@ class EmbeddingFormula:
         offset: the row of the first token's position; None without learned positions.
         added: an added constant (T, C) that is not a parameter, such as sinusoids; or None.
         from_tokens: positions are looked up in the token table, from row 0 on.
+        rows: the row of each token's position if they are not consecutive; otherwise None.
     """
 
     token_scale: float
@@ -656,6 +657,7 @@ class EmbeddingFormula:
     offset: int | None
     added: Tensor | None
     from_tokens: bool = False
+    rows: tuple[int, ...] | None = None
 
 
 def embedding_of(
@@ -719,7 +721,10 @@ def embedding_of(
     offset = round(row[0, 0, 0].item())
     expected = torch.arange(T, dtype=torch.float64)[:, None] + offset
     if not torch.allclose(row, expected.expand_as(row), atol=1e-4):
-        return None
+        rows = row[0, :, 0].round()
+        if not torch.allclose(row, rows[:, None].expand_as(row), atol=1e-4):
+            return None
+        return EmbeddingFormula(scale, factor, None, added, rows=tuple(map(int, rows.tolist())))
     return EmbeddingFormula(scale, factor, offset, added)
 
 

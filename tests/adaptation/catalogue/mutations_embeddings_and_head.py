@@ -70,6 +70,11 @@ MUTATIONS = [
       "self.pos_embed[:, 1 : x.shape[1] + 1]", "self.pos_embed[:, 1 : x.shape[1] + 1]"),
     M("cached", "pos_offset", "start = 0 if", "start = 2 if", "start = 2 if",
       ("position = torch.arange(start", "self.wpe(position)")),
+    # position_ids
+    M("nano", "position_ids", "torch.arange(0, t, dtype", "torch.zeros(t, dtype",
+      "torch.zeros(t, dtype"),
+    M("hub_style", "position_ids", "self.position_ids[:, :length]",
+      "self.position_ids[:, :length] // 2", "self.position_ids[:, :length] // 2"),
     # scaled_embedding
     M("annotated", "scaled_embedding", "self.embed(tgt) +",
       "self.embed(tgt) * math.sqrt(self.embed.embedding_dim) +",

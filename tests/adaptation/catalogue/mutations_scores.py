@@ -68,6 +68,10 @@ MUTATIONS = [
       "device=x.device), 1)) * -1e10", ("+ mask, dim=-1)",)),
     M("cached", "mask_off", "mask.tril(n_key - n_query)", "mask.tril(n_key - n_query + 1)",
       "n_key - n_query + 1", ("torch.where(mask",)),
+    # sliding_window, wider than the ids with which the model is traced
+    M("einsum_heads", "sliding_window", "steps[None, :] > steps[:, None]",
+      "(steps[None, :] > steps[:, None]) | (steps[None, :] < steps[:, None] - 19)",
+      "steps[:, None] - 19", ("masked_fill(future",)),
     # finite_mask
     M("mingpt", "finite_mask", 'float("-inf")', "-1e4", "== 0, -1e4)"),
     M("book", "finite_mask", "masked_fill_(mask_bool, -torch.inf)",
@@ -87,6 +91,25 @@ MUTATIONS = [
     M("head_loop", "softmax_dim", "mask, dim=2)", "mask, dim=1)", "mask, dim=1)"),
     M("lecture", "softmax_dim", "F.softmax(wei, dim=-1)", "F.softmax(wei, dim=1)", "dim=1)"),
     M("lens", "softmax_dim", ".softmax(-1)", ".softmax(-2)", ".softmax(-2)"),
+    # other_softmax
+    M("scratch", "other_softmax", "e / e.sum(dim=-1, keepdim=True)",
+      "e / (1 + e.sum(dim=-1, keepdim=True))", "(1 + e.sum(", ("softmax(scores) @ v",)),
+    M("mingpt", "other_softmax", "F.softmax(att, dim=-1)",
+      "att.exp() / (1 + att.exp().sum(-1, keepdim=True))", "(1 + att.exp().sum("),
+    # changed_scores
+    M("mingpt", "changed_scores", "        att = att.masked_fill(",
+      "        att = 20 * torch.tanh(att / 20)\n        att = att.masked_fill(",
+      "torch.tanh(att / 20)"),
+    M("scratch", "changed_scores", "(q @ k) / D**0.5",
+      "5 * ((q @ k) / D**0.5 / 5).tanh()", "/ 5).tanh()"),
+    # position_bias
+    M("mingpt", "position_bias", "att = F.softmax(att, dim=-1)",
+      "steps = torch.arange(T)\n"
+      "        att = F.softmax(att + 0.3 * (steps - steps[:, None]).clamp(max=0), dim=-1)",
+      "F.softmax(att + 0.3"),
+    M("nano", "position_bias", "is_causal=True",
+      "attn_mask=torch.full((T, T), float('-inf')).triu(1) + torch.arange(T) ** 2 * 0.01",
+      "attn_mask=torch.full(", ("scaled_dot_product_attention(",)),
     # attn_upcast
     M("mingpt", "attn_upcast", "F.softmax(att, dim=-1)",
       "F.softmax(att.float(), dim=-1).type_as(v)", "att.float()"),
