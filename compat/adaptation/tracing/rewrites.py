@@ -56,7 +56,7 @@ def keep_every_position(graph: Graph) -> Node | None:
     """
     if graph.shape[1] in size(graph.output)[:-1]:
         return None
-    for node in _path_to_final_norm(graph):
+    for node in _path_from_attention(graph):
         above = tensor_inputs(node)[0]
         if kind(node) in CUTS and graph.shape[1] in size(above):
             for user in list(node.users):
@@ -69,19 +69,16 @@ def keep_every_position(graph: Graph) -> Node | None:
     return None
 
 
-def _path_to_final_norm(graph: Graph) -> list[Node]:
-    """The nodes from the output up to the norm before the head, while there is one live input."""
-    path, node = [], graph.output
-    for _ in range(12):
-        path.append(node)
-        product = contraction(node)
-        if product is not None:
-            node = product.a if product.a in graph.live else product.b
-            continue
-        above = [a for a in tensor_inputs(node) if a in graph.live]
-        if len(above) != 1 or kind(node) not in MOVES | CUTS | SOFTMAXES | {"add", "getitem"}:
+def _path_from_attention(graph: Graph) -> list[Node]:
+    """The nodes that all paths from attention to the output pass through, the output first."""
+    path, nodes = [], {graph.output}
+    while nodes:
+        node = max(nodes, key=graph.order.__getitem__)
+        above = live_inputs(graph, node)
+        if kind(node) in SDPA or (contraction(node) is not None and len(above) > 1):
             break
-        node = above[0]
+        path += [node] if len(nodes) == 1 else []
+        nodes = nodes - {node} | {*above}
     return path
 
 

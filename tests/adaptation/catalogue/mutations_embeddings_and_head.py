@@ -107,6 +107,10 @@ MUTATIONS = [
       "logits = self.lm_head(x[:, [-1], :] if targets is None else x)", "x[:, [-1], :]"),
     M("mha_seq_first", "last_position_only", "logits = self.head(h)", "logits = self.head(h[-1:])",
       "h[-1:]"),
+    M("nano", "last_position_only", "x = self.transformer.ln_f(x)",
+      "x = self.transformer.ln_f(x[:, -1:])", "x[:, -1:]"),
+    M("scratch", "last_position_only", "return self.norm(x) @", "return self.norm(x[:, -1]) @",
+      "x[:, -1]"),
     # scaled_logits
     M("nano", "scaled_logits", "logits = self.lm_head(x)", "logits = self.lm_head(x) / 8.0",
       "logits = self.lm_head(x) / 8.0"),
