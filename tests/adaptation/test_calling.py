@@ -115,6 +115,12 @@ class Mask(Plain):
         return self.table(ids) + mask.float().sum()
 
 
+class MaskOfTokens(Plain):
+    def forward(self, ids: Tensor, input_mask: Tensor) -> Tensor:
+        self.seen(input_mask=input_mask)
+        return self.table(ids) * input_mask.view(*ids.shape, 1)
+
+
 class OptionalMask(Plain):
     def forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         self.seen(mask=mask)
@@ -143,13 +149,17 @@ class Last(Plain):
         return self.table(ids)[:, -1]
 
 
-@pytest.mark.parametrize("cls", [Ids, Targets, Mask, OptionalMask, Positions, Decoder, Batch])
+@pytest.mark.parametrize(
+    "cls", [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, Batch]
+)
 def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
     signature = find_signature(model, IDS)
     assert signature.targets is (cls is Targets) and not signature.last
     assert signature.batch is (cls is Batch)
     logits = signature(model, IDS)
+    if cls is MaskOfTokens:
+        assert torch.equal(model.calls[-1]["input_mask"], torch.ones_like(IDS))
     if cls is Mask:
         assert torch.equal(model.calls[-1]["mask"], torch.ones(5, 5, dtype=torch.bool).tril())
         logits = logits - 15

@@ -211,10 +211,10 @@ def _is_mask(name: str) -> bool:
 
 
 def _masks() -> dict[str, Value]:
-    """The values to try for a mask, by their text."""
+    """The values to try for a mask, by their text; the last is one without padding."""
     found: dict[str, Value] = {text: partial(_mask, mask, ()) for text, mask in MASKS.items()}
     found |= {f"{text}[None]": partial(_mask, mask, (None,)) for text, mask in MASKS.items()}
-    return {**found, "True": _yes}
+    return {**found, "True": _yes, "ones": _ones}
 
 
 def _mask(
