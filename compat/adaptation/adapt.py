@@ -386,8 +386,28 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         with _timed(run.seconds, "decode"):
             bound = report.smallest_detectable
             findings += wrong_cache(context, run.call, run.ids, reference, bound)
+    if context.with_targets:
+        findings += _without_targets(run, findings)
     in_modules = partial(module_taps, model, run.call, graph, taps, run.ids)
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
+
+
+def _without_targets(run: _Run, findings: Sequence[Finding]) -> list[Finding]:
+    """What breaks parity only in the call without targets, which returns the last position."""
+    assert isinstance(run.call, CallSignature)
+    plain = run.call.without_targets()
+    with suppress(Exception):  # the call may require targets
+        with eval_mode(run.model):
+            with_targets, without = (call(run.model, run.ids)[:, -1:] for call in (run.call, plain))
+        if relative_rms(without, with_targets) > 1e-3:
+            graph = to_graph(run.model, plain, run.ids)
+            adaptation = _judge(replace(run, call=plain), _map(graph, run.checkpoint))
+            known = {finding.code for finding in findings}
+            return [
+                replace(f, message=f"{f.message} (in the call without targets)")
+                for f in adaptation.findings if f.severity == "breaks" and f.code not in known
+            ]  # fmt: skip
+    return []
 
 
 def _judge_batch_first(run: _Run, error: BatchFirst, partial: bool = False) -> Adaptation:

@@ -160,6 +160,11 @@ class CallSignature:
     mask: str = ""
     time_first: bool = False
 
+    def without_targets(self) -> CallSignature:
+        """The call without targets, which returns the logits of the last position."""
+        arguments = tuple(pair for pair in self.arguments if pair[0] not in TARGETS)
+        return replace(self, arguments=arguments, targets=False, last=True)
+
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         if self.rows in (None, len(ids)):
             return self._logits(model, ids)
