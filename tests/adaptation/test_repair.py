@@ -25,16 +25,15 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 # The deviations that are repaired; others are of sizes, of names, or change no number.
 REPAIRED = set(
     """
-    changed_logits doubled_residual dropout_always_on eps_outside_sqrt eps_value erf_gelu
-    extra_ln inner_dim mask_after_softmax mask_off mask_value missing_ln missing_residual
-    n_head_mismatch n_layer_mismatch no_attn_scale no_final_ln no_head_merge_transpose
-    no_head_split_transpose no_ln_bias no_ln_weight no_mask no_mlp_bias no_out_proj no_pos
-    no_proj_bias
-    no_qkv_bias norm_axis norm_on_output other_activation parallel_block pos_offset post_ln
-    qk_norm random_parameters relu residual_from_norm rmsnorm scale_by_d_model scaled_embedding
+    changed_logits changed_scores doubled_residual dropout_always_on eps_outside_sqrt eps_value
+    erf_gelu extra_ln inner_dim mask_after_softmax mask_off mask_value missing_ln
+    missing_residual n_head_mismatch n_layer_mismatch no_attn_scale no_final_ln
+    no_head_merge_transpose no_head_split_transpose no_ln_bias no_ln_weight no_mask no_mlp_bias
+    no_out_proj no_pos no_proj_bias no_qkv_bias norm_axis norm_on_output other_activation
+    other_softmax parallel_block pos_offset position_bias position_ids post_ln qk_norm
+    random_parameters relu residual_from_norm rmsnorm scale_by_d_model scaled_embedding
     scaled_logits shared_kv silu sinusoidal_pos sliding_window softmax_dim softmax_output
-    time_shift unbiased_var
-    vocab_mismatch wrong_scale
+    time_shift unbiased_var vocab_mismatch wrong_scale
     """.split()
 )
 # Models whose constructors have arguments that the checkpoint's sizes are not recognised for.
@@ -339,6 +338,57 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
           "        self.blocks = torch.compile(self.blocks)\n")],
         ["no_mask"],
         "x = self.blocks(x, mask=mask)",
+    ),
+    "one block in a list that is repeated": (
+        [("[Block(emb_dim, n_heads, context_length) for _ in range(n_layers)]",
+          "[Block(emb_dim, n_heads, context_length)] * n_layers")],
+        ["shared_parameters"],
+        "blocks = [Block(emb_dim, n_heads, context_length) for _ in range(n_layers)]",
+    ),
+    "scores in autocast": (
+        [("        scores = queries @ keys.transpose(2, 3) / self.head_dim ** 0.5\n",
+          "        with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+          "            scores = queries @ keys.transpose(2, 3) / self.head_dim ** 0.5\n"
+          "        scores = scores.float()\n")],
+        ["low_precision"],
+        "with torch.autocast('cpu', dtype=torch.bfloat16, enabled=False):",
+    ),
+    "scores that are cast": (
+        [("scores = queries @ keys.transpose(2, 3)",
+          "scores = (queries @ keys.transpose(2, 3)).to(torch.bfloat16).float()")],
+        ["low_precision"],
+        "scores = (queries @ keys.transpose(2, 3)).float()",
+    ),
+    "embeddings of padding that are hidden": (
+        [(SUM, f"{SUM}        x = x * (ids != 0)[..., None]\n")],
+        ["id_condition"],
+        "x = x * torch.ones_like(ids, dtype=torch.bool)[..., None]",
+    ),
+    "embeddings of a type": (
+        [(SUM, "        kinds = self.kinds(torch.zeros_like(ids))\n"
+               + SUM.replace("+", "+ kinds +")),
+         (EMBEDDING, f"{EMBEDDING}\n        self.kinds = nn.Embedding(2, emb_dim)")],
+        ["random_parameters"],
+        SUM,
+    ),
+    "torch's layer with its own inner width": (
+        [("        self.blocks = nn.ModuleList(blocks)\n",
+          "        layer = nn.TransformerEncoderLayer(emb_dim, n_heads, batch_first=True, "
+          "norm_first=True, activation=lambda x: F.gelu(x, approximate='tanh'))\n"
+          "        self.blocks = nn.TransformerEncoder(layer, n_layers, "
+          "enable_nested_tensor=False)\n"),
+         ("        for block in self.blocks:\n            x = block(x)\n",
+          "        mask = nn.Transformer.generate_square_subsequent_mask(T)\n"
+          "        x = self.blocks(x, mask)\n")],
+        ["inner_dim"],
+        "dim_feedforward=4 * emb_dim",
+    ),
+    "no final norm in a method that forward calls": (
+        [("        x = self.final_norm(x)\n        return self.head(x)\n",
+          "        return self.logits(x)\n\n    def logits(self, x):\n"
+          "        return self.head(x)\n")],
+        ["no_final_ln"],
+        "        return self.head(self.final_norm(x))\n",
     ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],

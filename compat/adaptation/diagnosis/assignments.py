@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from math import prod
@@ -109,7 +110,9 @@ def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     own, expected = shapes[weight]
     evidence = f"{weight} is loaded as {expected}, but the parameter has shape {own}"
     values = {"found": found, "expected": context.config.d_inner}
-    yield Deviation("h.0.fc", source.building(context.model, module), values, evidence=evidence)
+    model = context.model
+    place = source.torch_layer(model, module) or source.building(model, module)
+    yield Deviation("h.0.fc", place, values, evidence=evidence)
 
 
 def _inner_width(context: DiagnosisContext) -> int | None:
@@ -334,12 +337,36 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         layer = context.anatomy.layers[int(hf.split(".")[1])]
         head = context.anatomy.head
         place = source.calling(context.graph, context.model, layer.attn, head) or place
-    values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}", "part": part}
+    blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
+    whole = [i for i in blocks if _block_tensors(context, i) <= shared.keys()]
+    lines = [place]
+    if whole and list(blocks) == whole:
+        first_block = f"h.{other.split('.')[1]}"
+        values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
+        lines.append(source.building(context.model, _own_path(context, first_block)))
+    else:
+        values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
+    values["part"] = part
     weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
     same = all(
         context.weights[n].shape == context.weights[held].shape for n, held in shared.items()
     )
-    yield Deviation(_first_tap(hf), place, values, Changes(weights=weights) if same else None)
+    changes = Changes(weights=weights) if same else None
+    yield Deviation(_first_tap(hf), place, values, changes, lines=lines)
+
+
+def _block_tensors(context: DiagnosisContext, i: str) -> set[str]:
+    """The names of the checkpoint's tensors of a block."""
+    return {name for name in context.weights if name.startswith(f"h.{i}.")}
+
+
+def _own_path(context: DiagnosisContext, block: str) -> str:
+    """The path of the model's module that holds a block."""
+    assigned = context.mapping.by_tensor
+    tensors = _block_tensors(context, block.split(".")[1])
+    names = [context.graph.names[node].split(".") for hf in tensors for node in assigned[hf][0]]
+    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False))
+    return ".".join(parts[0] for parts in shared)
 
 
 @deviation(

@@ -17,7 +17,7 @@ from compat.parity.conditions import COMPARISONS
 
 @deviation(
     "dropout is applied in eval mode too, but GPT-2 applies it only in training mode",
-    "F.dropout(x, p, training=self.training)  # in attention: dropout_p=p if self.training else 0.0",
+    "F.dropout(x, p, training=self.training)  # or dropout_p=p if self.training else 0.0",
 )
 def dropout_always_on(context: DiagnosisContext) -> Iterator[Deviation]:
     if dropouts := context.graph.dropouts:

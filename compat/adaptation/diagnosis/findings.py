@@ -215,11 +215,8 @@ def fused_kernels(
         proof = end_to_end(model, call, reference, context.room, context.fixed_length)
     if not proof.passed:
         return findings
-    kinds = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
-    path = next((name for name, m in model.named_modules() if isinstance(m, kinds)), "")
-    place = source.building(model, path) if path else None
-    if place is not None:
-        place = source.mention(place.file, "TransformerEncoderLayer") or place
+    layers = (n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
+    place = source.torch_layer(model, next(layers, ""))
     deviation = Deviation("logits", place, code="fast_path")
     evidence = f"confirmed: without the fused kernel, max|Δlogits| is {proof.max_abs:.2g}"
     explained = finding(deviation, "breaks", evidence)

@@ -211,7 +211,8 @@ def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         anatomy = context.anatomy
         last = anatomy.layers[-1].out if anatomy.layers else anatomy.embed
         place = source.calling(context.graph, context.model, anatomy.head, last)
-        yield Deviation("ln_f", place, {}, _without(["ln_f"]))
+        lines = [place, source.module_call(context.graph, context.model, anatomy.head)]
+        yield Deviation("ln_f", place, {}, _without(["ln_f"]), lines=lines)
 
 
 def _without(norms: list[str]) -> Changes:

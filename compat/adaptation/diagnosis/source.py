@@ -123,6 +123,20 @@ def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
 
 
+def torch_layer(model: nn.Module, path: str) -> Place | None:
+    """The line that builds the layer of torch's encoder that a module is in.
+
+    A layer may be built before it is passed to the stack that copies it.
+    """
+    parts = path.split(".")
+    for end in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:end]))
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            place = building(model, ".".join(parts[:end]))
+            return place and (mention(place.file, type(module).__name__) or place)
+    return None
+
+
 def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
     """The lines that build the user's modules whose own code a line is, such as an RMSNorm.
 
@@ -212,7 +226,10 @@ def _item(value: ast.expr | ast.stmt, path: list[str]) -> ast.expr | ast.stmt:
             if len(items) == 1 and isinstance(items[0], (ast.List, ast.Tuple)):
                 items = items[0].elts
             generated = (ast.Starred, ast.ListComp, ast.GeneratorExp)
-            if int(step) >= len(items) or isinstance(items[int(step)], generated):
+            first = next((item for item in items if isinstance(item, generated)), None)
+            if first in items[: int(step) + 1] and first is not None:
+                return first
+            if int(step) >= len(items):
                 return value
             value = items[int(step)]
         elif not step.isdigit():

@@ -556,7 +556,12 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
 @fixes("no_final_ln")
 def final_norm(site: Site) -> Iterator[Edits]:
     """Apply a norm before the head: an unused one of the class, or a new one."""
+    for other in site.everywhere[1:]:  # in a method that the finding's line calls
+        yield from final_norm(replace(other, finding=replace(other.finding, also=[])))
     if site.cls is None or (init := constructor(site.cls)) is None:
+        # A class without a constructor inherits its modules.
+        for name in _unused_norms(site, site.cls) if site.cls else ():
+            yield from _before_head(site, _held(site, name))
         return
     for name in _unused_norms(site, site.cls):
         for edits in _before_head(site, _held(site, name)):

@@ -452,13 +452,30 @@ def removed_factor(site: Site) -> Iterator[Edits]:
                 yield [*_only(source, product, tensor), *gone]
 
 
-@fixes("scaled_embedding")
+@fixes("scaled_embedding", "position_bias")
 def counted_once(site: Site) -> Iterator[Edits]:
     """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
     for node in site.source.nodes(ast.BinOp, site.statement):
-        if isinstance(node.op, ast.Add):
-            yield _only(site.source, node, node.right)
-            yield _only(site.source, node, node.left)
+        if isinstance(node.op, (ast.Add, ast.Sub)):
+            for part, other in ((node.right, node.left), (node.left, node.right)):
+                yield [*_only(site.source, node, part), *unused(site, [other])]
+    if isinstance(site.statement, ast.AugAssign):
+        yield [removed(site.source, site.statement)]
+
+
+@fixes("position_ids")
+def consecutive_positions(site: Site) -> Iterator[Edits]:
+    """Number the tokens in place of `torch.zeros(T)` or of `torch.zeros_like(ids)`."""
+    source, arange = site.source, site.torch("torch.arange")
+    for call in site.calls:
+        name = called(call)
+        if name.endswith("_like") and call.args:
+            ids = source.operand(call.args[0])
+            yield [source.replace(call, f"{arange}({ids}.shape[-1], device={ids}.device)")]
+        elif name in ("zeros", "ones", "full") and call.args:
+            yield [source.replace(call.func, arange)]
+    for node in source.nodes(ast.BinOp, site.statement):
+        yield source.unwrap(node, node.left)
 
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
@@ -553,7 +570,7 @@ def removed_softmax_module(site: Site) -> Iterator[Edits]:
                     yield [source.remove(node), *edits]
 
 
-@fixes("changed_logits", "scaled_logits")
+@fixes("changed_logits", "scaled_logits", "changed_scores")
 def unchanged_logits(site: Site) -> Iterator[Edits]:
     """Remove element-wise operations on the logits."""
     source = site.source

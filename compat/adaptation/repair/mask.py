@@ -48,6 +48,18 @@ def minus_inf_value(site: Site) -> Iterator[Edits]:
                     yield [site.source.replace(value, minus_inf(site.source))]
 
 
+@fixes("id_condition")
+def no_padding(site: Site) -> Iterator[Edits]:
+    """Hide no id as padding: a mask of ones in place of `ids != pad`."""
+    source = site.source
+    for node in source.nodes(ast.Compare, site.statement):
+        if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+            like = "ones_like" if isinstance(node.ops[0], ast.NotEq) else "zeros_like"
+            function, dtype = site.torch(f"torch.{like}"), site.torch("torch.bool")
+            text = f"{function}({source.code(node.left)}, dtype={dtype})"
+            yield [source.replace_group(node, text)]
+
+
 @fixes("no_mask")
 def flag_of_mask(site: Site) -> Iterator[Edits]:
     """Change a flag that switches the mask off."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Source
-from compat.adaptation.repair.syntax import called, is_self
+from compat.adaptation.repair.syntax import called, constant, is_self, is_size, name_of
 
 # The modules of torch with this argument.
 DECODER = "TransformerDecoder"
@@ -31,10 +31,54 @@ def module_list(site: Site) -> Iterator[Edits]:
 
 @fixes("batch_first")
 def batch_first(site: Site) -> Iterator[Edits]:
-    """Pass `batch_first=True` to the torch module."""
+    """Pass `batch_first=True` to the torch module, and read the length off the axis of tokens."""
+    source = site.source
     for call in site.calls:
         if called(call) in BATCH_FIRST:
-            yield [site.source.set_keyword(call, "batch_first", "True")]
+            passed = source.set_keyword(call, "batch_first", "True")
+            yield [passed]
+            lengths = [
+                source.replace(number, "1")
+                for node in source.nodes(ast.expr, site.cls)
+                if is_size(node) and (number := _axis(node)) and constant(number) == 0
+            ]
+            if lengths:
+                yield [passed, *lengths]
+
+
+def _axis(size: ast.expr) -> ast.expr | None:
+    """The number of the axis in `x.shape[0]` or `x.size(0)`."""
+    if isinstance(size, ast.Subscript):
+        return size.slice
+    return size.args[0] if isinstance(size, ast.Call) and size.args else None
+
+
+@fixes("shared_parameters")
+def separate_blocks(site: Site) -> Iterator[Edits]:
+    """`[block(dim)] * n`, which repeats one module, becomes `[block(dim) for _ in range(n)]`."""
+    for source, node in site.every(ast.BinOp):
+        for one, count in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(node.op, ast.Mult) and isinstance(one, ast.List) and len(one.elts) == 1:
+                built, number = source.code(one.elts[0]), source.code(count)
+                if isinstance(one.elts[0], ast.Call):
+                    yield [source.replace_group(node, f"[{built} for _ in range({number})]")]
+
+
+@fixes("low_precision")
+def full_precision(site: Site) -> Iterator[Edits]:
+    """Turn autocast off around the line, or remove the cast to half precision."""
+    source = site.source
+    for above in source.ancestors(site.statement):
+        for item in above.items if isinstance(above, ast.With) else ():
+            call = item.context_expr
+            if isinstance(call, ast.Call) and called(call) == "autocast":
+                yield [source.set_keyword(call, "enabled", "False")]
+    for call in site.calls:
+        half = {name_of(a) for a in [*call.args, *(k.value for k in call.keywords)]}
+        if isinstance(call.func, ast.Attribute) and (
+            called(call) in ("half", "bfloat16") or half & {"float16", "bfloat16", "half"}
+        ):
+            yield source.unwrap(call, call.func.value)
 
 
 @fixes("cross_attention")

@@ -18,7 +18,9 @@ from compat.adaptation.repair.syntax import (
     default_of,
     is_product,
     is_self,
+    is_sum,
     last_name,
+    name_of,
     parameters,
     self_assignments,
 )
@@ -648,6 +650,27 @@ def remove_parameter(site: Site) -> Iterator[Edits]:
             yield edits
 
 
+@fixes("random_parameters")
+def remove_term(site: Site) -> Iterator[Edits]:
+    """Remove a module whose result is a variable that is added to others, and the variable."""
+    source, cls, statement = site.source, site.cls, site.statement
+    for target, _ in assigned(statement) if cls else ():
+        for used in _used(source, cls, target.attr) if is_self(target) else ():
+            made = source.parent(used, ast.Assign)
+            if made is None or not isinstance(made.targets[0], ast.Name):
+                continue
+            name = made.targets[0].id
+            function = source.parent(made, ast.FunctionDef)
+            sums = [
+                n for n in source.nodes(ast.BinOp, function) if is_sum(n)
+                and any(isinstance(s, ast.Name) and s.id == name for s in (n.left, n.right))
+            ]  # fmt: skip
+            for node in sums:
+                other = node.left if name_of(node.right) == name else node.right
+                kept = source.replace(node, source.code(other))
+                yield [source.remove(statement), source.remove(made), kept]
+
+
 def _without(source: Source, used: ast.expr) -> Edit | None:
     """The code around a parameter without it: `y` of `self.gate * y` or of `self.scale(y)`."""
     above = source.parents[used]
@@ -696,6 +719,16 @@ def inner_ratio(site: Site) -> Iterator[Edits]:
                     text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
                     edits.append(place.source.replace(place.node, text))
     yield from attempts(site, edits)
+
+
+@fixes("inner_dim")
+def inner_width_of_torch(site: Site) -> Iterator[Edits]:
+    """Pass the inner width to a layer of torch's encoder, whose default is 2048."""
+    for call in site.calls:
+        if called(call).startswith("Transformer") and (width := argument(call, 0, "d_model")):
+            ratio = site.finding.values["expected"] // _model_width(site)
+            text = f"{ratio} * {site.source.operand(width)}"
+            yield [site.source.set_keyword(call, "dim_feedforward", text)]
 
 
 @fixes("inner_dim")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit
-from compat.adaptation.repair.syntax import argument, called, is_integer, name_of
+from compat.adaptation.repair.syntax import argument, called, constant, is_integer, name_of
 from compat.adaptation.repair.tensors import (
     definition,
     enclosing,
@@ -41,6 +41,16 @@ def scale_before_softmax(site: Site) -> Iterator[Edits]:
                 moved = f"{source.operand(scores)} {sign} {source.operand(factor)}"
                 yield [*alone, source.replace(scores, moved)]
             yield alone
+
+
+@fixes("other_softmax")
+def usual_sum(site: Site) -> Iterator[Edits]:
+    """Remove the 1 that is added to the sum of exponentials."""
+    for place in site.everywhere:
+        for node in place.source.nodes(ast.BinOp, place.statement):
+            for part, other in ((node.right, node.left), (node.left, node.right)):
+                if isinstance(node.op, ast.Add) and constant(other) == 1:
+                    yield place.source.unwrap(node, part)
 
 
 @fixes("mask_after_softmax")
