@@ -469,6 +469,26 @@ def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: st
     assert adapted(tiny, tmp_path, without)
 
 
+def test_an_mlp_in_the_projection_of_attention_is_a_parallel_block(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """As in PaLM and GPT-J, one projection of the normalized tensor for all inputs."""
+    lines = ("shortcut = x", "x = self.norm2(x)", "x = self.ff(x)", "x = x + shortcut")
+    fused = [
+        ("self.W_query = nn.Linear(dim, dim)", "self.fused = nn.Linear(dim, 7 * dim)"),
+        ("        self.W_key = nn.Linear(dim, dim)\n", ""),
+        ("self.W_value = nn.Linear(dim, dim)", "self.down = nn.Linear(4 * dim, dim)"),
+        ("        keys = self.W_key(x)\n        queries = self.W_query(x)\n", ""),
+        ("values = self.W_value(x)",
+         "queries, keys, values, inner = self.fused(x).split([C, C, C, 4 * C], -1)"),
+        ("return self.out_proj(out)", "return self.out_proj(out) + self.down(F.gelu(inner))"),
+        ("".join(f"        {line}\n" for line in lines), ""),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, fused)
+    assert "inner))" in (only(adaptation, "parallel_block").source_line or "")
+    assert {f.code for f in adaptation.deviations} == {"parallel_block", "erf_gelu"}
+
+
 def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path) -> None:
     edits, code, _ = MISTAKES["two experts"]
     bounded = [("        return self.head(x)", "        return self.head(x).tanh()")]

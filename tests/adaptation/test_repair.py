@@ -390,6 +390,21 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_final_ln"],
         "        return self.head(self.final_norm(x))\n",
     ),
+    "a class of activations that is passed on": (
+        [("class FeedForward(nn.Module):\n    def __init__(self, dim):",
+          "class FeedForward(nn.Module):\n    def __init__(self, dim, act=None):"),
+         ("        self.down = nn.Linear(4 * dim, dim)\n",
+          "        self.down = nn.Linear(4 * dim, dim)\n        act = act or nn.GELU\n"
+          "        self.act = act()\n"),
+         ('F.gelu(self.up(x), approximate="tanh")', "self.act(self.up(x))")],
+        ["erf_gelu"],
+        'act = act or (lambda: nn.GELU(approximate="tanh"))',
+    ),
+    "an attention that adds its own input": (
+        [("return self.out_proj(out)", "return x + self.out_proj(out)")],
+        ["residual_from_norm"],
+        "return self.out_proj(out)",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

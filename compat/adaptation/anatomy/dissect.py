@@ -37,11 +37,12 @@ class UnknownPart(AdaptError):
     Args:
         message: describes the unknown part, with its line.
         nodes: the part's nodes.
+        code: of the deviation that it is, if the deviation is known.
     """
 
-    def __init__(self, message: str, nodes: Sequence[Node]) -> None:
+    def __init__(self, message: str, nodes: Sequence[Node], code: str = "unexplained") -> None:
         super().__init__(message)
-        self.nodes = list(nodes)
+        self.nodes, self.code = list(nodes), code
 
 
 class NoHead(AdaptError):
@@ -527,6 +528,13 @@ class _Dissection:
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         rest = [n for n in ordered if n not in second]
+        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= {*qkv}:
+            raise UnknownPart(
+                f"layer {i}: the MLP{graph.at(*rest)} reads a part of the projection of q, k and "
+                "v, but GPT-2's MLP has its own projection of the stream that includes attention",
+                rest,
+                "parallel_block",
+            )
         fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
         extra += second  # further projections of what attention computes
         unknown = rest if fc is None else []

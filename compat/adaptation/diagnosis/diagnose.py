@@ -74,6 +74,7 @@ def diagnose(
             if each.code == "eps_value":
                 found_eps = each.values["found"]
                 further += source.defaults(context.graph, model, each.place, found_eps)
+                further += source.keywords(model, "eps", found_eps)
             each.lines = [*(each.lines or [each.place]), *further]
         layer = re.match(r"h\.(\d+)", each.tap or "")
         if layer and int(layer[1]) >= context.config.n_layer and each.changes is not None:

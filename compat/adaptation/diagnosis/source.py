@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
-from compat.user_models.usage import is_users_class, user_modules
+from compat.user_models.usage import is_users_class, tree_of, user_modules
 
 MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
 
@@ -150,6 +150,16 @@ def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
             found[None if path is None else building(model, path)] = None
     lines = [line for line in found if line is not None]
     return lines if len(lines) <= MOST_OWNERS else []
+
+
+def keywords(model: nn.Module, name: str, value: object) -> list[Place]:
+    """The lines of the user's code that pass this value by a keyword of this name."""
+    return [
+        Place(str(module.__file__), node.value.lineno)
+        for module in user_modules(type(model)) for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.keyword) and node.arg == name
+        and isinstance(node.value, ast.Constant) and node.value.value == value
+    ]  # fmt: skip
 
 
 def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> list[Place]:

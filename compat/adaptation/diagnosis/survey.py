@@ -14,7 +14,6 @@ from compat.adaptation.diagnosis.blocks import CODE_OF, tanh_gelu
 from compat.adaptation.diagnosis.findings import finding, unexplained
 from compat.adaptation.diagnosis.formulas import called_activation, canonical_activation
 from compat.adaptation.diagnosis.registry import Deviation
-from compat.adaptation.mapping.assignments import BatchFirst
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.graph import DRAWS, Graph, kind, size
 from compat.config import GPT2Config
@@ -31,9 +30,9 @@ def survey(
     part = [by_name[node.name] for node in unknown.nodes if node.name in by_name]
     place = source.running(graph, part)
     first = unexplained(None, place, str(unknown), "")
-    if isinstance(unknown, BatchFirst):
-        place = source.torch_built(model, part) or place
-        first = finding(Deviation(None, place, code="batch_first"), "breaks", EVIDENCE)
+    if unknown.code != "unexplained":
+        place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
+        first = finding(Deviation(None, place, code=unknown.code), "breaks", EVIDENCE)
     found = [first]
     for code, deviation in _deviations(graph, model, config):
         deviation.code = code

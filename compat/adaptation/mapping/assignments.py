@@ -212,6 +212,7 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
             f"layer {i}: attention{where} runs over the sequences of the batch, not over the "
             "tokens. Pass batch_first=True to nn.MultiheadAttention for tensors (B, T, C).",
             [cores[0].product],
+            "batch_first",
         )
     if q is None or k is None or v is None or heads is None:
         raise UnknownPart(

@@ -799,6 +799,14 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
     yield from _all_then_first(found)
 
 
+@fixes("residual_from_norm")
+def branch_without_its_input(site: Site) -> Iterator[Edits]:
+    """Let a branch return its result without its own input, which the block adds."""
+    for node in site.source.nodes(ast.BinOp, site.statement):
+        if is_sum(node):
+            yield from (site.source.unwrap(node, part) for part in (node.right, node.left))
+
+
 def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
     """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
     source = site.source
