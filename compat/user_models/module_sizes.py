@@ -47,12 +47,12 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     """
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
-        changed, by_use = False, _roles_by_use(modules)
+        changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
         for module in modules:
             for value in list(vars(module).values()):
                 for owner, entries in _configs(value):
                     changed |= _resize(owner, entries, config, undo)
-            changed |= _resize(vars(module), vars(module), config, undo, by_use)
+            changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
@@ -80,6 +80,7 @@ def _resize(
     config: GPT2Config,
     undo: contextlib.ExitStack,
     by_use: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> bool:
     """Write the checkpoint's value for each integer that is a size by its name or its use.
 
@@ -95,7 +96,7 @@ def _resize(
     roles = {
         n: (role_of_number if type(v) is int else role_of)(n, numbers) or (by_use or {}).get(n)
         for n, v in numbers.items()
-    }
+    } | {n: role for n, role in (aliases or {}).items() if n in numbers}
     own = owner if isinstance(owner, dict) else vars(owner)
     for name, value in entries.items():
         if isinstance(value, (str, torch.device)) and role_of(str(name)) == "device":
@@ -149,6 +150,18 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
                     if not isinstance(value, ast.Constant):
                         found[name].add(None)
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
+
+
+def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
+    """The roles of globals that are another size, as in `head_size = n_embd`."""
+    found: dict[str, str] = {}
+    for module in modules:
+        for node in tree_of(module).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)):
+                    role = role_of(other, vars(module))
+                    found |= {name: role} if role in SIZES else {}
+    return found
 
 
 def _positional(function: Any) -> list[str]:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,9 +227,17 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
     folder = Path(str(first.__file__)).parent
     found = [first]
     for module in found:  # grows
-        for value in list(vars(module).values()):
-            name = value.__name__ if isinstance(value, ModuleType) else None
-            other = sys.modules.get(name or str(getattr(value, "__module__", None)))
+        values = list(vars(module).values())
+        names = [getattr(value, "__module__", None) for value in values]
+        names += [value.__name__ for value in values if isinstance(value, ModuleType)]
+        names += [  # numbers do not say where they come from
+            "." * node.level + (node.module or "") for node in tree_of(module).body
+            if isinstance(node, ast.ImportFrom)
+        ]  # fmt: skip
+        for name in names:
+            with contextlib.suppress(ImportError):  # a relative name outside of a package
+                name = resolve_name(str(name), module.__package__)
+            other = sys.modules.get(str(name))
             path = Path(str(getattr(other, "__file__", None) or "/"))
             near = folder in path.parents and "site-packages" not in path.parts
             if other is not None and other not in found and (near or other.__name__ in SIBLINGS):

@@ -147,6 +147,25 @@ class Own(MyGPT):
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
 
 
+def test_a_size_that_is_another_one_has_its_role(tmp_path: Path) -> None:
+    """Here a `head_size` is the width, and the module of the sizes holds nothing but numbers."""
+    (tmp_path / "sizes_as_numbers.py").write_text("n_embd = 10\nhead_size = n_embd\n")
+    text = """
+from sizes_as_numbers import *
+
+
+class Own(MyGPT):
+    def __init__(self):
+        super().__init__(5, 5, 8, 2, 1)
+        self.built_for = n_embd, head_size
+"""
+    path = tmp_path / "starred.py"
+    path.write_text(GPT + text)
+    cls = load_target(f"{path}:Own")
+    assert construct(cls, CONFIG).built_for == (24, 24)
+    assert cls().built_for == (10, 10)
+
+
 def test_a_name_that_says_too_little_has_the_role_of_its_parameter(tmp_path: Path) -> None:
     """`a2` is passed as `n_head`, `b6` as the second parameter, and `c7` as two different ones.
 
