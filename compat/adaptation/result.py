@@ -126,6 +126,9 @@ class Adaptation(HtmlPage):
     def why_unchecked(self) -> str:
         """The reason why `parity` is None."""
         if len(self.unmatched) == self.tensors:
+            first = next((f.code for f in self.findings if f.severity == "breaks"), "unexplained")
+            if first != "unexplained":
+                return f"the model cannot be mapped because of {first}"
             return "compat does not know a part of the model"
         return "its logits have another shape than the reference's"
 

@@ -702,8 +702,13 @@ def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
             return
         op, layer = _fused(context), context.anatomy.layers[0]
         stored = [part.qkv for part in op.parts] if op else []
-        if not context.mapping.attentions[0].shared_kv and any(o in orders for o in stored):
-            yield Deviation(None, _split_line(context, *SPLITS))
+        order = next((order for order in stored if order in orders), "")
+        if order and not context.mapping.attentions[0].shared_kv:
+            message = (
+                f"{', '.join(order[:-1])} and {order[-1]} are stored in this order in one "
+                "parameter, but Hugging Face stores q, then k, then v"
+            )
+            yield Deviation(None, _split_line(context, *SPLITS), message=message)
         named = _named_roles(context)
         if named.get(one) == other or named.get(other) == one:
             operand = {"q": layer.cores[0].q, "k": layer.cores[0].k}[one]
@@ -739,7 +744,7 @@ for _code, _pair, _names, _orders in (
     ("kv_swapped", ("k", "v"), ("key", "value"), ("qvk", "vk")),
 ):
     deviation(
-        f"the parameter that is named or stored as the {_names[0]} is used as the {_names[1]}, so "
+        f"the parameter that is named as the {_names[0]} is used as the {_names[1]}, so "
         "compat mapped both parameters by their use",
         f"Load the weights with this name map, or swap {_pair[0]} and {_pair[1]}.",
         severity="info",

@@ -49,6 +49,8 @@ def _deviations(
         if node in graph.live and (named := _deviation(graph, node, config)):
             code, values = named
             place = source.torch_built(model, [node]) or graph.place(node)
+            if "fix" in values:
+                values["fix"] = tanh_gelu(place)
             first = by_code.setdefault(code, Deviation(None, place, values))
             first.lines = [*first.lines, place]
     if graph.dropouts:
@@ -69,7 +71,7 @@ def _deviation(
     values: dict[str, object]
     activation = called_activation(graph, [node])[0].name
     if activation is not None and canonical_activation(config) == "gelu_new":
-        return CODE_OF[activation], {"fix": tanh_gelu(graph.place(node))}
+        return CODE_OF[activation], {"fix": ""}
     if name in RMS_NORMS:
         values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values

@@ -654,7 +654,9 @@ def remove_parameter(site: Site) -> Iterator[Edits]:
 def remove_term(site: Site) -> Iterator[Edits]:
     """Remove a module whose result is a variable that is added to others, and the variable."""
     source, cls, statement = site.source, site.cls, site.statement
-    for target, _ in assigned(statement) if cls else ():
+    if cls is None:
+        return
+    for target, _ in assigned(statement):
         for used in _used(source, cls, target.attr) if is_self(target) else ():
             made = source.parent(used, ast.Assign)
             if made is None or not isinstance(made.targets[0], ast.Name):
