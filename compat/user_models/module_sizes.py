@@ -30,6 +30,7 @@ from compat.user_models.usage import source_of, tree_of, user_modules
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
 _ABSENT = object()
+MOST_ENTRIES = 500  # of a config; a larger dictionary is data, such as a vocabulary
 # The syntax of arithmetic with names, which can be computed again.
 _ARITHMETIC = (
     ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.BinOp, ast.UnaryOp,
@@ -64,7 +65,7 @@ def _configs(
 ) -> Iterator[tuple[dict[Any, Any] | type, Mapping[Any, Any]]]:
     """What holds the entries of a config and of those in it, and the entries; `most` deep."""
     entries: Mapping[Any, Any] = {}
-    if isinstance(value, dict):
+    if isinstance(value, dict) and len(value) <= MOST_ENTRIES:
         entries = value
         yield value, entries
     elif is_namespace(value):

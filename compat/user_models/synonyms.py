@@ -135,9 +135,10 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
-    others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
-    if _WINDOW.fullmatch(short) and any(role_of(other) == "n_positions" for other in others):
-        return None
+    if _WINDOW.fullmatch(short):
+        others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
+        if any(role_of(other) == "n_positions" for other in others):
+            return None
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
             beside = (other for other in among if not pattern.fullmatch(plain(other)))

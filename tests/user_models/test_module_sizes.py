@@ -166,6 +166,22 @@ class Own(MyGPT):
     assert cls().built_for == (10, 10)
 
 
+@pytest.mark.parametrize(("words", "expected"), [(5, 24), (600, 10)])
+def test_a_vocabulary_is_no_config(tmp_path: Path, words: int, expected: int) -> None:
+    path = tmp_path / "vocabulary.py"
+    text = f"""
+TABLE = {{"n_embd": 10, **{{f"word{{i}}": i for i in range({words})}}}}
+
+
+class Own(MyGPT):
+    def __init__(self):
+        super().__init__(5, 5, 8, 2, 1)
+        self.built_for = TABLE["n_embd"]
+"""
+    path.write_text(GPT + text)
+    assert construct(load_target(f"{path}:Own"), CONFIG).built_for == expected
+
+
 def test_a_name_that_says_too_little_has_the_role_of_its_parameter(tmp_path: Path) -> None:
     """`a2` is passed as `n_head`, `b6` as the second parameter, and `c7` as two different ones.
 
