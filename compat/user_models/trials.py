@@ -17,6 +17,7 @@ from itertools import islice, product
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
@@ -113,7 +114,8 @@ def needed(
     """The switches of norms and positions that nothing replaces if they are off.
 
     Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without `use_rope`,
-    some code has learned positions and other code has none. The numbers of parameters tell.
+    some code has learned positions and other code has none. The numbers of parameters tell, without
+    those of modules that do not run.
 
     Args:
         run: builds and calls the user's model.
@@ -124,8 +126,14 @@ def needed(
     small, found = small_config(config), dict[str, Value]()
 
     def count(more: Mapping[str, Value]) -> int:
-        model, _ = run(small, arguments_with({**chosen, **found, **more}, small))
-        return sum(parameter.numel() for parameter in model.parameters())
+        executed = set[nn.Module]()
+        hook = register_module_forward_hook(lambda module, *_: executed.add(module))
+        try:
+            model, _ = run(small, arguments_with({**chosen, **found, **more}, small))
+        finally:
+            hook.remove()
+        modules = [module for module in model.modules() if module in executed or not executed]
+        return sum(p.numel() for p in {p for m in modules for p in m.parameters(recurse=False)})
 
     for name, value in switches.items():
         kept = {name: _constant(value)}

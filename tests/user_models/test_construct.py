@@ -557,7 +557,11 @@ def test_the_width_of_the_keys_is_one_heads_or_all_heads(
 
 
 REPLACED = """
+import torch
 from torch import nn
+
+class Skipped(nn.RMSNorm):
+    __call__ = staticmethod(lambda x: x)
 
 class GPT(nn.Module):
     def __init__(self, vocab_size, n_ctx, n_embd, n_layer, n_head, use_rms=True, use_rope=True):
@@ -571,7 +575,10 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(nn.Linear(n_embd, 12 * n_embd) for _ in range(n_layer))
 
     def forward(self, ids):
-        return self.wte(ids) @ self.wte.weight.T
+        x, _ = self.wte(ids), self.wpe(torch.arange(ids.shape[1]))
+        for norm in self.norms:
+            x = norm(x)
+        return x @ self.wte.weight.T
 """
 
 
@@ -580,6 +587,7 @@ class GPT(nn.Module):
     [
         ("nn.Embedding(n_ctx, n_embd)", "nn.LayerNorm(n_embd)", (False, False)),
         ("nn.Embedding(n_ctx, n_embd)", "nn.Identity()", (True, False)),
+        ("nn.Embedding(n_ctx, n_embd)", "Skipped(n_embd)", (True, False)),
         ("nn.Identity()", "nn.LayerNorm(n_embd)", (False, True)),
     ],
 )
