@@ -146,6 +146,27 @@ class Waves(nn.Module):
 
 """
 SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
+
+
+def gated(test: str, option: str) -> list[tuple[str, str]]:
+    """The edits that give a block a gated MLP where a test of an option says so."""
+    mlp = """class Gated(FeedForward):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.gate = nn.Linear(dim, 4 * dim)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, context"""
+    return [
+        ("self.ff = FeedForward(dim)", f"self.ff = Gated(dim) if {test} else FeedForward(dim)"),
+        ("class Block(nn.Module):\n    def __init__(self, dim, heads, context", f"{mlp}, {option}"),
+    ]
+
+
 FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     "no final norm, and norms that take more than a width": (
         [("    def __init__(self, dim):\n        super().__init__()\n        self.scale",
@@ -404,6 +425,12 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         [("return self.out_proj(out)", "return x + self.out_proj(out)")],
         ["residual_from_norm"],
         "return self.out_proj(out)",
+    ),
+    "an option that names another MLP": (
+        gated('kind == "SwiGLU"', 'kind="SwiGLU"'), ["gated_mlp"], 'context, kind="gelu"',
+    ),
+    "a flag of another MLP": (
+        gated("gate_it", "gate_it=True"), ["gated_mlp"], "context, gate_it=False",
     ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Source
-from compat.adaptation.repair.syntax import called, constant, is_self, is_size, name_of
+from compat.adaptation.repair.syntax import (
+    called,
+    constant,
+    is_self,
+    is_size,
+    last_name,
+    name_of,
+)
+from compat.adaptation.repair.values import settings
 
 # The modules of torch with this argument.
 DECODER = "TransformerDecoder"
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
+
+# Options that name a part of another architecture, and what their names may be for GPT-2's.
+OTHER_OPTION = re.compile("glu|gate|rope|rotary|alibi|rms|sinus")
+USUAL_OPTIONS = ("gelu", "learned", "layernorm")
 
 
 @fixes("plain_list")
@@ -180,3 +193,25 @@ def _normalizes(value: ast.expr) -> bool:
     """Whether a value, or every item of a tuple, is a call of something named like a norm."""
     items = value.elts if isinstance(value, ast.Tuple) else [value]
     return all(isinstance(item, ast.Call) and "norm" in called(item).lower() for item in items)
+
+
+@fixes("gated_mlp", "rope", "no_pos", "rmsnorm")
+def other_option(site: Site) -> Iterator[Edits]:
+    """Choose another option where the code compares a setting with strings or tests a flag."""
+    options: dict[str, list[object]] = {}
+    for _, test in site.every(ast.Compare):
+        sides = [test.left, *test.comparators]
+        values = [constant(each) for side in sides for each in getattr(side, "elts", [side])]
+        strings = [each for each in values if isinstance(each, str)]
+        for name in map(last_name, sides) if strings else ():
+            options.setdefault(name, []).extend([*strings, *USUAL_OPTIONS])
+    for _, branch in (*site.every(ast.If), *site.every(ast.IfExp)):
+        options.setdefault(last_name(branch.test), []).append(False)
+    for name, others in options.items():
+        for other in dict.fromkeys(others):
+            yield [
+                source.replace(node, str(other) if other is False else source.quoted(str(other)))
+                for source, node in settings(site, name)
+                if type(value := constant(node)) is type(other) and value != other
+                and OTHER_OPTION.search(f"{name if other is False else value}".lower())
+            ]  # fmt: skip
