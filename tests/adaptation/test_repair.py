@@ -432,6 +432,18 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     "a flag of another MLP": (
         gated("gate_it", "gate_it=True"), ["gated_mlp"], "context, gate_it=False",
     ),
+    "hidden states that the model returns": (
+        [("        self.head = nn.Linear(emb_dim, vocab_size, bias=False)\n", ""),
+         ("return self.head(x)", "return x, None")],
+        ["no_head"],
+        "return x @ self.tok_emb.weight.T, None",
+    ),
+    "hidden states in a dictionary": (
+        [("        self.head = nn.Linear(emb_dim, vocab_size, bias=False)\n", ""),
+         ("return self.head(x)", 'return {\n            "hidden": x,\n        }')],
+        ["no_head"],
+        '            "logits": x @ self.tok_emb.weight.T,\n            "hidden": x,\n',
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

@@ -510,6 +510,24 @@ def _only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
 # The logits.
 
 
+@fixes("no_head")
+def added_head(site: Site) -> Iterator[Edits]:
+    """Return the product of the hidden states with the token embedding, in a dictionary as well."""
+    head = f"self.{site.finding.values['table']}.T"
+    for source, function in reversed([*site.every(ast.FunctionDef)]):
+        for node in source.nodes(ast.Return, function) if function.name == "forward" else []:
+            match node.value:
+                case ast.Dict([ast.expr() as first, *_], states) as returned:
+                    place = source.span(first)[0]
+                    line = "\n" + " " * first.col_offset
+                    space = line if first.lineno > returned.lineno else " "
+                    for x in states:
+                        entry = f"{source.quoted('logits')}: {source.operand(x)} @ {head},{space}"
+                        yield [Edit(source.file, place, place, entry)]
+                case ast.Tuple([x, *_]) | (ast.expr() as x):
+                    yield [source.replace_group(x, f"{source.operand(x)} @ {head}")]
+
+
 @fixes("softmax_output")
 def removed_softmax(site: Site) -> Iterator[Edits]:
     """Return the logits instead of their softmax."""
