@@ -205,8 +205,10 @@ def other_option(site: Site) -> Iterator[Edits]:
         strings = [each for each in values if isinstance(each, str)]
         for name in map(last_name, sides) if strings else ():
             options.setdefault(name, []).extend([*strings, *USUAL_OPTIONS])
-    for _, branch in (*site.every(ast.If), *site.every(ast.IfExp)):
-        options.setdefault(last_name(branch.test), []).append(False)
+    tests = [each.test for _, each in site.every(ast.If)]
+    tests += [each.test for _, each in site.every(ast.IfExp)]
+    for name in map(last_name, tests):
+        options.setdefault(name, []).append(False)
     for name, others in options.items():
         for other in dict.fromkeys(others):
             yield [
