@@ -49,6 +49,8 @@ SECTIONS = set(
 )
 # Values for entries that the model does not read, such as those for its training, by their type.
 UNREAD = {"int": 1, "float": 1.0, "str": "", "bool": False}
+# Code that passes all entries of a config on, as `**asdict(config)` does.
+UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_dump\())")
 # The number of heads that share keys; its default of None means one that the code computes.
 _KV = re.compile("kv|key|group")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
@@ -147,6 +149,7 @@ def _instance(
     arguments: dict[str, Any] = {}
     missing: list[str] = []
     sections: set[str] = set()
+    read = set(parameters) if UNPACKED.search(modules_text(cls)) else {*usage.names}
     for name, parameter in parameters.items():
         given = entries.get(name, {})
         required = parameter.default is parameter.empty
@@ -167,7 +170,7 @@ def _instance(
             missing += [f"{name}.{key}" for key in unknown]
         elif name in entries:
             continue
-        elif required and name not in {*usage.names} - {*usage.sections}:
+        elif required and name not in read - {*usage.sections}:
             annotation = parameter.annotation
             arguments[name] = UNREAD.get(getattr(annotation, "__name__", str(annotation)))
         elif required:

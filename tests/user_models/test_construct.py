@@ -673,6 +673,13 @@ def test_an_entry_that_the_model_does_not_read_has_a_value_of_its_type(tmp_path:
     assert config["model"] == {"model": "", "n_embd": 24, "kind": "even"}  # found by trying
 
 
+def test_an_entry_that_is_passed_on_with_all_others_is_read(tmp_path: Path) -> None:
+    source = SECTIONS.replace("self.config = config", "self.rate = Rate(**vars(config.train))")
+    source += "\nclass Rate:\n    def __init__(self, steps, folder, rate):\n        pass\n"
+    with pytest.raises(AdaptError, match=r"config\.train\.steps"):
+        build(tmp_path, source.replace("pass", "raise ValueError"))
+
+
 def test_an_entry_of_a_section_that_the_caller_sets(tmp_path: Path) -> None:
     own = {"config": {"model": {"kind": "any", "n_embd": 12}, "train": {"steps": 9}}}
     config = dataclasses.asdict(build(tmp_path, SECTIONS, kwargs=own).config)
