@@ -649,6 +649,29 @@ def test_attention_that_is_not_gpt2s_is_named(
     assert "h.0.mlp.c_fc.weight" not in adaptation.unmatched  # the rest is mapped
 
 
+class ProjectedHeads(Block):
+    """Each head is projected before the heads are concatenated."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.projs = nn.ModuleList(nn.Linear(6, 6) for _ in range(heads))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = []
+        for proj, *head in zip(self.projs, *(t.chunk(4, -1) for t in (q, k, v)), strict=True):
+            found.append(proj(F.scaled_dot_product_attention(*head, is_causal=True)))
+        return torch.cat(found, dim=-1)
+
+
+def test_heads_with_projections_of_their_own_are_named(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(ProjectedHeads(24, 4, 96) for _ in range(3))
+    [found] = [f for f in adapt(model, tiny).findings if f.code == "unexplained"]
+    assert "torch.cat(found" in (found.source_line or "")
+    assert "each head is projected on its own" in found.message
+    assert "to 6 of the 24 channels" in found.message
+
+
 class Differential(Block):
     """The difference of two maps of attention is multiplied by v."""
 

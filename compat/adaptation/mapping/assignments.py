@@ -315,6 +315,13 @@ def _assign_layer(
             found = None if start is None else linear_map(graph, start, end)
         if found is None:
             attention.unmerged = False
+            narrow, C = size(node)[-1], anatomy.width
+            if narrow < C:
+                raise UnknownPart(
+                    f"layer {i}: each head is projected on its own{graph.at(node)}, to {narrow} of "
+                    f"the {C} channels, but GPT-2 projects all heads together, to all channels",
+                    [node],
+                )
             raise _not_linear(graph, i, "attention's output projection", node)
         return _assign_projection(graph, "attn.c_proj", found, n_head, i)
 
