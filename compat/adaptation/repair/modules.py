@@ -21,7 +21,6 @@ from compat.adaptation.repair.values import settings
 # The modules of torch with this argument.
 DECODER = "TransformerDecoder"
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
-
 # Options that name a part of another architecture, and what their names may be for GPT-2's.
 OTHER_OPTION = re.compile("glu|gate|rope|rotary|alibi|rms|sinus")
 USUAL_OPTIONS = ("gelu", "learned", "layernorm")
@@ -211,9 +210,11 @@ def other_option(site: Site) -> Iterator[Edits]:
         options.setdefault(name, []).append(False)
     for name, others in options.items():
         for other in dict.fromkeys(others):
-            yield [
+            edits = [
                 source.replace(node, str(other) if other is False else source.quoted(str(other)))
                 for source, node in settings(site, name)
                 if type(value := constant(node)) is type(other) and value != other
                 and OTHER_OPTION.search(f"{name if other is False else value}".lower())
             ]  # fmt: skip
+            if edits:
+                yield edits
