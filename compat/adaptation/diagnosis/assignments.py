@@ -181,8 +181,8 @@ def _unknown(code: str) -> Detector:
 for _code in ("unexplained", "shared_parameters"):
     detects(_code)(_unknown(_code))
 deviation(
-    "q, k or v is projected twice, through a vector of another width (multi-head latent "
-    "attention), but GPT-2 projects each of them once",
+    "q, k or v is projected twice, as in multi-head latent attention, but GPT-2 projects each of "
+    "them once",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
     code="latent_attention",
 )(_unknown("latent_attention"))

@@ -82,6 +82,12 @@ class LayerAttention:
                 return wrong
         return ""
 
+    @property
+    def unknown(self) -> bool:
+        """Whether q, k and v are not projected as in GPT-2."""
+        module = f"h.{self.i}.attn.c_attn"
+        return any(each.module == module for each in self.context.mapping.unknown)
+
     @cached_property
     def is_normalized(self) -> bool:
         """Whether the result does not depend on the norms of q and k."""
@@ -578,6 +584,8 @@ def _scale_deviation(code: str) -> Detector:
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
         config, scale = layer.context.config, formula.scale
+        if layer.unknown and abs(scale - 1) < 1e-6:
+            return None  # q may be scaled before the place from which attention is known
         # If the number of heads differs, the expected scale is that of the model's head size.
         d_head = layer.attention.q.index.shape[-1]
         expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)

@@ -224,13 +224,15 @@ def _without(norms: list[str]) -> Changes:
 @deviation(
     "the norm is applied after the residual sum (post-norm), but GPT-2 applies it to the input of "
     "the branch (pre-norm)",
-    PRE_NORM,
+    "{fix}",
 )
 def post_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if names := context.places.post:
         lines = _calls(context, names)
         changes = Changes(post_norm=set(names))
-        yield Deviation(names[0].replace("ln_1", "q"), lines[0], {}, changes, lines=lines)
+        of_torch = source.torch_layer_of(context.model, context.places.named[names[0]].end)
+        fix = {"fix": "norm_first=True" if of_torch else PRE_NORM}
+        yield Deviation(names[0].replace("ln_1", "q"), lines[0], fix, changes, lines=lines)
 
 
 @deviation(
@@ -245,9 +247,10 @@ def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _calls(context: DiagnosisContext, names: list[str]) -> list[Place | None]:
-    """The lines that call these norms."""
-    named = context.places.named
-    return [source.norm_call(context.graph, context.model, named[name]) for name in names]
+    """The lines that call these norms, or that build the layer of torch that does."""
+    graph, model = context.graph, context.model
+    norms = [context.places.named[name] for name in names]
+    return [source.torch_layer_of(model, n.end) or source.norm_call(graph, model, n) for n in norms]
 
 
 @deviation(

@@ -137,6 +137,12 @@ def torch_layer(model: nn.Module, path: str) -> Place | None:
     return None
 
 
+def torch_layer_of(model: nn.Module, node: Node) -> Place | None:
+    """The line that builds the layer of torch's encoder that computes a node."""
+    paths = _module_paths(node)
+    return torch_layer(model, paths[0]) if paths else None
+
+
 def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
     """The lines that build the user's modules whose own code a line is, such as an RMSNorm.
 
