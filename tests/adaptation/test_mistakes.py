@@ -528,6 +528,19 @@ def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path:
     assert "random_parameters" in alone and not {"unexplained", "mask_after_softmax"} & alone
 
 
+def test_the_use_of_a_random_parameter_is_named_too(tiny: Path, tmp_path: Path) -> None:
+    built, used = (
+        "self.kinds = nn.Embedding(2, emb_dim)",
+        "x = x + self.kinds(torch.zeros_like(ids))",
+    )
+    edits = [(LOOP, f"        {used}\n{LOOP}"), (HEAD, f"        {built}\n{HEAD}")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only(adaptation, "random_parameters")
+    [line] = [int(place.rpartition(":")[2]) for place in found.also]
+    assert found.source_line == built and used in linecache.getline(str(found.file), line)
+    assert found.message == "kinds.weight has no counterpart in GPT-2 and keeps its initial value"
+
+
 def test_a_mask_that_is_a_parameter_is_not_reported(tiny: Path, tmp_path: Path) -> None:
     buffer = 'self.register_buffer("mask", torch.triu(torch.ones(context, context), diagonal=1))'
     mask = "self.mask = nn.Parameter({}, requires_grad=False)"

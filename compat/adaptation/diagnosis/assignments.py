@@ -426,4 +426,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         ]  # fmt: skip
         first = min(uses, key=graph.order.__getitem__, default=None)
         tap = None if first is None else context.tap_after(first)
-        yield Deviation(tap, source.built(model, found[0]), {"found": listed(found, 4)})
+        lines = [source.built(model, found[0]), None if first is None else graph.place(first)]
+        one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
+        message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
+        yield Deviation(tap, None, {"found": listed(found, 4)}, lines=lines, message=message)

@@ -48,7 +48,7 @@ def _activations(code: str) -> Detector:
             lines = [_activation_line(context, i) for i in layers]
             class_name = CLASS_OF.get(name, "")
             if lines[0] and class_name and name not in lines[0].text.lower():
-                lines += source.mentions(context.model, rf"\bnn\.{class_name}\b")[:1]  # of a table
+                lines += source.mentions(context.model, rf"\bnn\.{class_name}\b")[:3]  # of a table
             fix = f"Use {expected} as the activation."
             if expected == "gelu_new":
                 fix = tanh_gelu(lines[0])
