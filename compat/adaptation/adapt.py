@@ -661,13 +661,16 @@ def _target(cls: type) -> str | None:
 def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
     """Ids of a length at which the logits differ from the reference's, as with a sliding window.
 
-    None if they agree at all lengths up to `LONGEST`.
+    None if they agree at all lengths up to `LONGEST`, or the model fails at one of them.
     """
     length = 2 * run.ids.shape[1]
     while length <= min(LONGEST, run.config.n_positions):
         ids = random_ids(run.checkpoint, 0, 2, _example_length(run.config, length))
-        with eval_mode(run.model):
-            own = run.call(run.model, ids)
+        try:
+            with eval_mode(run.model):
+                own = run.call(run.model, ids)
+        except Exception:  # of the user's code, which the comparison of logits has reported
+            return None
         expected = reference.trace(ids)[0]["logits"][:, -own.shape[1] :]
         if relative_rms(own, expected) > 1e-3:
             return ids

@@ -16,6 +16,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
+from compat.adaptation.result import Severity
 from compat.adaptation.tracing.graph import Place
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
@@ -416,8 +417,14 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
-    rest = [n for n, p in model.named_parameters() if id(p) not in filled and not _is_mask(p)]
-    if found := [name for name in rest if (name in in_use) is used]:
+    rest = [name for name, p in model.named_parameters()
+            if id(p) not in filled and (name in in_use) is used]  # fmt: skip
+    masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
+    others = [name for name in rest if name not in masks]
+    groups: tuple[tuple[list[str], Severity | None], ...] = (others, None), (masks, "info")
+    for found, severity in groups:
+        if not found:
+            continue
         own = {node for node in inputs if not set(found).isdisjoint(graph.parameter_names(node))}
         uses = [
             node for node in graph.live
@@ -429,4 +436,5 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         lines = [source.built(model, found[0]), None if first is None else graph.place(first)]
         one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
         message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
-        yield Deviation(tap, None, {"found": listed(found, 4)}, lines=lines, message=message)
+        values = {"found": listed(found, 4)}
+        yield Deviation(tap, None, values, severity=severity, lines=lines, message=message)

@@ -224,15 +224,13 @@ def _without(norms: list[str]) -> Changes:
 @deviation(
     "the norm is applied after the residual sum (post-norm), but GPT-2 applies it to the input of "
     "the branch (pre-norm)",
-    "{fix}",
+    PRE_NORM,
 )
 def post_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if names := context.places.post:
         lines = _calls(context, names)
         changes = Changes(post_norm=set(names))
-        of_torch = source.torch_layer_of(context.model, context.places.named[names[0]].end)
-        fix = {"fix": "norm_first=True" if of_torch else PRE_NORM}
-        yield Deviation(names[0].replace("ln_1", "q"), lines[0], fix, changes, lines=lines)
+        yield Deviation(names[0].replace("ln_1", "q"), lines[0], {}, changes, lines=lines)
 
 
 @deviation(
