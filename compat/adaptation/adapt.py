@@ -104,6 +104,8 @@ MOST_TRAINED = 50_000_000
 MOST_LOGITS = 500_000_000
 # The length up to which a model that agrees on short ids is examined on longer ones.
 LONGEST = 700
+# The relative RMS error above which two calls compute different logits.
+DIFFERS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -399,7 +401,7 @@ def _without_targets(run: _Run, findings: Sequence[Finding]) -> list[Finding]:
     with suppress(Exception):  # the call may require targets
         with eval_mode(run.model):
             with_targets, without = (call(run.model, run.ids)[:, -1:] for call in (run.call, plain))
-        if relative_rms(without, with_targets) > 1e-3:
+        if relative_rms(without, with_targets) > DIFFERS:
             graph = to_graph(run.model, plain, run.ids)
             adaptation = _judge(replace(run, call=plain), _map(graph, run.checkpoint))
             known = {finding.code for finding in findings}
@@ -672,7 +674,7 @@ def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
         except Exception:  # of the user's code, which the comparison of logits has reported
             return None
         expected = reference.trace(ids)[0]["logits"][:, -own.shape[1] :]
-        if relative_rms(own, expected) > 1e-3:
+        if relative_rms(own, expected) > DIFFERS:
             return ids
         length *= 2
     return None

@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat import AdaptError, adapt
+from compat.adaptation.anatomy.dissect import UnknownPart, dissect
+from compat.adaptation.anatomy.norms import place_norms
+from compat.adaptation.diagnosis.survey import survey
+from compat.adaptation.mapping.assignments import find_assignments
+from compat.adaptation.tracing.record import to_graph
+from compat.checkpoint import open_checkpoint
 from tests.adaptation.equal_idioms import PreNorm
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
@@ -135,6 +141,17 @@ def of_blocks(kind: type[Block]) -> Build:
         return model
 
     return build
+
+
+def test_a_known_part_is_named_with_its_values_without_a_map(tiny: Path) -> None:
+    config = open_checkpoint(tiny).config
+    model = of_blocks(SlicedBlock)()
+    graph = to_graph(model, lambda model, ids: model(ids), torch.arange(26).view(2, 13))
+    anatomy = dissect(graph, partial=True)
+    with pytest.raises(UnknownPart) as raised:
+        find_assignments(anatomy, place_norms(anatomy), config)
+    first = survey(graph, model, config, raised.value)[0]
+    assert first.code == "sliced_heads" and "only 6 of the 24 channels" in first.message
 
 
 class PlainList(GPT):

@@ -265,7 +265,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["scaled_embedding", "sinusoidal_pos"],
         "x = x + self.pos_emb(torch.arange(x.size(1), device=x.device))",
     ),
-    "a number of heads that is no argument": (
+    "a number of heads that is not an argument": (
         [("emb_dim, n_heads, n_layers)", "emb_dim, n_layers)"),
          ("Block(emb_dim, n_heads, context_length)", "Block(emb_dim, 8, context_length)")],
         ["n_head_mismatch"],

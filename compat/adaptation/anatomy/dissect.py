@@ -6,7 +6,7 @@ by their connection to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -38,11 +38,19 @@ class UnknownPart(AdaptError):
         message: describes the unknown part, with its line.
         nodes: the part's nodes.
         code: of the deviation that it is, if the deviation is known.
+        values: for the message of this deviation.
     """
 
-    def __init__(self, message: str, nodes: Sequence[Node], code: str = "unexplained") -> None:
+    def __init__(
+        self,
+        message: str,
+        nodes: Sequence[Node],
+        code: str = "unexplained",
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.nodes, self.code = list(nodes), code
+        self.values = dict(values or ({"found": message} if code == "unexplained" else {}))
 
 
 class NoHead(AdaptError):

@@ -15,7 +15,7 @@ from compat.adaptation.diagnosis.findings import finding, unexplained
 from compat.adaptation.diagnosis.formulas import called_activation, canonical_activation
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.graph import DRAWS, Graph, kind, size
+from compat.adaptation.tracing.graph import DRAWS, Graph, Place, kind, size
 from compat.config import GPT2Config
 
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
@@ -32,7 +32,8 @@ def survey(
     first = unexplained(None, place, str(unknown), "")
     if unknown.code != "unexplained":
         place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
-        first = finding(Deviation(None, place, code=unknown.code), "breaks", EVIDENCE)
+        values = {"n_embd": config.n_embd, **unknown.values}
+        first = finding(Deviation(None, place, values, code=unknown.code), "breaks", EVIDENCE)
     found = [first]
     for code, deviation in _deviations(graph, model, config):
         deviation.code = code
@@ -46,11 +47,9 @@ def _deviations(
     """One deviation for each code, with the lines of all its operations."""
     by_code: dict[str, Deviation] = {}
     for node in graph.nodes:
-        if node in graph.live and (named := _deviation(graph, node, config)):
+        if node in graph.live and (named := _deviation(graph, node, model, config)):
             code, values = named
-            place = source.torch_built(model, [node]) or graph.place(node)
-            if "fix" in values:
-                values["fix"] = tanh_gelu(place)
+            place = _line(graph, node, model)
             first = by_code.setdefault(code, Deviation(None, place, values))
             first.lines = [*first.lines, place]
     if graph.dropouts:
@@ -63,15 +62,20 @@ def _deviations(
     yield from by_code.items()
 
 
+def _line(graph: Graph, node: Node, model: nn.Module) -> Place | None:
+    """The line that builds the torch module of an operation, or else the one that runs it."""
+    return source.torch_built(model, [node]) or graph.place(node)
+
+
 def _deviation(
-    graph: Graph, node: Node, config: GPT2Config
+    graph: Graph, node: Node, model: nn.Module, config: GPT2Config
 ) -> tuple[str, dict[str, object]] | None:
     """The code of an operation that GPT-2 does not have, and the values for its message."""
     name = kind(node)
     values: dict[str, object]
     activation = called_activation(graph, [node])[0].name
     if activation is not None and canonical_activation(config) == "gelu_new":
-        return CODE_OF[activation], {"fix": ""}
+        return CODE_OF[activation], {"fix": tanh_gelu(_line(graph, node, model))}
     if name in RMS_NORMS:
         values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values

@@ -75,23 +75,6 @@ class Attention:
         return self.q_factor * self.k_factor
 
 
-class _UnknownProjection(UnknownPart):
-    """A projection that no tensor can be loaded into, for a reason that has a code.
-
-    Args:
-        code: of the finding.
-        values: for its message.
-        message: the same for an error.
-        nodes: of the projection.
-    """
-
-    def __init__(
-        self, code: str, values: dict[str, Any], message: str, nodes: Sequence[Node]
-    ) -> None:
-        super().__init__(message, nodes)
-        self.code, self.values = code, values
-
-
 @dataclass(frozen=True)
 class UnknownProjection:
     """A projection of the model that computes something that compat does not know.
@@ -271,10 +254,9 @@ def _assign_layer(
             if not partial:
                 raise
             parameters = tuple(graph.parameters_between(ends, [start]))
-            code, values = "unexplained", {"found": str(error)}
-            if isinstance(error, _UnknownProjection):
-                code, values = error.code, error.values
-            unknown.append(UnknownProjection(f"h.{i}.{hf}", ends[0], parameters, code, values))
+            module = f"h.{i}.{hf}"
+            found = UnknownProjection(module, ends[0], parameters, error.code, error.values)
+            unknown.append(found)
 
     def view(node: Node, what: str) -> View:
         found = token_view(graph, node)
@@ -423,28 +405,28 @@ def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
     return gradients.flatten(0, 1).any(0).nonzero().flatten()
 
 
-def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> _UnknownProjection:
+def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> UnknownPart:
     message = (
         f"{shared} are projected by the same parameters{graph.at(*nodes)}, but GPT-2 has separate "
         "parameters for each of them"
     )
     values = {"tensors": shared, "part": "projection"}
-    return _UnknownProjection("shared_parameters", values, message, nodes)
+    return UnknownPart(message, nodes, "shared_parameters", values)
 
 
 def _other_projection(
     graph: Graph, layer: Layer, x1: View, attention: Attention
-) -> _UnknownProjection | None:
+) -> UnknownPart | None:
     """What computes q, k and v in place of one projection of all channels, if compat knows it."""
     chain = [n for n in layer.qkv if any(n in graph.ancestors[other] for other in layer.qkv)]
     if chain:
         message = f"q, k and v are projected twice{graph.at(*chain)}"
-        return _UnknownProjection("latent_attention", {}, message, chain)
+        return UnknownPart(message, chain, "latent_attention")
     q, (_, H, _, D) = attention.q, attention.q.index.shape
     used = [len(_used_channels(graph, x1, View(q.nodes, q.index[:, h]))) for h in range(H)]
     if max(used) == D < x1.index.shape[2]:
         message = f"each head projects {D} channels{graph.at(*layer.qkv)}"
-        return _UnknownProjection("sliced_heads", {"found": D}, message, layer.qkv)
+        return UnknownPart(message, layer.qkv, "sliced_heads", {"found": D})
     return None
 
 
