@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
+from textwrap import shorten
 from types import FunctionType, SimpleNamespace
 from typing import Any, get_args
 
@@ -430,18 +431,19 @@ def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{name}={_shown(value):.200}" for name, value in arguments.items())
+    shown = ", ".join(
+        f"{name}={shorten(_shown(value), 200, placeholder=' …')}"
+        for name, value in arguments.items()
+    )
     return f"{target.__name__}({shown})"
 
 
 def _shown(value: object) -> str:
-    """A value on one line; an object whose class shows no values, with its attributes."""
+    """A value as text; an object whose class shows no values, with its attributes."""
     if type(value).__repr__ is object.__repr__:
         attributes = ", ".join(f"{name}={each!r}" for name, each in _attributes(value).items())
         return f"{type(value).__name__}({attributes})"
-    if isinstance(value, FunctionType):
-        return value.__name__
-    return " ".join(repr(value).split())
+    return value.__name__ if isinstance(value, FunctionType) else repr(value)
 
 
 def _found_arguments(

@@ -451,7 +451,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
         sized(emb_dim=48, layers=2),
         {
             "n_embd_mismatch": "emb_dim is 48",
-            "n_layer_mismatch": "2 layers, but the checkpoint has 3",
+            "n_layer_mismatch": "the number of layers is 2, but the checkpoint's is 3",
         },
     ),
     "width and context": (
@@ -470,10 +470,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     ),
     "everything": (
         sized(emb_dim=48, vocab=128, layers=5, inner=100, context=16, heads=3),
-        {"n_embd_mismatch": "48", "vocab_mismatch": "128", "n_layer_mismatch": "5 layers",
+        {"n_embd_mismatch": "48", "vocab_mismatch": "128", "n_layer_mismatch": "layers is 5",
          "inner_dim": "100", "context_too_short": "16", "n_head_mismatch": "3 heads"},
     ),
-    "layers": (sized(layers=1), {"n_layer_mismatch": "1 layers"}),
+    "layers": (sized(layers=1), {"n_layer_mismatch": "layers is 1"}),
     "heads": (sized(heads=12), {"n_head_mismatch": "12 heads"}),
     "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
     "wider heads": (lambda: HeadsOfWidth(24), {"head_width": "a head has 24 channels"}),
@@ -482,7 +482,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "sliced heads": (of_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
-        sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "2 layers"}
+        sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "layers is 2"}
     ),
     "one block's inner width": (lambda: another_block(inner=48), {"inner_dim": "48 wide"}),
     "one block's heads": (lambda: another_block(heads=2), {"unexplained": "h.1.heads"}),
@@ -492,7 +492,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8, but the checkpoint has 24"}),
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
-    "no layers": (sized(layers=0), {"n_layer_mismatch": "has 0 layers"}),
+    "no layers": (sized(layers=0), {"n_layer_mismatch": "layers is 0"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),

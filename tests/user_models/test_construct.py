@@ -451,6 +451,17 @@ class GPT(nn.Module):
     call, own = found.split("; ")
     assert call == "GPT(cfg={'emb_dim': 24, 'n_layers': 3, 'qkv_bias': True, 'drop_rate': 0.1})"
     assert own == "your CONFIG has qkv_bias=False"
+    sizes = {
+        "emb_dim": 24,
+        "n_layers": 3,
+        "qkv_bias": True,
+        "drop_rate": 0.1,
+        "notes": "long " * 50,
+    }
+    _, described = construct_with_call(load_target(f"{path}:GPT"), CONFIG, kwargs={"cfg": sizes})
+    call = described.split(";")[0]
+    assert call.startswith("GPT(cfg={'emb_dim': 24, ") and len(call) < 212
+    assert call.endswith("long long …)")
     path.write_text(CORE + source.replace("False", "True"))
     assert ";" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
 

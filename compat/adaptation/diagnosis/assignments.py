@@ -78,14 +78,18 @@ def _rows(context: DiagnosisContext, hf: str) -> int | None:
     return assigned[1].wanted if assigned and isinstance(assigned[1], Rows) else None
 
 
-@deviation("the model has {found} layers, but the checkpoint has {expected}", "n_layer={expected}")
+@deviation(
+    "the number of layers is {found}, but the checkpoint's is {expected}", "n_layer={expected}"
+)
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = len(context.anatomy.layers), context.config.n_layer
     if found == expected:
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
     first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")
-    place = source.building(context.model, re.split(r"\.\d+\.", first)[0])  # the list of blocks
+    blocks, *numbered = re.split(r"\.\d+\.", first)
+    # The list of blocks; without one, the first module of the only block.
+    place = source.building(context.model, blocks if numbered else first.split(".")[0])
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
         place = source.building(context.model, table.split(".")[0])

@@ -159,7 +159,7 @@ def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
     assigned, graph = context.mapping.by_tensor, context.graph
     if "lm_head.weight" in assigned and context.config.tie_word_embeddings:
         (node,), _ = assigned["lm_head.weight"]
-        place = source.building(context.model, graph.names[node])
+        place = source.built(context.model, graph.names[node])
         yield Deviation(None, place, {"found": graph.values[node].numel()})
 
 
@@ -170,7 +170,7 @@ def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def head_bias(context: DiagnosisContext) -> Iterator[Deviation]:
     for node in context.mapping.zeroed:
-        yield Deviation(None, source.building(context.model, context.graph.names[node]))
+        yield Deviation(None, source.built(context.model, context.graph.names[node]))
 
 
 @deviation(

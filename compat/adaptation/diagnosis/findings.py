@@ -151,10 +151,10 @@ def _evidence(
             f"confirmed: with this one change, the reference reproduces your logits to within "
             f"{error}, and the change moves them by {moved}"
         )
-    others = f"{changes - 1} other change{'s' if changes > 2 else ''}"
+    together = "both" if changes == 2 else f"all {changes}"
     return (
-        f"confirmed: with this and {others}, the reference reproduces your logits to within "
-        f"{error}, and this change alone moves them by {moved}"
+        f"confirmed: this change alone moves the logits by {moved}, and {together} together "
+        f"reproduce yours to within {error}"
     )
 
 

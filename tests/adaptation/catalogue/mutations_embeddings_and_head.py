@@ -93,7 +93,15 @@ MUTATIONS = [
       (("        self.norm = ",
       "        self.head = nn.Linear(args.d_model, args.n_tokens, bias=False)\n"
       "        self.norm = "),)),
+    M("scratch", "untied_head", "self.norm(x) @ self.tokens.table.transpose(0, 1)",
+      "self.head(self.norm(x))", "self.head = Linear(n_embd, vocab_size)", (),
+      (("        self.norm = Norm(n_embd)\n",
+      "        self.norm = Norm(n_embd)\n        self.head = Linear(n_embd, vocab_size)\n"),)),
     # head_bias
+    M("scratch", "head_bias", "self.norm(x) @ self.tokens.table.transpose(0, 1)",
+      "self.head(self.norm(x))", "self.head = Linear(n_embd, vocab_size)", (),
+      (("        self.norm = Norm(n_embd)\n",
+      "        self.norm = Norm(n_embd)\n        self.head = Linear(n_embd, vocab_size)\n"),)),
     M("book", "head_bias", 'cfg["vocab_size"], bias=False)', 'cfg["vocab_size"])',
       'nn.Linear(cfg["emb_dim"], cfg["vocab_size"])', ("return self.out_head(x)",)),
     M("hub_style", "head_bias", "nn.Linear(config.hidden_size, config.vocab_size, bias=False)",

@@ -47,6 +47,11 @@ MUTATIONS = [
       ("self.blocks = nn.Sequential(", "x = self.blocks(x)")),
     M("einsum_heads", "n_layer_mismatch", "range(cfg.layers)", "range(4)", "range(4)",
       ("for block in self.blocks",)),
+    M("scratch", "n_layer_mismatch",
+      "        for layer in self.layers:\n            x = layer(x)\n",
+      "        x = self.layer(x)\n", "self.layer = Layer(n_embd, n_head)", (),
+      (("self.layers = nn.ModuleList([Layer(n_embd, n_head) for _ in range(n_layer)])",
+      "self.layer = Layer(n_embd, n_head)"),)),
     # dropout_always_on
     M("nano", "dropout_always_on", "p = self.dropout if self.training else 0.0", "p = self.dropout",
       "p = self.dropout", ("F.scaled_dot_product_attention(",)),
