@@ -498,14 +498,17 @@ def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path
     assert {name.split(".")[2] for name in adaptation.unmatched} == {"mlp"}
 
 
-def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gated", ["F.silu(a) * b", 'a * F.gelu(b, approximate="tanh")'])
+def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path, gated: str) -> None:
     edits = [
         ("nn.Linear(dim, 4 * dim)", "nn.Linear(dim, 8 * dim)"),
         (f"return self.down({GELU})", "a, b = self.up(x).chunk(2, -1)\n"
-         "        return self.down(F.silu(a) * b)"),
+         f"        return self.down({gated})"),
     ]  # fmt: skip
-    found = only(adapted(tiny, tmp_path, edits), "gated_mlp")
-    assert found.tap == "h.0.act" and "F.silu(a) * b" in (found.source_line or "")
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"gated_mlp", "inner_dim"}
+    found = only(adaptation, "gated_mlp")
+    assert found.tap == "h.0.act" and gated in (found.source_line or "")
     without = adapted(tiny, tmp_path, [*edits[:1], ("nn.Linear(4 * dim", "nn.Linear(8 * dim")])
     assert "gated_mlp" not in {f.code for f in without.findings}
 

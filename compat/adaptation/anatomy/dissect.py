@@ -113,11 +113,13 @@ class Sum:
         node: the sum; without a shortcut, the end of the branch.
         branch: the end of the branch.
         shortcut: what the branch is added to; None without a shortcut.
+        own_input: an earlier sum, of the branch with its own input.
     """
 
     node: Node
     branch: Node
     shortcut: Node | None
+    own_input: Node | None = None
 
 
 @dataclass
@@ -553,7 +555,7 @@ class _Dissection:
         else:
             projected = self._joined_heads(cores)
         attn = self._with_bias(second[-1]) if second else projected
-        attn_sum = self._sum(attn, products, until)
+        attn_sum = self._with_own_input(self._sum(attn, products, until), x1)
         x2 = act = fc_end = end = attn_sum.node
         mlp_sum = Sum(end, end, end)
         if fc is not None:
@@ -561,7 +563,7 @@ class _Dissection:
             last = mlp_proj or fc
             act = index.input_of(last) if mlp_proj else self._activated(fc_end)
             end = self._with_bias(last) if mlp_proj else act
-            mlp_sum = self._sum(end, {last}, until)
+            mlp_sum = self._with_own_input(self._sum(end, {last}, until), x2)
             if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
                 attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
         elif unknown:
@@ -762,6 +764,20 @@ class _Dissection:
                 if from_branch and not roots & (above[outer] | {outer}):
                     return Sum(node, inner, self.index.before_moves(outer))
         return Sum(branch, branch, None)
+
+    def _with_own_input(self, total: Sum, x: Node) -> Sum:
+        """The sum with the residual stream, if the first one is that with the branch's input."""
+        if total.shortcut is not x:
+            return total
+        node = total.node
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in MOVES:
+            [node] = users
+        if len(users) == 1 and self._adds_streams(users[0]):
+            for outer in tensor_inputs(users[0])[:2]:
+                if self.index.before_moves(outer) in self.graph.ancestors[x] | {x}:
+                    shortcut = self.index.before_moves(outer)
+                    return Sum(users[0], total.branch, shortcut, total.node)
+        return total
 
     def _adds_streams(self, node: Node) -> bool:
         """Whether a node is the sum of two live tensors (B, T, C)."""

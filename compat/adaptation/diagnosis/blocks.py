@@ -34,7 +34,7 @@ def _activations(code: str) -> Detector:
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
             layer = context.anatomy.layers[i]
-            if layer.gate is not None or not layer.has_mlp:
+            if layer.is_gated or not layer.has_mlp:
                 continue
             if layer.unknown and activation.name is None:
                 continue
@@ -245,12 +245,14 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "a tensor is added to itself, because an earlier in-place operation added the branch to the "
-    "shortcut, but GPT-2 adds each branch once",
-    "x = x + branch(norm(x))",
+    "{found}, but GPT-2 adds each branch to the residual stream once", "x = x + branch(norm(x))"
 )
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
+    sums = {
+        f"h.{i}.{tap}": total for i, layer in context.layers
+        for tap, total in (("resid_mid", layer.attn_sum), ("out", layer.mlp_sum))
+    }  # fmt: skip
     doubled = [
         node for node in graph.nodes
         if node in graph.live and kind(node) == "add" and len(tensor_inputs(node)) == 2
@@ -258,12 +260,20 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     ]  # fmt: skip
     if doubled:
         lines = [graph.place(node) for node in doubled]
-        sums = {f"h.{i}.{tap}": node for i, layer in context.layers
-                for tap, node in (("resid_mid", layer.mid), ("out", layer.out))}  # fmt: skip
         terms = {tensor_inputs(node)[0] for node in doubled}
-        changes = Changes(doubled={tap for tap, node in sums.items() if node in terms})
+        changes = Changes(doubled={tap for tap, total in sums.items() if total.node in terms})
+        values = {
+            "found": "a tensor is added to itself, because an earlier in-place operation added the "
+            "branch to the shortcut"
+        }
         tap = context.tap_after(doubled[0])
-        yield Deviation(tap, lines[0], {}, changes if changes.doubled else None, lines=lines)
+        yield Deviation(tap, lines[0], values, changes if changes.doubled else None, lines=lines)
+    own = {tap: total.own_input for tap, total in sums.items() if total.own_input is not None}
+    if own:
+        lines = [graph.place(node) for node in own.values()]
+        values = {"found": "the branch adds its own input to its result, and the block adds the "
+                  "residual stream as well"}  # fmt: skip
+        yield Deviation(next(iter(own)), lines[0], values, Changes(own_input={*own}), lines=lines)
 
 
 @deviation(

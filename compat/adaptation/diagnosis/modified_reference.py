@@ -45,6 +45,7 @@ class Changes:
         parallel: layers whose MLP reads the input of the block.
         no_attn_residual, no_mlp_residual: layers without these residual connections.
         mlp_residual_from_input: layers that add the MLP to the input of the block.
+        own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
         doubled: taps `resid_mid` and `out` after which the residual stream is multiplied by two.
         token_scale, position_scale: factors of the embeddings.
         position_offset: the position of the first token.
@@ -69,6 +70,7 @@ class Changes:
     no_attn_residual: set[int] = field(default_factory=set)
     no_mlp_residual: set[int] = field(default_factory=set)
     mlp_residual_from_input: set[int] = field(default_factory=set)
+    own_input: set[str] = field(default_factory=set)
     doubled: set[str] = field(default_factory=set)
     token_scale: float = 1.0
     position_scale: float = 1.0
@@ -132,7 +134,7 @@ class ModifiedReference:
     def _block(self, i: int, x: Tensor) -> Tensor:
         """(B, T, C) → (B, T, C)."""
         changes, ln_1, ln_2 = self.changes, f"h.{i}.ln_1", f"h.{i}.ln_2"
-        mid = self._branch(ln_1, x, lambda y: self._attention(i, y))
+        mid = self._branch(ln_1, f"h.{i}.resid_mid", x, lambda y: self._attention(i, y))
         mid = self._extra_norm(f"h.{i}.attn", mid)
         if i not in changes.no_attn_residual:
             mid = self._shortcut(ln_1, x) + mid
@@ -142,19 +144,27 @@ class ModifiedReference:
         mid = 2 * mid if f"h.{i}.resid_mid" in changes.doubled else mid
         if i in changes.no_mlp:
             return mid
-        out = self._branch(ln_2, x if i in changes.parallel else mid, lambda y: self._mlp(i, y))
+        start = x if i in changes.parallel else mid
+        out = self._branch(ln_2, f"h.{i}.out", start, lambda y: self._mlp(i, y))
         out = self._extra_norm(f"h.{i}.mlp", out)
         if i not in changes.no_mlp_residual:
             out = self._shortcut(ln_2, x if i in changes.mlp_residual_from_input else mid) + out
         return self._norm(ln_2, out) if ln_2 in changes.post_norm else out
 
-    def _branch(self, norm: str, x: Tensor, function: Function) -> Tensor:
-        """Attention or the MLP with its norm, which is applied to the input, the output or not."""
+    def _branch(self, norm: str, tap: str, x: Tensor, function: Function) -> Tensor:
+        """Attention or the MLP with its norm, which is applied to the input, the output or not.
+
+        Args:
+            norm: its name.
+            tap: the sum that the branch is added in.
+            x: the residual stream, (B, T, C).
+            function: attention or the MLP.
+        """
         if norm in self.changes.norm_on_output:
             return self._norm(norm, function(x))
         if norm not in self.changes.post_norm:
             x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
-        return function(x)
+        return x + function(x) if tap in self.changes.own_input else function(x)
 
     def _shortcut(self, norm: str, x: Tensor) -> Tensor:
         return self._norm(norm, x) if norm in self.changes.residual_from_norm else x

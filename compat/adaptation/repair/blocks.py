@@ -799,7 +799,7 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
     yield from _all_then_first(found)
 
 
-@fixes("residual_from_norm")
+@fixes("residual_from_norm", "doubled_residual")
 def branch_without_its_input(site: Site) -> Iterator[Edits]:
     """Let a branch return its result without its own input, which the block adds."""
     for node in site.source.nodes(ast.BinOp, site.statement):

@@ -26,6 +26,10 @@ MUTATIONS = [
       "        y = x\n"
       "        x += self.mlp(self.ln2(x))\n"
       "        x = y + x\n", "x = y + x"),
+    M("nano", "doubled_residual", "return self.resid_dropout(self.c_proj(y))",
+      "return x + self.resid_dropout(self.c_proj(y))", "return x + self.resid_dropout("),
+    M("lecture", "doubled_residual", "return self.net(x)", "return x + self.net(x)",
+      "return x + self.net(x)"),
     # time_shift
     M("mingpt", "time_shift", "k = self.key(x).", "k = self.key(x).roll(1, 1).", ".roll(1, 1)"),
     M("nano", "time_shift", "        tok_emb = self.transformer.wte(idx)\n",
