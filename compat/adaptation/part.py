@@ -76,7 +76,8 @@ class _Slot(nn.Module):
         shapes = [list(getattr(result, "shape", ())) or type(result).__name__ for result in results]
         raise AdaptError(
             f"{type(self.part).__name__} returns {shapes} for hidden states {list(x.shape)}; a "
-            "part returns hidden states of the same shape"
+            "part returns hidden states of the same shape. Pass the module that does, such as the "
+            "one that joins the heads of attention"
         )
 
 
@@ -145,11 +146,14 @@ def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> 
         if all(name.startswith(prefix) for name in row.ours)
     ]
     zeros = [own(zero) for zero in adaptation.name_map.expand_zeros(adaptation.n_layer)]
+    only = f" (only in {'.'.join(name.split('.')[:2])})"  # the layer of the part
     findings = []
     for found in adaptation.findings:
         if found.file is not None and not is_users(found.file):  # a line of compat's own
             found = replace(found, file=None, line=None, source_line=None)
-        findings.append(replace(found, message=own(found.message), evidence=own(found.evidence)))
+        also = [line for line in found.also if is_users(line.rpartition(":")[0])]
+        message = own(found.message).removesuffix(only)
+        findings.append(replace(found, message=message, evidence=own(found.evidence), also=also))
     return replace(
         adaptation,
         model=type(part).__name__,

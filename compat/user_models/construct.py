@@ -388,24 +388,31 @@ def _entries_known(
 
 
 def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
-    """The call, and what configs in the target's module have instead of its arguments."""
+    """The call, and what the target's defaults and its module's configs have instead."""
     passed: dict[str, Any] = dict(arguments)
     for value in arguments.values():
         passed |= _entries(value)
     text = _call(target, arguments)
+    defaults = {name: parameter.default for name, parameter in _parameters(target).items()}
+    if other := _different(defaults, arguments):
+        text += f"; your default is {listed(other)}"
     configs = list(vars(sys.modules.get(target.__module__, target)).items())
     for name in arguments if isinstance(target, type) else ():
         configs += [found] if (found := config_in_files(target, reads(target, name).names)) else []
     for name, value in configs:
         own = {} if isinstance(value, type) or name.startswith("_") else _entries(value)
-        other = [
-            f"{key}={value!r}" for key, value in own.items()
-            if isinstance(value, PLAIN) and isinstance(passed.get(key), PLAIN)
-            and role_of(key) not in UNTOLD and passed[key] != value
-        ]  # fmt: skip
-        if other:
+        if other := _different(own, passed):
             text += f"; your {name} has {listed(other)}"
     return text
+
+
+def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
+    """The entries whose values are not those that were passed, as `name=value`."""
+    return [
+        f"{key}={value!r}" for key, value in own.items()
+        if isinstance(value, PLAIN) and isinstance(passed.get(key), PLAIN)
+        and role_of(key) not in UNTOLD and passed[key] != value
+    ]  # fmt: skip
 
 
 def _entries(value: Any) -> dict[str, Any]:

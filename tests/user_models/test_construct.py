@@ -466,6 +466,24 @@ class GPT(nn.Module):
     assert ";" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
 
 
+def test_the_call_is_described_with_other_defaults(tmp_path: Path) -> None:
+    """Sizes and dropout are the checkpoint's anyway."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        CORE
+        + """
+class GPT(nn.Module):
+    def __init__(self, n_embd=768, n_layer=12, qkv_bias=False, dropout=0.5, eps=1e-6):
+        super().__init__()
+        self.linear = nn.Linear(n_embd, n_layer, bias=qkv_bias)
+        self.norm, self.drop = nn.LayerNorm(n_embd, eps=eps), nn.Dropout(dropout)
+"""
+    )
+    call, own = construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1].split("; ")
+    assert call == "GPT(n_embd=24, n_layer=3, qkv_bias=True, dropout=0.1, eps=1e-05)"
+    assert own == "your default is qkv_bias=False, eps=1e-06"
+
+
 def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:
     """The model is built with that width if it runs with no other, and the call says so."""
     path = tmp_path / "own.py"
