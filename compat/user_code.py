@@ -62,6 +62,9 @@ FOREIGN = tuple(
 )
 
 
+# Files that mark the top folder of a project.
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
+
 LIVE = "<ipython-input-"  # names of the code that is typed into IPython
 
 MAKE_MODEL = (
@@ -162,6 +165,17 @@ def is_users(filename: str) -> bool:
     if filename.startswith(LIVE):
         return True
     return not filename.startswith(("<", *FOREIGN)) and "site-packages" not in filename
+
+
+def project_folders(folder: Path) -> list[Path]:
+    """A folder and those above it, up to the top of its project.
+
+    The top is the nearest one with one of `PROJECT_FILES`, or else the third above. It is never the
+    home folder, or the root of the file system.
+    """
+    above = [folder, *(each for each in folder.parents if each not in (Path.home(), Path("/")))]
+    tops = (i for i, each in enumerate(above) if any((each / f).exists() for f in PROJECT_FILES))
+    return above[: next(tops, 3) + 1]
 
 
 def live_cell(filename: str) -> str | None:

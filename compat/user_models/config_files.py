@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from compat.user_code import project_folders
 from compat.user_models.synonyms import SIZES, role_of
 from compat.user_models.usage import user_modules
 
-FOLDERS_ABOVE = 3  # the file's own folder, and those above it, in which a config may lie
 MOST_BYTES = 100_000
 
 
@@ -36,7 +36,7 @@ def config_in_files(
 def _files(target: Callable[..., Any]) -> Iterator[Path]:
     for module in user_modules(target)[:1]:
         path = Path(str(module.__file__)).resolve()
-        for folder in path.parents[: FOLDERS_ABOVE + 1]:
+        for folder in project_folders(path.parent):
             for pattern in ("*", "conf*/*", "conf*/*/*"):
                 for file in sorted(folder.glob(f"{pattern}.*")):
                     if file.suffix in (".yaml", ".yml", ".json") and file.is_file():

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from compat.errors import AdaptError, listed
-from compat.user_code import MAKE_MODEL, SIBLINGS, is_users, translated, users_frames
+from compat.user_code import (
+    MAKE_MODEL,
+    SIBLINGS,
+    is_users,
+    project_folders,
+    translated,
+    users_frames,
+)
 from compat.user_models.missing import Unknown, despite_missing_libraries
 from compat.user_models.notebook import (
     LazyModule,
@@ -52,8 +59,6 @@ PARTS = (
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
 INIT = "__init__"
-# Files that mark the top folder of a project.
-PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 
 
 def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn.Module]:
@@ -284,15 +289,11 @@ class _AboveFinder:
     in a file beside `part.py`.
 
     Attributes:
-        top: the nearest folder with one of `PROJECT_FILES`, or else the third above.
+        top: the top folder of the project.
     """
 
     def __init__(self, folder: Path, file: Path) -> None:
-        above = [folder, *(each for each in folder.parents if each not in (Path.home(), Path("/")))]
-        tops = (
-            i for i, each in enumerate(above) if any((each / f).exists() for f in PROJECT_FILES)
-        )
-        self._folders = above[: next(tops, 3) + 1]
+        self._folders = project_folders(folder)
         self.top = self._folders[-1]
         names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
         self._renamed = {name for name, part in names if (folder / f"{part}.py").is_file()}

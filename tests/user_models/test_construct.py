@@ -880,6 +880,17 @@ def test_a_file_with_other_names_is_no_config_of_the_model(tmp_path: Path) -> No
         construct(cls, CONFIG)
 
 
+def test_a_config_above_the_top_folder_of_the_project_is_another_projects(tmp_path: Path) -> None:
+    model = {"vocab": 5, "width": 6, "ctx": 7, "norm": {"eps": 1e-3}, "act": "relu", "dropout": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "project").mkdir()
+    path = _written(tmp_path / "project" / "own.py", IN_A_FILE)
+    construct(load_target(str(path)), CONFIG)
+    (tmp_path / "project" / "pyproject.toml").touch()
+    with pytest.raises(AdaptError, match=r"cfg\.norm"):
+        construct(load_target(str(path)), CONFIG)
+
+
 def _written(path: Path, source: str) -> Path:
     path.write_text(source)
     return path
