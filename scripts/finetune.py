@@ -1,9 +1,9 @@
-"""Fine-tune a GPT-2 on a text: finetune.py CORPUS --model SRC --out FOLDER [options]; see --help.
+"""Fine-tune a GPT-2 on a text.
 
-The folder contains the model with the lowest held-out loss and its tokenizer, in the format of
-`transformers` and of all commands of compat; `finetune.pt`, from which --resume continues; and
-`loss.svg`. Under torchrun, --parallel fsdp divides the batch among the processes, and --parallel
-tensor divides the model.
+The model with the lowest held-out loss and its tokenizer are written to a folder, in the format of
+`transformers` and of all commands of compat. The folder also contains `finetune.pt`, from which
+--resume continues, and `loss.svg`. Under torchrun, --parallel fsdp divides the batch among the
+processes, and --parallel tensor divides the model.
 """
 
 from __future__ import annotations
@@ -91,8 +91,12 @@ def arguments() -> argparse.Namespace:
         "--model", required=True, help="a hub id, a folder, a weights file, or demo"
     )
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
-    parser.add_argument("--dialect", choices=["linear", "conv1d"], default="conv1d")
-    parser.add_argument("--parallel", choices=["tensor", "fsdp"], help="for torchrun")
+    parser.add_argument(
+        "--dialect", choices=["linear", "conv1d"], default="conv1d", help="the blocks (conv1d)"
+    )
+    parser.add_argument(
+        "--parallel", choices=["tensor", "fsdp"], help="what torchrun's processes divide"
+    )
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (200)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step (8)")
     parser.add_argument("--length", type=int, default=256, help="tokens per sequence (256)")

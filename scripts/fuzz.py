@@ -14,7 +14,7 @@ from tests.fuzz.mutations import KINDS, mutation
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=2000, help="number of mutations (2000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (0)")
     parser.add_argument("--start", type=int, default=0, help="index of the first mutation (0)")
     parser.add_argument("--kind", choices=KINDS, help="mutate only this kind of file")
     parser.add_argument("--keep", type=Path, help="folder to which failing checkpoints are written")

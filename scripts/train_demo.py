@@ -1,8 +1,8 @@
-"""Train the embedded checkpoint: train_demo.py CORPUS [FOLDER]; half an hour on two cores."""
+"""Train the embedded checkpoint, which takes half an hour on two cores."""
 
+import argparse
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -100,16 +100,24 @@ def train(model: GPTModel, train_ids: Tensor, test_ids: Tensor) -> tuple[float, 
                 flush=True,
             )
             if test < best:
-                best, best_weights = (
-                    test,
-                    {k: v.clone() for k, v in to_hf_state_dict(model).items()},
-                )
+                best = test
+                best_weights = {k: v.clone() for k, v in to_hf_state_dict(model).items()}
     return best, best_weights
 
 
-def main(corpus: str, folder: str = "compat/demo") -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path, help="the text tinyshakespeare")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("compat/demo"),
+        help="the folder to write (compat/demo)",
+    )
+    args = parser.parse_args()
     torch.manual_seed(1564)
-    text, out = Path(corpus).read_text(), Path(folder)
+    text, out = args.corpus.read_text(), args.folder
     out.mkdir(parents=True, exist_ok=True)
     cut = len(text) * 9 // 10
     tokenizer = train_tokenizer(text[:cut], out)
@@ -123,6 +131,4 @@ def main(corpus: str, folder: str = "compat/demo") -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main()

@@ -72,6 +72,13 @@ def test_help_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: 
             assert len(f"{line} {following.split()[0]}") > 78
 
 
+@pytest.mark.parametrize("script", ["bench", "finetune", "fuzz", "train_demo"])
+def test_scripts_of_their_own_have_help(script: str) -> None:
+    done = python(f"scripts/{script}.py", "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.lstrip().lower().startswith(f"usage: {script}.py")
+
+
 def test_options_of_generate_are_grouped(cli: Cli) -> None:
     out = cli("generate", "--help").out
     panels = dict(re.findall(r"╭─ ([\w ]+?) ─+╮\n(.*?)\n╰", out, re.DOTALL))

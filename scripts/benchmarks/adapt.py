@@ -11,18 +11,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import JsonOption, RunsOption, checkpoint_folder, in_fresh_process
+from benchmarks.common import (
+    JsonOption,
+    ModelOption,
+    RunsOption,
+    checkpoint_folder,
+    in_fresh_process,
+)
 from benchmarks.one_adapt import N_IDS
 
 ONE_ADAPT = str(Path(__file__).parent / "one_adapt.py")
 PER_FORWARD, FIXED = 6, 10  # adapt should take no longer than 6 forward passes and 10 s
 
 
-def adapt_command(model: str = "gpt2", runs: RunsOption = 3, as_json: JsonOption = False) -> None:
-    """Time each stage of adapt, in turns with a forward pass of transformers.
+def adapt_command(
+    model: ModelOption = "gpt2", runs: RunsOption = 3, as_json: JsonOption = False
+) -> None:
+    """Measure the time of each stage of adapt, in turns with a forward pass of transformers.
 
-    MODEL is a folder, or the name of a shape. The total is of the call; the time of the whole
-    process, from Python's start on, stands below.
+    The target for the whole call is 6 forward passes and 10 s. The time of the process, from the
+    start of Python on, is shown too.
     """
     with checkpoint_folder(model) as source:
         adapts, forwards = [], []

@@ -27,7 +27,12 @@ SIZES = {  # n_layer, n_head, n_embd
 
 TIMEOUT = 1800  # seconds for one process; its failure does not end the run
 
-RunsOption = Annotated[int, typer.Option("--runs", min=1, help="The median of which is shown.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A shape such as gpt2, demo, or a folder.")
+]
+RunsOption = Annotated[
+    int, typer.Option("--runs", min=1, help="Number of runs, of which the median is shown.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 

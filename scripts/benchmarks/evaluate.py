@@ -10,7 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import SIZES, JsonOption, RunsOption, checkpoint_folder, in_fresh_process
+from benchmarks.common import (
+    SIZES,
+    JsonOption,
+    ModelOption,
+    RunsOption,
+    checkpoint_folder,
+    in_fresh_process,
+)
 from compat import load_pretrained, load_tokenizer, save_pretrained
 
 ONE_EVALUATE = str(Path(__file__).parent / "one_evaluate.py")
@@ -18,13 +25,14 @@ MODELS = ("hf 1", "hf 8", "compat 8")  # with lm-eval's batch_size
 
 
 def evaluate_command(
-    model: str = "gpt2", runs: RunsOption = 3, as_json: JsonOption = False
+    model: ModelOption = "gpt2", runs: RunsOption = 3, as_json: JsonOption = False
 ) -> None:
-    """Time lm-eval's three kinds of requests, each model in turns with the others.
+    """Measure the time of lm-eval's kinds of requests, with an engine and with lm-eval's own hf.
 
-    MODEL is a folder, or the name of a shape. choices: four continuations of each of eight
-    contexts. last words: one continuation of each. whole texts: one text that is longer than the
-    model's context. generated: eight texts of up to 24 tokens.
+    - choices: four continuations of each of eight contexts.
+    - last words: one continuation of each context.
+    - whole texts: one text that is longer than the model's context.
+    - generated: eight texts of up to 24 tokens.
     """
     with checkpoint_folder(model) as folder:
         if model in SIZES:  # with GPT-2's own tokenizer, which hf reads from files

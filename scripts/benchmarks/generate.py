@@ -19,16 +19,16 @@ FAMILIES = list(dict.fromkeys(peer.family for peer in PEERS))
 ALL = ",".join(FAMILIES)
 
 PeersOption = Annotated[
-    str, typer.Option(help="Libraries, or rows such as 'engine int8'; separated by commas.")
+    str, typer.Option(help="Libraries, or rows such as 'engine int8', separated by commas.")
 ]
 ShapesOption = Annotated[
-    str, typer.Option(help="Shapes such as gpt2, 'demo', or folders; separated by commas.")
+    str, typer.Option(help="Shapes such as gpt2, demo, or folders, separated by commas.")
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", dir_okay=False, help="Draw decoding as bars, an SVG.")
+    Path | None, typer.Option("--plot", dir_okay=False, help="Write an SVG chart of the speeds.")
 ]
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="One run, fewer tokens, and no batch beyond 8.")
+    bool, typer.Option("--quick", help="One run, fewer tokens, and batches of up to 8.")
 ]
 
 
@@ -40,12 +40,16 @@ def generate_command(
     plot_file: PlotOption = None,
     quick: QuickOption = False,
 ) -> None:
-    """Time and memory of generation, in turns with the other libraries, each in its own process.
+    """Measure the speed and memory of generation, in turns with other libraries.
 
-    All are greedy, without stop ids, and use the same number of threads. decode: tokens per second
-    after a prompt of 32. prefill: tokens per second of a prompt of 512. first: from the start of
-    the process to its first token. growth: cost of a token late in the context over that of an
-    early one. peak: resident memory with one sequence. A short context shortens these lengths.
+    All decode greedily, without stop ids, and with the same number of threads. If the context is
+    short, so are the prompts.
+
+    - decode: tokens per second after a prompt of 32 tokens.
+    - prefill: tokens per second of a prompt of 512 tokens.
+    - first: from the start of the process to its first token.
+    - growth: the time of a token late in the context over that of an early one.
+    - peak: resident memory with one sequence.
     """
     chosen = choose(peers)
     results = []

@@ -16,18 +16,21 @@ from benchmarks.common import JsonOption, RunsOption, checkpoint_folder, in_fres
 ONE_LOAD = str(Path(__file__).parent / "one_load.py")
 LOADERS = ("transformers", "linear", "conv1d", "linear copied", "conv1d copied")
 ModelsOption = Annotated[
-    str, typer.Option("--models", help="Shapes such as gpt2, or folders; separated by commas.")
+    str, typer.Option("--models", help="Shapes such as gpt2, or folders, separated by commas.")
 ]
 
 
 def load_command(
     models: ModelsOption = "gpt2,gpt2-xl", runs: RunsOption = 5, as_json: JsonOption = False
 ) -> None:
-    """Time and memory of loading, in turns with transformers, which maps the file by default.
+    """Measure the time and memory of loading, in turns with transformers.
 
-    call: from the call to its return. logits: to the first logits, of 8 ids, which is when mapped
-    pages are read. process: from Python's start to its end, without those logits.
-    peak: resident memory above that after the imports, over the size of the weights.
+    transformers memory-maps the file too. The columns are:
+
+    - call: from the call of the loader to its return.
+    - logits: from the call to the logits of 8 ids. A memory-mapped file is only read then.
+    - process: from the start of Python to its end, without these logits.
+    - peak: resident memory beyond that after the imports, over the size of the weights.
     """
     results = []
     for model in models.split(","):

@@ -37,17 +37,18 @@ TextOption = Annotated[
         "--corpus",
         exists=True,
         dir_okay=False,
-        help="tinyshakespeare, whose last tenth is read; else an excerpt of that tenth.",
+        help="The text tinyshakespeare; its last tenth is used. Default: an excerpt of that.",
     ),
 ]
 
 
 def quality_command(corpus: TextOption = None, as_json: JsonOption = False) -> None:
-    """Perplexity of the embedded checkpoint on held-out text, and its most likely tokens.
+    """Measure what bfloat16 and int8 cost on held-out text, with the embedded checkpoint.
 
-    Log-probabilities come from scoring whole windows, and most likely tokens from decode steps
-    through the same windows, as in generation. The last row is of the same model with outliers: a
-    few channels of each norm are a thousand times as large, and their weights a thousandth.
+    Log-probabilities are computed by scoring whole windows, and the most likely tokens by decode
+    steps through the same windows, as in generation. The last row is that of a model with outliers:
+    a few channels of each norm are a thousand times as large, and the weights that read them a
+    thousandth.
     """
     text = HELD_OUT.read_text() if corpus is None else held_out(corpus.read_text())
     length = open_checkpoint("demo").config.n_positions
