@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,15 @@ from rich.text import Text
 import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
-from compat.cli.output import console, note, print_json, print_wrapped, write_page
+from compat.cli.output import (
+    console,
+    note,
+    print_json,
+    print_notes,
+    print_wrapped,
+    write_page,
+)
+from compat.display import page
 from compat.errors import collapse_layers
 from compat.summary import SEVERITY, further_places, place
 
@@ -129,9 +137,8 @@ def adapt_command(
     run.
 
     Exit code 0: it computes what transformers computes. 1: it does not. 2: wrong usage. 3: it
-        cannot be imported, built, run or recognised as a GPT-2, or the checkpoint is bad. 4: no
-        network. 70:
-    a bug in compat.
+    cannot be imported, built, run or recognised as a GPT-2, or the checkpoint is bad. 4: no
+    network. 70: a bug in compat.
     """
     if summary:
         changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
@@ -193,12 +200,9 @@ def adapt_command(
         (call, adaptation), on_cpu = on_available_device(examined)
     if on_cpu:
         notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
-    for line in [*checkpoint.notes, *notes, f"compat built {call}"]:
-        note(f"note: {line}")
+    print_notes([*checkpoint.notes, *notes, f"compat built {call}"])
     if html is not None:
-        from compat.html_report import adapt_page
-
-        write_page(html, adapt_page(adaptation))
+        write_page(html, page(adaptation))
     if (diff or fix) and adaptation.deviations:
         from compat.adaptation.repair.repair import Target
 
@@ -228,14 +232,7 @@ def _summarize(
     """Print a row for each file, and return the exit code: 0 if all are compatible."""
     from compat.cli.adapt_summary import COLUMNS, WORDS, print_csv, summarize
 
-    rows: list[list[str]] = []
-
-    def kept() -> Iterator[list[str]]:
-        for row in summarize(targets, ["--model", source, *arguments], time_limit):
-            rows.append(row)
-            yield row
-
-    print_csv(kept())
+    rows = print_csv(summarize(targets, ["--model", source, *arguments], time_limit))
     if html is not None:
         from compat.html_report import table_page
 

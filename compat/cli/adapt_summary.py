@@ -44,13 +44,16 @@ def summarize(
             yield [target, _reason(err, code), "", "", "", "", seconds]
 
 
-def print_csv(rows: Iterable[Sequence[str]]) -> None:
-    """Print rows below the names of the columns, each as soon as it is known."""
+def print_csv(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Print rows below the names of the columns, each as soon as it is known, and return them."""
+    printed = []
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([_harmless(cell) for cell in row])
         sys.stdout.flush()
+        printed.append(row)
+    return printed
 
 
 def _harmless(cell: str) -> str:

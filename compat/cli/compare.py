@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 import compat
 from compat.cli import options
 from compat.cli.adapt import show_finding
 from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_json, write_page
-from compat.cli.parity import print_line, show_layers
+from compat.cli.parity import show_layers, show_reach, show_verdict
+from compat.display import page
 from compat.errors import ParityError, described
-from compat.summary import sensitivity
 
 if TYPE_CHECKING:
     from compat.golden_files import GoldenReport
@@ -58,7 +57,7 @@ def compare_command(
     n_head: options.NHead = None,
     html: options.Html = None,
     as_json: options.Json = False,
-    quiet: Annotated[bool, options.output("--quiet", help="Print only the headline.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Compare another implementation's arrays with a golden file, and report deviations.
 
@@ -79,9 +78,7 @@ def compare_command(
     else:
         _show(report, console(), quiet)
     if html is not None:
-        from compat.html_report import golden_page
-
-        write_page(html, golden_page(report))
+        write_page(html, page(report))
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -89,17 +86,13 @@ def _show(report: GoldenReport, out: Console, quiet: bool) -> None:
     """The table, what was accepted, the deviations, and the verdict in one sentence."""
     if not quiet:
         show_layers(report, out, CAPTION)
-        if reach := sensitivity(report):
-            print_line(out, reach, "dim italic")
-        for line in report.notes:
-            print_line(out, f"· {line}", "cyan")
+        show_reach(report, out)
         for finding in report.findings:
             out.print()
             show_finding(finding, out)
         if report.findings:
             out.print()
-    mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
-    out.print(Text(f"{mark} {report.headline}", style=style), soft_wrap=True)
+    show_verdict(report, out)
 
 
 def _read_names(path: Path) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ import typer
 import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
-from compat.cli.output import console, note, print_json, print_rows
+from compat.cli.output import console, print_json, print_notes, print_rows
 from compat.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ def export_command(
         raise typer.BadParameter("No destination was passed. Pass SOURCE and DEST.")
     source = options.choose_source(source, model, default=None)
     checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    loaded = compat.load_pretrained(checkpoint, dialect, dtype=options.torch_dtype(dtype))
+    loaded = compat.load_pretrained(checkpoint, dialect, dtype=dtype)
     from compat.checkpoint.layout import has_tokenizer
 
     tokenizer = checkpoint if has_tokenizer(checkpoint.folder) else None
@@ -86,5 +86,4 @@ def export_command(
     rows = [[name, f"{size:,}"] for name, size in sizes.items()]
     print_rows(console(), ["file", ">bytes"], rows)
     print(f"{source} → {folder}: {count:,} values in {stored_as}, through {dialect} blocks")
-    for line in notes:
-        note(f"note: {line}")
+    print_notes(notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,6 @@ import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
 from compat.cli.output import note
-
-inputs = partial(typer.Option, rich_help_panel="Input")
 
 
 @handle_errors
@@ -49,24 +46,18 @@ def golden_command(
             help="Also write the logits of N greedy decode steps through the KV cache.",
         ),
     ] = 0,
-    text: Annotated[str | None, inputs(help="Run on this text instead of random ids.")] = None,
+    text: options.InputText = None,
     ids: Annotated[
         str | None,
-        inputs(
+        options.inputs(
             metavar="IDS", help="Run on these ids, such as '15496,11,995'; ';' separates sequences."
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        inputs(
-            metavar="N", callback=options.check_seed, help="Seed of the random ids. Default: 0."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Number of sequences. Default: 2.")
-    ] = None,
+    seed: options.Seed = None,
+    batch: options.Batch = None,
     length: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Number of ids in a sequence. Default: 64.")
+        int | None,
+        options.inputs(metavar="N", min=1, help="Number of ids in a sequence. Default: 64."),
     ] = None,
     model: options.Model = None,
     revision: options.Revision = None,
@@ -101,7 +92,7 @@ def golden_command(
         input_ids=rows,
         text=text,
         taps=taps,
-        dtype=options.torch_dtype(dtype),
+        dtype=dtype,
         gradients=gradients,
         decode=decode,
     )

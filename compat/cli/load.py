@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
-from compat.cli.output import console, note, print_json, print_table, table
+from compat.cli.output import console, print_json, print_notes, print_table, table
 
 if TYPE_CHECKING:
     from compat.name_map import NameMap
@@ -51,8 +51,7 @@ def load_command(
         f"{len(tensors)} tensors of {checkpoint.weights} → {len(parameters)} {dialect} parameters "
         f"with {count:,} values{tied}"
     )
-    for line in checkpoint.notes:
-        note(f"note: {line}")
+    print_notes(checkpoint.notes)
 
 
 def _name_map(dialect: options.DialectName) -> NameMap:

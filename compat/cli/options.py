@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    import torch
 
 DialectName = Literal["linear", "conv1d"]
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
@@ -19,6 +16,7 @@ SOURCE = "demo (embedded), a hub id such as gpt2, a folder, or a weights file."
 
 # Options of these panels of the help.
 checkpoint = partial(typer.Option, rich_help_panel="Checkpoint")
+inputs = partial(typer.Option, rich_help_panel="Input")
 output = partial(typer.Option, rich_help_panel="Output")
 
 Source = Annotated[str | None, typer.Argument(metavar="SOURCE", help=f"{SOURCE} Default: demo.")]
@@ -53,6 +51,24 @@ Dtype = Annotated[
     ),
 ]
 Json = Annotated[bool, output("--json", help="Print JSON to stdout.")]
+Quiet = Annotated[bool, output("--quiet", help="Print only the headline.")]
+
+
+def check_seed(seed: int | None) -> int | None:
+    """Refuse a seed that torch does not accept."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise typer.BadParameter(f"the seed is {seed}. Pass a number from 0 to 2**63 - 1.")
+    return seed
+
+
+InputText = Annotated[str | None, inputs("--text", help="Use this text instead of random ids.")]
+Seed = Annotated[
+    int | None,
+    inputs("--seed", metavar="N", callback=check_seed, help="Seed of the random ids. Default: 0."),
+]
+Batch = Annotated[
+    int | None, inputs("--batch", metavar="N", min=1, help="Number of sequences. Default: 2.")
+]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -103,17 +119,3 @@ def exclude(options: dict[str, bool]) -> None:
     given = [name for name, passed in options.items() if passed]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other. Pass one of them.")
-
-
-def check_seed(seed: int | None) -> int | None:
-    """Refuse a seed that torch does not accept."""
-    if seed is not None and not 0 <= seed < 2**63:
-        raise typer.BadParameter(f"the seed is {seed}. Pass a number from 0 to 2**63 - 1.")
-    return seed
-
-
-def torch_dtype(name: DtypeName | None) -> torch.dtype | None:
-    """The data type of a name."""
-    import torch
-
-    return None if name is None else getattr(torch, name)

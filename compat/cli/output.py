@@ -63,6 +63,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each note on a line of stderr."""
+    for text in notes:
+        note(f"note: {text}")
+
+
 def write_page(path: Path, page: str) -> None:
     """Write an HTML page and print its path.
 
@@ -81,6 +87,11 @@ def console() -> Console:
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     out = Console(width=None if known else 140, highlight=False)
     return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
+
+
+def print_line(out: Console, text: str, style: str) -> None:
+    """Print a text in a style, without breaking it into lines."""
+    out.print(Text(text, style=style), soft_wrap=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> Table:

@@ -10,7 +10,7 @@ import typer
 import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
-from compat.cli.output import note, print_json
+from compat.cli.output import print_json, print_notes
 
 
 @handle_errors
@@ -50,5 +50,4 @@ def pack_command(
         )
         return
     print(f"{source} → {file}: {after:,} bytes in {dtype}, {after / before:.2f} × the checkpoint")
-    for line in notes:
-        note(f"note: {line}")
+    print_notes(notes)

@@ -15,7 +15,15 @@ from rich.text import Text
 import compat
 from compat.cli import options
 from compat.cli.errors import handle_errors
-from compat.cli.output import console, print_json, print_rows, print_table, table, write_page
+from compat.cli.output import (
+    console,
+    print_json,
+    print_line,
+    print_rows,
+    print_table,
+    table,
+    write_page,
+)
 from compat.summary import (
     GRADIENT_COLUMNS,
     INPUT_COLUMNS,
@@ -29,7 +37,6 @@ from compat.summary import (
     sensitivity,
 )
 
-inputs = partial(typer.Option, rich_help_panel="Input")  # options of this panel of the help
 NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
 
 
@@ -57,19 +64,12 @@ def parity_command(
         bool,
         typer.Option("--gradients", help="Also compare the gradient of every parameter."),
     ] = False,
-    text: Annotated[str | None, inputs(help="Compare on this text instead of random ids.")] = None,
-    seed: Annotated[
-        int | None,
-        inputs(
-            metavar="N", callback=options.check_seed, help="Seed of the random ids. Default: 0."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, inputs(metavar="N", min=1, help="Number of sequences. Default: 2.")
-    ] = None,
+    text: options.InputText = None,
+    seed: options.Seed = None,
+    batch: options.Batch = None,
     length: Annotated[
         int | None,
-        inputs(
+        options.inputs(
             metavar="N",
             min=1,
             help="Number of ids in a sequence. Default: 128, or 32 from 500M parameters on.",
@@ -81,7 +81,7 @@ def parity_command(
     n_head: options.NHead = None,
     html: options.Html = None,
     as_json: options.Json = False,
-    quiet: Annotated[bool, options.output("--quiet", help="Print only the headline.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Prove, layer by layer, that the blocks compute what transformers computes.
 
@@ -119,15 +119,14 @@ def parity_command(
     dialects: Sequence[options.DialectName] = (
         get_args(options.DialectName) if every else [dialect or "linear"]
     )
-    number = options.torch_dtype(dtype)
     models: Iterable[Any] = dialects
     if engine is not None:
         models = [compat.Engine.from_pretrained(checkpoint, dtype=engine)]
     elif parallel is not None:
-        load = partial(compat.load_pretrained, mesh=mesh, parallel=parallel, dtype=number)
+        load = partial(compat.load_pretrained, mesh=mesh, parallel=parallel, dtype=dtype)
         models = (load(checkpoint, name) for name in dialects)
     asked: dict[str, Any] = {
-        "input_ids": input_ids, "text": text, "dtype": number, "gradients": gradients
+        "input_ids": input_ids, "text": text, "dtype": dtype, "gradients": gradients
     }  # fmt: skip
     checked: Iterable[compat.ParityReport]
     if every and parallel is None:
@@ -162,18 +161,24 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
             print_line(out, INPUT_NOTE, "dim italic")
         if rows := gradient_rows(report):
             print_rows(out, GRADIENT_COLUMNS, rows)
-        if reach := sensitivity(report):
-            print_line(out, reach, "dim italic")
-        for line in limits(report):
-            print_line(out, f"? {line}", "magenta")
-        for line in report.notes:
-            print_line(out, f"· {line}", "cyan")
+        show_reach(report, out)
+    show_verdict(report, out)
+
+
+def show_reach(report: compat.ParityReport, out: Console) -> None:
+    """How far the comparison reaches: the smallest detectable error, limits, and notes."""
+    if smallest := sensitivity(report):
+        print_line(out, smallest, "dim italic")
+    for line in limits(report):
+        print_line(out, f"? {line}", "magenta")
+    for line in report.notes:
+        print_line(out, f"· {line}", "cyan")
+
+
+def show_verdict(report: compat.ParityReport, out: Console) -> None:
+    """The verdict in one sentence."""
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
     print_line(out, f"{mark} {report.headline}", style)
-
-
-def print_line(out: Console, text: str, style: str) -> None:
-    out.print(Text(text, style=style), soft_wrap=True)
 
 
 def show_layers(report: compat.ParityReport, out: Console, caption: str | None = None) -> None:
