@@ -268,6 +268,11 @@ def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
     return config if isinstance(config, GPT2Config) else GPT2Config.from_dict(config)
 
 
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name of a data type without `torch.`, such as "float16"; of a name, the name itself."""
+    return str(dtype).removeprefix("torch.")
+
+
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the torch.dtype for a torch.dtype or its name, such as "float16"; None stays None.
 

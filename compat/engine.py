@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.checkpoint.packed import Quantized
-from compat.config import GPT2Config
+from compat.config import GPT2Config, dtype_name
 from compat.decoding import Decoder
 from compat.decoding.draft import PATIENCE, ModelDraft, in_8_bits
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
@@ -122,19 +122,16 @@ class Engine:
         Args:
             source: as in `load_pretrained`, or an open checkpoint. For a packed file, `dtype` is by
                 default the precision of the file.
-            revision: branch, tag or commit on the hub.
-            verify: compare every file with the checksum that the hub states for it.
-            n_head: number of heads, for a file that has no config.
+            revision, verify, n_head: see `open_checkpoint`.
             options: as in `Engine`.
         """
-        if not isinstance(source, Checkpoint):
-            source = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+        checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
         engine = cls.__new__(cls)
-        engine.config = source.config
-        own = source.packed.precision if source.packed else "float32"
-        quantized = source.read_quantized if own == "int8" else None
+        engine.config = checkpoint.config
+        own = checkpoint.packed.precision if checkpoint.packed else "float32"
+        quantized = checkpoint.read_quantized if own == "int8" else None
         options = cast(EngineOptions, {"dtype": own, **options})
-        engine._pack(source.read, quantized, Int8Cache(source), False, **options)
+        engine._pack(checkpoint.read, quantized, Int8Cache(checkpoint), False, **options)
         return engine
 
     def _pack(
@@ -159,7 +156,7 @@ class Engine:
         """
         precision: Any = dtype
         if isinstance(dtype, torch.dtype):
-            precision = str(dtype).removeprefix("torch.")
+            precision = dtype_name(dtype)
         if not isinstance(precision, str) or precision not in ("float32", "bfloat16", "int8"):
             raise ConfigError(
                 f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'"

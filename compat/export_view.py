@@ -49,6 +49,7 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
 
     A head that equals the embedding is left out, unless the model's config unties it. Biases that
     the model lacks are zeros. Tensors that need no rearrangement share the model's memory.
+
     Args:
         model: a dialect's model, or any module with a name map.
         name_map: required for a module that is not a dialect's.
@@ -96,7 +97,8 @@ def map_of(model: nn.Module, given: NameMap | None) -> NameMap:
     dialect = dialect_of(model)
     if dialect is None:
         raise NameMapError(
-            f"{type(model).__name__} is not one of compat's models. Pass its name_map."
+            f"{type(model).__name__} is not one of compat's models. Pass its name_map, such as "
+            "adapt(model, source).name_map."
         )
     return dialect.name_map
 

@@ -18,7 +18,7 @@ from compat.checkpoint.foreign import IN_OUT, OUT_IN, kind_of, layouts
 from compat.checkpoint.formats import recognized
 from compat.checkpoint.layout import HEAD, VOCABULARY_FILES, plain_name
 from compat.checkpoint.source import check, max_unpacked, read_config
-from compat.config import ALIASES, GPT2Config
+from compat.config import ALIASES, GPT2Config, dtype_name
 from compat.display import HtmlPage
 from compat.errors import CompatError, HubError, TokenizerError, short_repr
 from compat.tokenizer import load_tokenizer
@@ -169,7 +169,7 @@ def _report_contents(found: Inspection, contents: Contents) -> None:
 def _report_tensors(found: Inspection, infos: Mapping[str, TensorInfo]) -> None:
     found.tensors = len(infos)
     found.parameters = sum(prod(info.shape) for info in infos.values())
-    dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in infos.values())
+    dtypes = Counter(dtype_name(info.dtype) for info in infos.values())
     found.dtypes = dict(dtypes.most_common())
 
 

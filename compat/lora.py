@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compat.checkpoint.checks import not_finite
 from compat.checkpoint.files import read_json
-from compat.checkpoint.layout import PREFIX, Shape
+from compat.checkpoint.layout import PREFIX, PROJECTIONS, Shape
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.errors import (
     CheckpointError,
@@ -38,11 +36,11 @@ from compat.errors import (
 from compat.export_view import hf_tensors, map_of
 from compat.name_map import NameMap, Row
 from compat.saving.atomic import replacing_folder
+from compat.saving.shards import write_tensors
 from compat.validation import as_module, check_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_MODEL = "base_model.model."  # PEFT's prefix of all names
-PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # Fields with which PEFT computes something other than B·A, or also trains other weights.
 UNSUPPORTED = (
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "use_qalora", "use_bdlora"),
@@ -403,8 +401,5 @@ def _write(folder: str | Path, parts: Parts, fields: Mapping[str, Any]) -> list[
     }
     with replacing_folder(folder, lambda name: name == "adapter_model.bin") as temporary:
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        try:
-            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # it wraps errors of the system
-            raise OSError(f"{WEIGHTS}: {error}") from error
+        write_tensors(temporary / WEIGHTS, tensors)
     return [Path(folder) / CONFIG, Path(folder) / WEIGHTS]

@@ -14,6 +14,7 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.checks import not_finite
 from compat.checkpoint.layout import HEAD
 from compat.checkpoint.packed import PRECISIONS, write_packed
+from compat.config import dtype_name
 from compat.decoding.int8_weights import Int8Weights
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.saving.atomic import replacing_file
@@ -49,7 +50,7 @@ def pack_checkpoint(
         CheckpointError: The source is a packed file or has values beyond the range of the data
             type, or the file cannot be written; see also `open_checkpoint`.
     """
-    precision = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    precision = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'int8' or 'bfloat16'.")
     if not isinstance(file, str | os.PathLike) or Path(file).suffix != ".safetensors":

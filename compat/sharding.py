@@ -64,8 +64,8 @@ def distribute(model: nn.Module, name_map: NameMap, mesh: DeviceMesh) -> None:
     Parameters become DTensors, and each rank keeps its share of them; those on the meta device get
     their values from `load_into`, which reads only this share. The model takes and returns plain
     tensors, as before: every rank must call it with the same ids, and gets all logits. Inside, the
-        hidden states are DTensors, and a plain tensor is treated as replicated on every rank.
-        Active dropout is an error, because every rank would draw different random numbers.
+    hidden states are DTensors, and a plain tensor is treated as replicated on every rank. Active
+    dropout is an error, because every rank would draw different random numbers.
 
     Create an optimizer afterwards, because the parameters are new objects.
 
@@ -317,8 +317,7 @@ def _check_dropout(model: nn.Module) -> None:
     if any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules()):
         raise ConfigError(
             "dropout is active, but in tensor parallelism every rank would draw different random "
-            "numbers. Call model.eval(), which keeps gradients, "
-            "or set the rates to 0."
+            "numbers. Call model.eval(), which keeps gradients, or set the rates to 0."
         )
 
 

@@ -143,8 +143,7 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     raise TokenizerError(
         "there is no tokenizer.json, nor vocab.json and merges.txt, and the vocabulary size is "
         f"{vocab_size} instead of GPT-2's 50257. Put these files beside the weights, or in Python "
-        "pass "
-        "ids instead of text."
+        "pass ids instead of text."
     )
 
 

@@ -73,7 +73,7 @@ MAKE_MODEL = (
 )
 
 
-def described(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
+def exception_report(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
     """An exception's type and text, the innermost line of its owner's code, and the next step.
 
     Args:
@@ -103,8 +103,8 @@ def described(error: BaseException, owns: Callable[[str], bool] | None = None) -
     return text
 
 
-def exception_summary(error: BaseException) -> str:
-    """The type and the first line of a model's exception, and the user's line, in one line."""
+def exception_summary(error: BaseException, raised_by: str = "the model") -> str:
+    """The type and the first line of an exception, and the user's line, in one line."""
     frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     try:
@@ -112,7 +112,7 @@ def exception_summary(error: BaseException) -> str:
     except Exception:  # of the user's own exception
         lines = []
     headline = f": {lines[0]}" if lines else ""
-    return f"the model raised {type(error).__name__}{where}{headline}"
+    return f"{raised_by} raised {type(error).__name__}{where}{headline}"
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -133,7 +133,7 @@ def translated(headline: str, advice: str = "") -> Iterator[None]:
     except CompatError:
         raise
     except (Exception, SystemExit) as error:
-        text = f"{headline}: {described(error)}" + (f"\n  {advice}" if advice else "")
+        text = f"{headline}: {exception_report(error)}" + (f"\n  {advice}" if advice else "")
         raise AdaptError(text) from error
 
 
@@ -149,7 +149,7 @@ def handle_errors(target: Callable[..., Any]) -> Iterator[None]:
         if isinstance(error, CompatError) or not _from_users(error):
             raise
         headline = f"{target.__name__} raises an exception when it runs"
-        raise AdaptError(f"{headline}: {described(error)}") from error
+        raise AdaptError(f"{headline}: {exception_report(error)}") from error
 
 
 def _from_users(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from compat import (
     pack_checkpoint,
     save_pretrained,
 )
-from compat.checkpoint.foreign import PROJECTIONS
+from compat.checkpoint.layout import PROJECTIONS
 from compat.checkpoint.packed import METADATA, OUTLIER_WEIGHT, OUTLIERS, SCALE, checksum
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.decoding import matrices, native

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from compat import Engine, generate, load_pretrained
-from compat.decoding import decoder_of, matrices
+from compat.checkpoint import files
+from compat.decoding import decoder_of
 
 IDS = torch.tensor([[5, 17, 60]])
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -71,9 +72,9 @@ def test_a_forked_child_has_its_own_cache(tiny: Path, kind: str) -> None:
 
 def test_private_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows, where neither of these names exists."""
-    monkeypatch.delattr(matrices.mmap, "MAP_PRIVATE", raising=False)
-    monkeypatch.delattr(matrices.mmap, "MAP_ANONYMOUS", raising=False)
-    made = matrices.private_memory(100)
+    monkeypatch.delattr(files.mmap, "MAP_PRIVATE", raising=False)
+    monkeypatch.delattr(files.mmap, "MAP_ANONYMOUS", raising=False)
+    made = files.private_memory(100)
     assert made[:] == bytes(100)
 
 

@@ -53,7 +53,18 @@ def allocate(size: int) -> Any:
     """A writable buffer. A large one is mapped, so that freeing it returns its memory at once."""
     if size < 1 << 17 or not hasattr(mmap, "MAP_PRIVATE"):
         return bytearray(size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return private_memory(size)
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Allocate `size` bytes of zeros, which a forked child process copies on write.
+
+    The memory comes directly from the operating system: pages take no space until they are written,
+    and are returned when the last tensor on them is deleted. By default, mmap on Unix would share
+    the memory between parent and child. Windows has neither fork nor these flags.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return mmap.mmap(-1, size, **flags)
 
 
 def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:

@@ -18,13 +18,12 @@ from torch import Tensor
 from compat.checkpoint.checks import config_of
 from compat.checkpoint.contents import Contents, Stored
 from compat.checkpoint.files import ALL, TensorInfo
-from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, expected_shapes
+from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, PROJECTIONS, expected_shapes
 from compat.config import ALIASES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
 
 HUGGING_FACE, NANOGPT, MINGPT, PACKED = "Hugging Face", "nanoGPT", "minGPT", "packed"
 IN_OUT, OUT_IN = "[in, out]", "[out, in]"
-PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 # nanoGPT's model.py has had torch's exact GELU since 2023, minGPT and makemore the tanh form.
 ACTIVATION = {NANOGPT: "gelu", MINGPT: "gelu_new"}

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from compat.checkpoint.files import read_json
 from compat.checkpoint.layout import CONFIG, SMALL_FILES, WEIGHT_FILES
+from compat.display import write_text
 from compat.errors import HubError, lines, listed
 
 # The hash's name, by its number of hex digits. The hub states SHA-256 for large files and git's
@@ -73,11 +73,9 @@ class Repo:
         if self.cached_commit() == commit:
             return
         ref = self.cache / "refs" / self.revision
-        temporary = ref.with_name(f"{ref.name}.{uuid4().hex}.tmp")
         with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(commit)
-            os.replace(temporary, ref)
+            write_text(ref, commit)
 
 
 def fetch(repo_id: str, revision: str | None, verify: bool = False) -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compat.checkpoint.files import ALL, TensorInfo
 from compat.checkpoint.layout import HEAD
-from compat.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from compat.checkpoint.safetensors_file import SafetensorsFile, header_of, tensor_bytes
 from compat.errors import CheckpointError
 
 METADATA, SCALE = "compat", ".scale"
@@ -178,33 +178,20 @@ def write_packed(
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     described = json.dumps({**fields, "checksums": checksums})
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: described, **metadata}}
 
     # A tensor whose size is not a multiple of the alignment shifts all that follow it.
     def place(name: str) -> tuple[bool, int]:
         return tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize
 
     order = sorted(tensors, key=place)
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.nbytes
-        offsets, shape = [begin, end], list(tensor.shape)
-        header[name] = {"dtype": codes[tensor.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    stored = {name: (tuple(tensors[name].shape), tensors[name].dtype) for name in order}
+    header, _ = header_of(stored, {"format": "pt", METADATA: described, **metadata}, ALIGNMENT)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for name in order:
-            file.write(_bytes(tensors[name]))
+            file.write(tensor_bytes(tensors[name]))
 
 
 def checksum(tensor: Tensor) -> str:
     """The SHA-256 of a tensor's bytes, in hexadecimal."""
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    found: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return found
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()

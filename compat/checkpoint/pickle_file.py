@@ -63,7 +63,7 @@ class PickleFile:
             dictionary of dense tensors.
     """
 
-    def __init__(self, path: Path, max_unpacked: int = 0) -> None:
+    def __init__(self, path: Path, max_unpacked: int) -> None:
         self._path, self.model_args = path, None
         # pickletools and torch.load warn about some files and then refuse them.
         with warnings.catch_warnings():

@@ -1,9 +1,15 @@
-"""`.safetensors` files: the header is checked, then tensors are read or mapped one by one."""
+"""`.safetensors` files: the header is checked, then tensors are read or mapped one by one.
+
+New files whose tensors are written one by one begin with `header_of`.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -135,6 +141,37 @@ def _end(entry: Any) -> int:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     proper = isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int
     return offsets[1] if proper and offsets else 0
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor as the file stores them: contiguous, in the machine's byte order."""
+    found: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def header_of(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    metadata: Mapping[str, str],
+    alignment: int = 8,
+) -> tuple[bytes, dict[str, int]]:
+    """The header of a new file, and the place in the file where the data of each tensor begins.
+
+    Args:
+        tensors: the shape and data type of every tensor, in the order in which they are stored.
+        metadata: the strings for its `__metadata__`.
+        alignment: the header is padded to a multiple of so many bytes.
+    """
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    starts, end = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        starts[name], end = end, end + dtype.itemsize * math.prod(shape)
+        offsets = [starts[name], end]
+        entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -60,11 +60,11 @@ def internal_error(error: BaseException) -> int:
 
     With COMPAT_TRACEBACK set, the traceback is printed before it.
     """
-    from compat.user_code import COMPAT, described
+    from compat.user_code import COMPAT, exception_report
 
     if os.environ.get("COMPAT_TRACEBACK"):
         note("".join(traceback.format_exception(error)).rstrip())
-    what = " ".join(described(error, lambda file: file.startswith(COMPAT)).split())
+    what = " ".join(exception_report(error, lambda file: file.startswith(COMPAT)).split())
     note(
         f"error: this is a bug in compat: {CompatError(what)}. Please report it with the "
         "traceback, which is printed when the environment variable COMPAT_TRACEBACK=1 is set."

@@ -173,7 +173,7 @@ def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
 
 
 def _parameters(model: nn.Module) -> list[Any]:
-    """Yield all parameters by name: tied ones once for each module, and None for missing ones."""
+    """Return all parameters: tied ones once for each module, and None for missing ones."""
     return [p for module in model.modules() for p in module._parameters.values()]
 
 

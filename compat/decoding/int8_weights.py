@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.foreign import PROJECTIONS
-from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
+from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS, PROJECTIONS
 from compat.checkpoint.packed import Quantized, tensors_of
 from compat.decoding.matrices import quantize
 from compat.decoding.outliers import inputs_with_outliers

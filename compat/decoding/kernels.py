@@ -42,6 +42,7 @@ from compat.decoding.native import (
 )
 from compat.decoding.native_library import is_available, note
 from compat.decoding.transformer import Cache, Transformer
+from compat.display import write_text
 
 # The last candidate of each precision only uses documented operators, and works everywhere.
 CANDIDATES: dict[str, tuple[Pack, ...]] = {
@@ -305,11 +306,6 @@ def _write_memory(known: dict[str, str]) -> None:
     memory = _memory()
     if memory is None:
         return
-    part = memory.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(json.dumps(known, indent=1), "utf-8")
-            part.replace(memory)
-        finally:
-            part.unlink(missing_ok=True)
+        write_text(memory, json.dumps(known, indent=1))

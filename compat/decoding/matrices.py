@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compat.checkpoint.files import private_memory
 from compat.checkpoint.packed import Outliers, Quantized
 from compat.decoding.native_library import is_available, library
 
@@ -36,17 +37,6 @@ FEWEST = 64  # inputs and outputs that native.c quantizes, which it does in stri
 
 
 _of_thread = threading.local()  # the thread's current block of memory, and how much of it is used
-
-
-def private_memory(size: int) -> mmap.mmap:
-    """Allocate `size` bytes of zeros, which a forked child process copies on write.
-
-    The memory comes directly from the operating system: pages take no space until they are written,
-    and are returned when the last tensor on them is deleted. By default, mmap on Unix would share
-    the memory between parent and child. Windows has neither fork nor these flags.
-    """
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return mmap.mmap(-1, size, **flags)
 
 
 def empty_weight(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.checkpoint.checks import all_finite
+from compat.checkpoint.files import private_memory
 from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config
-from compat.decoding.matrices import Pack, packed, private_memory
+from compat.decoding.matrices import Pack, packed
 from compat.decoding.not_finite import first_not_finite, not_finite_message
 from compat.layers import activation
 from compat.tap import Tap, expand_taps

@@ -1,5 +1,5 @@
 """Reports as one HTML page each, which needs no network and contains no script."""
 
-from compat.html_report.report import adapt_page, golden_page, page_of, parity_page, table_page
+from compat.html_report.report import adapt_page, page_of, parity_page, table_page
 
-__all__ = ["adapt_page", "golden_page", "page_of", "parity_page", "table_page"]
+__all__ = ["adapt_page", "page_of", "parity_page", "table_page"]

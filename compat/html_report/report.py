@@ -74,8 +74,6 @@ def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
     """A result as a page."""
     if isinstance(result, Golden):
         return recorded_page(result)
-    if isinstance(result, GoldenReport):
-        return golden_page(result)
     if isinstance(result, ParityReport):
         return parity_page(result)
     return adapt_page(result) if isinstance(result, Adaptation) else inspection_page(result)
@@ -105,23 +103,17 @@ def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 def parity_page(*reports: ParityReport) -> str:
     """One or more reports on one checkpoint as a page."""
-    names = " and ".join(report.model_name for report in reports)
-    return _page(
-        title=f"{names} and transformers on {reports[0].source}",
-        kicker="Weight compatibility with Hugging Face GPT-2: parity, layer by layer",
-        reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
-        versions=reports[0].versions,
+    names, first = " and ".join(report.model_name for report in reports), reports[0]
+    kicker = (
+        "Golden arrays of Hugging Face GPT-2, compared with another implementation"
+        if isinstance(first, GoldenReport)
+        else "Weight compatibility with Hugging Face GPT-2: parity, layer by layer"
     )
-
-
-def golden_page(report: GoldenReport) -> str:
-    """The comparison of a candidate's arrays with golden ones as a page."""
-    title = f"{report.model_name} and transformers on {report.source}"
     return _page(
-        title=title,
-        kicker="Golden arrays of Hugging Face GPT-2, compared with another implementation",
-        reports=[_parity(report, f"{report.model_name}, {report.dtype}", report.headline)],
-        versions=report.versions,
+        title=f"{names} and transformers on {first.source}",
+        kicker=kicker,
+        reports=[_parity(r, f"{r.model_name}, {r.dtype}", r.headline) for r in reports],
+        versions=first.versions,
     )
 
 

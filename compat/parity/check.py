@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
-from compat.config import as_dtype
+from compat.config import as_dtype, dtype_name
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import CompatError, NameMapError, ParityError, described, short_repr
+from compat.export_view import map_of
 from compat.layers import as_ids
 from compat.loading import load_pretrained
-from compat.name_map import NameMap, as_name_map
+from compat.name_map import NameMap
 from compat.parity.compare import Difference
 from compat.parity.decoded import prove_decoder
 from compat.parity.expected import ExpectedLogits, position_errors
@@ -199,11 +200,8 @@ def _check(
     if isinstance(module, nn.Module):
         reshard(module)
     if isinstance(model, nn.Module) and not report.passed:
-        dialect = dialect_of(model)
-        own = name_map or (dialect.name_map if dialect else None)
-        if own is not None:
-            with suppress(NameMapError):  # the model has other parameters
-                report = replace(report, weights=weight_differences(model, own, checkpoint))
+        with suppress(NameMapError):  # the model has no name map, or other parameters
+            report = replace(report, weights=weight_differences(model, name_map, checkpoint))
     return report
 
 
@@ -255,15 +253,12 @@ def _report_on_module(
 
 def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
     """The name map by which gradients are compared."""
-    dialect = dialect_of(model)
-    if name_map is not None:
-        return as_name_map(name_map)
-    if dialect is None:
+    if name_map is None and dialect_of(model) is None:
         raise ParityError(
             f"gradients=True needs to know which parameters of {type(model).__name__} hold which "
             "tensor. Pass name_map=adapt(model, source).name_map."
         )
-    return dialect.name_map
+    return map_of(model, name_map)
 
 
 def _report_on_function(
@@ -306,7 +301,7 @@ def _precision(model: HasDecoder) -> str:
     """The data type of a decoder's weights, such as "int8"."""
     module = getattr(model, "model", None)
     if isinstance(module, nn.Module):
-        return str(_dtype_of(module, None)).removeprefix("torch.")
+        return dtype_name(_dtype_of(module, None))
     precision: str = getattr(model, "dtype", "float32")
     return precision
 

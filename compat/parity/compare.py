@@ -11,8 +11,10 @@ from torch import Tensor
 
 from compat.errors import ParityError
 
-# The largest ratio of our RMS error against float64 to the reference's own.
+# The largest ratio of our RMS error against float64 to the reference's own: over a tensor, and at
+# the worst position of each.
 MAX_ERROR_RATIO = 2.0
+MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
 
 # Without a float64 run: the RMS difference, in units of epsilon, that each piece of the model may
 # add. Measured: 0.7 for a written-out layer norm, 0 for all other pieces.
@@ -75,7 +77,7 @@ def compare(
     """Compare a model's traces with the reference's at every tap of the model, in its order.
 
     Without float64 only local differences are judged: the growth of accumulated rounding errors
-        depends on the weights, and if every piece is right, so is the whole model.
+    depends on the weights, and if every piece is right, so is the whole model.
 
     Args:
         reference: the reference's trace.
@@ -130,7 +132,7 @@ def compare_accumulated(
     accumulated = 0.0
     for name, ours, reference, exact in tensors:
         measured = _measure(ours, reference, exact)
-        accumulated = max(accumulated, _rounding(reference), measured.reference_relative)
+        accumulated = max(accumulated, rounding(reference.dtype), measured.reference_relative)
         yield name, measured.judged(accumulated)
 
 
@@ -241,15 +243,15 @@ def _tolerances_with_float64(
     tolerances: dict[str, tuple[float | None, float]] = {}
     accumulated = 0.0
     for tap, found in measured.items():
-        rounding = _rounding(reference[tap])
-        accumulated = max(accumulated, rounding, found.reference_relative)
-        tolerances[tap] = accumulated, rounding
+        local = rounding(reference[tap].dtype)
+        accumulated = max(accumulated, local, found.reference_relative)
+        tolerances[tap] = accumulated, local
     return tolerances
 
 
-def _rounding(reference: Tensor) -> float:
-    """The error of rounding the result, a quarter epsilon, and of the float32 sums before it."""
-    return torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
+def rounding(dtype: torch.dtype) -> float:
+    """The relative error of rounding to a data type, a quarter epsilon, and of sums in float32."""
+    return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 def _tolerances_without_float64(

@@ -8,14 +8,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from compat.parity.compare import MAX_ERROR_RATIO, Difference
+from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, Difference, rounding
 from compat.parity.inputs import ProofInput
 from compat.parity.reference import Reference
 
-# The largest ratio of the model's error at its worst position to the reference's at its own.
-MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
-# The same for the long sequence, which has no float64 run: it bounds the difference of two float32
-# runs, whose rounding errors grow with the length of the sums in attention.
+# The largest ratio of errors at the worst position of the long sequence. It has no float64 run, so
+# this bounds the difference of two float32 runs, whose rounding errors grow with the length of the
+# sums in attention.
 MAX_LONG_RATIO = 4 * MAX_ERROR_RATIO
 EXACT_UP_TO = 64  # ids in a sequence for which logits are also computed in float64
 POSITIONS_AT_ONCE = 64  # that are compared in float64
@@ -35,8 +34,8 @@ class ExpectedLogits:
     """
 
     def __init__(self, reference: Reference, reference_error: float | None = None) -> None:
-        rounding = torch.finfo(reference.dtype).eps / 4 + torch.finfo(torch.float32).eps
-        self.reference_error = rounding if reference_error is None else reference_error
+        smallest = rounding(reference.dtype) if reference_error is None else reference_error
+        self.reference_error = smallest
         self.sequences: list[Tensor] = []
         self._reference = reference
         self._logits: list[Tensor] = []

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from compat.errors import CompatError, ParityError, described, listed
 from compat.parity.trace import Trace
 from compat.tap import BLOCK_TAPS
+from compat.user_code import exception_summary
 
 
 class FunctionModule(nn.Module):
@@ -29,33 +30,12 @@ class FunctionModule(nn.Module):
         self.function = function
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.arrays(ids)
+        found = call_function(self.function, ids)
         if "logits" not in found:
             raise ParityError(
                 f"the function returned {listed(list(found)) or 'no array'}; expected logits."
             )
         return as_tensor("logits", found["logits"])
-
-    def arrays(self, ids: Tensor) -> dict[str, object]:
-        """The arrays that the function returns for the ids, by name.
-
-        Raises:
-            ParityError: it raised an exception.
-        """
-        try:
-            found = self.function(ids.numpy().astype(np.int64))
-        except CompatError:
-            raise
-        except Exception as error:
-            name = getattr(self.function, "__name__", type(self.function).__name__)
-            text = str(error).partition("\n")[0].rstrip(".")
-            raise ParityError(
-                f"the function {name} raised {type(error).__name__}: {text}. It is called with "
-                "ids, a NumPy array (B, T) of int64; expected logits, or arrays by tap."
-            ) from error
-        if isinstance(found, Mapping):
-            return dict(found)
-        return {"logits": getattr(found, "logits", found)}
 
     def trace(self, ids: Tensor, expected: Trace) -> Trace:
         """The taps that the function returns for ids, in execution order and in float32.
@@ -64,7 +44,7 @@ class FunctionModule(nn.Module):
             ParityError: an array has an unknown name or another shape than its tap.
         """
         found: Trace = {}
-        for name, value in self.arrays(ids).items():
+        for name, value in call_function(self.function, ids).items():
             tensor = as_tensor(name, value)
             block, _, last = name.rpartition(".")
             if last == "qkv" and f"{block}.q" in expected:  # side by side, as in golden files
@@ -84,6 +64,31 @@ class FunctionModule(nn.Module):
                     f"{list(expected[name].shape)}. Return it with these axes."
                 )
         return {name: found[name].to(expected[name].dtype) for name in expected if name in found}
+
+
+def call_function(function: Callable[[Any], Any], ids: Tensor) -> dict[str, object]:
+    """The arrays that a function returns for ids (B, T), by name.
+
+    A module is called with a tensor, any other function with a NumPy array of its own.
+
+    Raises:
+        ParityError: the function raised an exception.
+    """
+    is_module = isinstance(function, nn.Module)
+    try:
+        found = function(ids.clone() if is_module else ids.numpy().astype(np.int64))
+    except (KeyboardInterrupt, CompatError):
+        raise
+    except BaseException as error:  # such as exit() in the user's code
+        name = getattr(function, "__name__", type(function).__name__)
+        summary = exception_summary(error, raised_by=f"the function {name}").rstrip(".")
+        raise ParityError(
+            f"{summary}. It is called with ids, a {'tensor' if is_module else 'NumPy array'} "
+            f"{list(ids.shape)} of int64; expected logits, or arrays by tap."
+        ) from error
+    return (
+        dict(found) if isinstance(found, Mapping) else {"logits": getattr(found, "logits", found)}
+    )
 
 
 def as_tensor(name: str, value: object) -> Tensor:

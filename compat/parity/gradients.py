@@ -34,6 +34,8 @@ def prove_gradients(
     name_map: NameMap,
     ids: Tensor,
     logits_of: Callable[[Tensor], Tensor],
+    *,
+    same_suffices: bool = False,
 ) -> GradientsProof:
     """Compare the gradient of every parameter with the reference's, calibrated on float64.
 
@@ -47,40 +49,13 @@ def prove_gradients(
         ids: (B, T).
         logits_of: runs the model on ids and returns logits (B, T, V), or (B, 1, V) of the last
             position.
+        same_suffices: return a proof without results if all gradients agree with the reference's
+            to within `SAME`. The comparison in float64 takes two thirds of the time.
 
     Raises:
         NameMapError: the map does not fit the model.
     """
-    return _compare(model, reference, name_map, ids, logits_of, GradientsProof())
-
-
-def wrong_gradients(
-    model: nn.Module,
-    reference: Reference,
-    name_map: NameMap,
-    ids: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-) -> GradientsProof | None:
-    """The result of `prove_gradients` if the comparison fails, otherwise None.
-
-    Gradients that agree with the reference's to within `SAME` pass without the comparison in
-    float64, which takes two thirds of the time.
-    """
     proof = GradientsProof()
-    proof = _compare(model, reference, name_map, ids, logits_of, proof, same_suffices=True)
-    return proof if proof.failed or proof.error else None
-
-
-def _compare(
-    model: nn.Module,
-    reference: Reference,
-    name_map: NameMap,
-    ids: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-    proof: GradientsProof,
-    same_suffices: bool = False,
-) -> GradientsProof:
-    """Fill the proof, or leave it without results if the gradients are the same."""
     config = reference.checkpoint.config
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = name_map.expand(config.n_layer)
@@ -144,6 +119,18 @@ def _compare(
         missed = tuple(name for name in names if id(parameters[name]) in unused)
         proof.results.append(GradientResult(hf, names, difference, missed))
     return proof
+
+
+def wrong_gradients(
+    model: nn.Module,
+    reference: Reference,
+    name_map: NameMap,
+    ids: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+) -> GradientsProof | None:
+    """The result of `prove_gradients` if the comparison fails, otherwise None."""
+    proof = prove_gradients(model, reference, name_map, ids, logits_of, same_suffices=True)
+    return proof if proof.failed or proof.error else None
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:

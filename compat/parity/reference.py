@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import plain_name
 from compat.collector import collector_paused
+from compat.config import dtype_name
 from compat.parity import numpy_gpt2
 from compat.parity.compare import TapResult, compare
 from compat.parity.inputs import sequences
@@ -235,7 +236,7 @@ class Reference:
         return ParityReport(
             source=self.checkpoint.source,
             model_name=name,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             input_shape=(ids.shape[0], ids.shape[1]),
             calibrated=self.calibrate,
             training=training,

@@ -12,14 +12,14 @@ from compat.parity.report import WeightDifference
 
 
 def weight_differences(
-    model: nn.Module, name_map: NameMap, checkpoint: Checkpoint
+    model: nn.Module, name_map: NameMap | None, checkpoint: Checkpoint
 ) -> list[WeightDifference]:
     """The tensors of the checkpoint whose values differ in the model, the largest difference first.
 
     The checkpoint's values are rounded to the model's data type first.
 
     Raises:
-        NameMapError: the map does not fit the model.
+        NameMapError: the map does not fit the model, or there is none.
         CheckpointError: a tensor has NaN or infinite values.
     """
     found = []

@@ -24,7 +24,7 @@ from compat.checkpoint.layout import (
     has_tokenizer,
     saved_name,
 )
-from compat.config import DTYPES, GPT2Config
+from compat.config import DTYPES, GPT2Config, dtype_name
 from compat.dialects import get_dialect
 from compat.errors import (
     CheckpointError,
@@ -147,7 +147,7 @@ def _check_parameters(model: nn.Module) -> None:
         elif is_quantized(parameter):
             faults.append((name, "quantized by torchao; save the model before quantizing it"))
         elif parameter.dtype not in DTYPES.values() or parameter.layout != torch.strided:
-            kind = str(parameter.dtype).removeprefix("torch.")
+            kind = dtype_name(parameter.dtype)
             faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
         elif fault := not_finite(local(parameter.detach())):
             faults.append((name, fault))
@@ -176,7 +176,7 @@ def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HF
 def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[str, str]:
     """The contents of config.json, with the data type to load in, and generation_config.json."""
     dtype = reduce(torch.promote_types, (tensor.like.dtype for tensor in tensors.values()))
-    fields = {**config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    fields = {**config.to_hf_dict(), "dtype": dtype_name(dtype)}
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
     return {"config.json": _as_json(fields), "generation_config.json": _as_json(generation)}

@@ -104,7 +104,16 @@ def _write(
     with raising_together(source for name in names for source in tensors[name].sources):
         if folder is None:
             return
-        try:
-            save_file(made, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # it wraps errors of the system
-            raise OSError(f"{file}: {error}") from error
+        write_tensors(folder / file, made)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a safetensors file as PyTorch programs expect it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps errors of the system
+        raise OSError(f"{path.name}: {error}") from error
