@@ -118,11 +118,11 @@ class Rearrange:
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         left, right = self.pattern.split("->")
-        return (_rearrange(tensor, left, right, dict(self.sizes)),)
+        return (rearrange(tensor, left, right, dict(self.sizes)),)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
         left, right = self.pattern.split("->")
-        return _rearrange(tensors[0], right, left, dict(self.sizes))
+        return rearrange(tensors[0], right, left, dict(self.sizes))
 
     def __str__(self) -> str:
         return self.pattern
@@ -166,7 +166,7 @@ class Fused:
         for part in self.parts:
             which, heads = self._selected(part)
             left = "c q h d" if "c" in part.axes else "1 q h d"
-            loaded.append(_rearrange(fused[:, which][:, :, heads], left, part.axes, {}))
+            loaded.append(rearrange(fused[:, which][:, :, heads], left, part.axes, {}))
         return tuple(loaded)
 
     def save(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -176,7 +176,7 @@ class Fused:
         fused = tensors[0].new_zeros(C, 3, self.n_head, D)
         for part, tensor in zip(self.parts, tensors, strict=True):
             right = "c q h d" if is_matrix else "q h d"
-            value = _rearrange(tensor, part.axes, right, self._sizes(part, tensor))
+            value = rearrange(tensor, part.axes, right, self._sizes(part, tensor))
             which, heads = self._selected(part)
             value = value.reshape(C, len(which), len(heads), D)
             for position, index in enumerate(which):
@@ -192,7 +192,7 @@ class Fused:
         """The lengths of a parameter's axes; those of c and d follow from its shape."""
         which, heads = self._selected(part)
         known = {"q": len(which), "h": len(heads)}
-        for group, size in zip(_groups(part.axes), tensor.shape, strict=True):
+        for group, size in zip(axis_groups(part.axes), tensor.shape, strict=True):
             unknown = [axis for axis in group if axis not in known]
             if len(unknown) == 1:
                 known[unknown[0]] = size // prod(known[x] for x in group if x != unknown[0])
@@ -315,18 +315,24 @@ class Reparametrized:
         return ", then ".join(dict.fromkeys(map(str, [self.op, *filter(None, self.parts)])))
 
 
-def _groups(axes: str) -> list[list[str]]:
-    """ "(h d) c 1" → [[h, d], [c], []]."""
+def axis_groups(axes: str) -> list[list[str]]:
+    """The axes that each dimension of a tensor merges: "(h d) c 1" → [[h, d], [c], []]."""
     found = re.findall(r"\(([^)]*)\)|(\w)", axes)
     return [merged.split() if merged else [] if axis == "1" else [axis] for merged, axis in found]
 
 
-def _rearrange(tensor: Tensor, left: str, right: str, known: Mapping[str, int]) -> Tensor:
-    """The tensor with the axes of `left` arranged as in `right`; contiguous.
+def rearrange(tensor: Tensor, left: str, right: str, known: Mapping[str, int]) -> Tensor:
+    """Return the tensor with the axes of `left` arranged as in `right`, contiguous.
 
-    An axis that occurs on one side only has length 1.
+    Args:
+        tensor: the tensor, whose dimensions are those of `left`.
+        left, right: axes, such as "(h d) c". One that occurs on one side only has length 1.
+        known: the lengths of all axes but one in each dimension of the tensor.
+
+    Raises:
+        NameMapError: the shape does not fit `left`.
     """
-    before, after, sizes = _groups(left), _groups(right), dict(known)
+    before, after, sizes = axis_groups(left), axis_groups(right), dict(known)
     if len(before) != tensor.ndim:
         raise NameMapError(f"found shape {list(tensor.shape)}, expected axes {left.strip()!r}")
     for group, size in zip(before, tensor.shape, strict=True):

@@ -6,12 +6,10 @@ cannot hold are refused.
 
 from __future__ import annotations
 
-import json
-import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +21,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from compat.checkpoint.safetensors_file import SafetensorsFile
+from compat.checkpoint.safetensors_file import SafetensorsFile, header_of, tensor_bytes
+from compat.config import dtype_name
 from compat.errors import CompatError, ParityError, described
 from compat.parity.functions import check_kind, tensor_of
+from compat.saving.atomic import replacing_file
 
 MAX_ARRAYS = 100_000
 READ_ERRORS = (  # the exceptions that readers raise for a damaged file
@@ -51,6 +51,8 @@ class Array:
 
 
 Arrays = dict[str, Array]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # and data types, by name
+Write = Callable[[str, Tensor], None]
 
 
 def open_arrays(path: Path) -> Arrays:
@@ -75,13 +77,6 @@ def open_arrays(path: Path) -> Arrays:
     raise ParityError(f"{path} has the suffix {path.suffix!r}. Pass {FORMATS}.")
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file whose header was already checked."""
-    with safe_open(path, framework="pt") as file:
-        found: dict[str, str] | None = file.metadata()
-    return found or {}
-
-
 def as_array(name: str, value: object) -> Array:
     """Wrap an array in memory: NumPy, torch, or any object with `__array__` or `__dlpack__`.
 
@@ -92,7 +87,8 @@ def as_array(name: str, value: object) -> Array:
         return value
     if isinstance(value, Tensor):
         tensor = value.detach()
-        return Array(tuple(tensor.shape), str(tensor.dtype), partial(_read_torch, name, tensor))
+        dtype = dtype_name(tensor.dtype)
+        return Array(tuple(tensor.shape), dtype, partial(_read_torch, name, tensor))
     if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
         with _reading(name):
             array = np.asarray(value)
@@ -136,7 +132,7 @@ def _open_safetensors(path: Path) -> Arrays:
             return tensor.clone()
 
     return {
-        name: Array(info.shape, str(info.dtype), partial(load, name))
+        name: Array(info.shape, dtype_name(info.dtype), partial(load, name))
         for name, info in file.infos.items()
     }
 
@@ -207,101 +203,67 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
 
 def describe(array: Array) -> str:
     """Return the data type and shape as text, such as "float32 [2, 16, 128]"."""
-    return f"{array.dtype.removeprefix('torch.')} {list(array.shape)}"
+    return f"{array.dtype} {list(array.shape)}"
 
 
 # Writing
 
 
-class Writer:
-    """Writes arrays, in any order, to a file that only appears once it is complete.
+def writable(path: str | Path, dtypes: Iterable[torch.dtype]) -> Path:
+    """Return a path to which arrays of these data types can be written.
+
+    Raises:
+        ParityError: the suffix is another one, or NumPy lacks a data type.
+    """
+    path = Path(path)
+    if path.suffix not in (".safetensors", ".npz"):
+        raise ParityError(f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz.")
+    if path.suffix == ".npz" and torch.bfloat16 in dtypes:
+        raise ParityError(
+            f"{path} cannot store bfloat16, which NumPy does not have. Write a .safetensors file."
+        )
+    return path
+
+
+@contextmanager
+def writing(path: Path, shapes: Shapes, metadata: str) -> Iterator[Write]:
+    """Yield a function that writes arrays, in any order, to a new file.
+
+    The file replaces `path` when the block ends. By then all arrays have to be written.
 
     Args:
-        path: the file to write, with the suffix .safetensors or .npz.
+        path: the file to write, see `writable`.
         shapes: the shape and data type of every array, in the order in which the file stores them.
         metadata: the JSON text for the header.
+
+    Raises:
+        CheckpointError: the file cannot be written.
     """
-
-    def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
-    ) -> None:
-        self.path, self._missing = path, set(shapes)
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._is_npz = path.suffix == ".npz"
-        self._shapes, self._metadata = shapes, metadata
-        self._starts: dict[str, int] = {}
-
-    def __enter__(self) -> Writer:
-        try:
-            self._file: Any = self._temporary.open("wb")
-        except OSError as error:
-            raise ParityError(
-                f"{self.path} cannot be written: {error.strerror}. Pass another path."
-            ) from None
-        if self._is_npz:
-            self._file = zipfile.ZipFile(self._file, "w")
-            self._write_member("metadata", np.array(self._metadata))
+    missing = set(shapes)
+    with replacing_file(path) as temporary, ExitStack() as stack:
+        if path.suffix == ".npz":
+            store = partial(_store_npy, stack.enter_context(zipfile.ZipFile(temporary, "w")))
+            store("metadata", np.array(metadata))
         else:
-            header, starts = _header(self._shapes, self._metadata)
-            self._file.write(header)
-            self._starts = {name: len(header) + start for name, start in starts.items()}
-        return self
+            header, starts = header_of(shapes, {"golden": metadata})
+            file = stack.enter_context(temporary.open("wb"))
+            file.write(header)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one array."""
-        shape, dtype = self._shapes[name]
-        assert name in self._missing and tuple(tensor.shape) == shape, (name, tensor.shape)
-        self._missing.remove(name)
-        tensor = tensor.detach().to(dtype).contiguous()
-        try:
-            if self._is_npz:
-                self._write_member(name, tensor.numpy())
+        def write(name: str, tensor: Tensor) -> None:
+            shape, dtype = shapes[name]
+            assert name in missing and tuple(tensor.shape) == shape, (name, tensor.shape)
+            missing.remove(name)
+            tensor = tensor.detach().to(dtype)
+            if path.suffix == ".npz":
+                store(name, tensor.contiguous().numpy())
             else:
-                self._file.seek(self._starts[name])
-                self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        except OSError as error:
-            raise self._failed(error) from None
+                file.seek(starts[name])
+                file.write(tensor_bytes(tensor))
 
-    def _write_member(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        with self._file.open(f"{name}.npy", "w", force_zip64=True) as member:
-            np.lib.format.write_array(member, array, allow_pickle=False)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            file = self._file.fp if self._is_npz else self._file
-            self._file.close()
-            file.close()
-            if kind is None:
-                assert not self._missing, self._missing
-                os.replace(self._temporary, self.path)
-        except OSError as error:
-            if kind is None:
-                raise self._failed(error) from None
-        finally:
-            self._temporary.unlink(missing_ok=True)
-
-    def _failed(self, error: OSError) -> ParityError:
-        return ParityError(
-            f"{self.path} cannot be written: {error.strerror}. Nothing was changed. Free space "
-            "there, or pass another path."
-        )
+        yield write
+        assert not missing, missing
 
 
-def _header(
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: str
-) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and the offset of each array after it."""
-    codes = {
-        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-        torch.int64: "I64",
-    }  # fmt: skip
-    entries: dict[str, Any] = {"__metadata__": {"golden": metadata}}
-    starts, start = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        starts[name] = start
-        end = start + dtype.itemsize * int(np.prod(shape, dtype=object))
-        entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, starts
+def _store_npy(archive: zipfile.ZipFile, name: str, array: np.ndarray[Any, Any]) -> None:
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+        np.lib.format.write_array(member, array, allow_pickle=False)

@@ -1,42 +1,37 @@
 """The backward pass, one piece at a time.
 
 The readers of a tap are the taps that are computed from it. The gradient at a tap is the sum of
-one vector-Jacobian product for each reader, which is called a share here.
+one vector-Jacobian product for each reader, which is called a share here. `gradients` computes all
+of them for a golden file, and `Backward` computes single ones from a candidate's own gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compat.checkpoint.layout import EMBEDDING
 from compat.config import GPT2Config
 from compat.golden_files.contents import LOSS
 from compat.golden_files.pieces import (
     GPT2,
+    PROJECTIONS,
     TOKENS,
     MissingWeightError,
     Pieces,
     Weights,
+    chain,
     inputs_of,
     run_piece,
     split_name,
 )
 from compat.parity.trace import Trace
-from compat.tap import tap_names
+from compat.tap import BLOCK_TAPS, tap_names
 
-# The taps that a module of a block computes.
-MODULES = {
-    "ln_1": ("ln_1",),
-    "attn.c_attn": ("q", "k", "v"),
-    "attn.c_proj": ("attn",),
-    "ln_2": ("ln_2",),
-    "mlp.c_fc": ("fc",),
-    "mlp.c_proj": ("mlp",),
-}
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, ids) → scalar
 
 
@@ -67,7 +62,8 @@ def readers_of(name: str, config: GPT2Config) -> list[str]:
     if not module.startswith("h."):
         return [{"wpe": "embed", "lm_head": "logits"}.get(module, module)]
     _, layer, path = module.split(".", 2)
-    return [f"h.{layer}.{tap}" for tap in MODULES[path]]
+    projections = [tap for tap, (module, _) in PROJECTIONS.items() if module == path]
+    return [f"h.{layer}.{tap}" for tap in projections or [path]]  # else a norm
 
 
 def shares(
@@ -109,6 +105,48 @@ def shares(
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
+
+
+def gradients(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Yield the loss and its gradients by the name of the tap or parameter, in backward order.
+
+    Only the residual stream is kept from the forward pass. Each block is recomputed, so the peak
+    memory is that of one block plus the residual stream.
+    """
+    config, rounded = weights.config, weights.rounded
+    names = tap_names(config.n_layer)
+    stream: Trace = {}  # the inputs of the blocks, the final norm and the head
+    for tap, value in chain(weights):
+        if tap in ("embed", "ln_f", "logits") or tap.endswith(".out"):
+            stream[tap] = value
+    with torch.enable_grad():
+        logits = stream.pop("logits").requires_grad_()
+        loss = next_token_loss(logits, weights.ids)
+        arriving: Trace = {"logits": rounded(torch.autograd.grad(loss, logits)[0])}
+    yield LOSS, rounded(loss.detach())
+    at_logits = arriving["logits"]  # for the gradient of the tied embedding, at the end
+    blocks = [[f"h.{i}.{tap}" for tap in BLOCK_TAPS] for i in range(config.n_layer)]
+    for taps in [["ln_f", "logits"], *reversed(blocks), ["embed"]]:
+        values = dict(stream)
+        for tap in taps[:-1]:
+            values[tap] = rounded(run_piece(tap, GPT2, weights, values))
+        parameters: Trace = {}
+        for tap in reversed(taps):
+            gradient = arriving.pop(tap)
+            yield tap, gradient
+            inputs = {name: values[name] for name in inputs_of(tap, GPT2, config.n_layer)}
+            # The gradient of a tied embedding, the largest parameter, is computed at the end.
+            found = shares(tap, GPT2, weights, inputs, gradient, lambda name: name != EMBEDDING)
+            for name, share in found.items():
+                total = arriving if name in names else parameters
+                total[name] = rounded(total[name] + share if name in total else share)
+        if TOKENS in parameters:
+            table = torch.zeros(config.vocab_size, config.n_embd, dtype=weights.dtype)
+            if config.tie_word_embeddings:
+                torch.mm(at_logits.flatten(0, 1).T, stream["ln_f"].flatten(0, 1), out=table)
+            rows = parameters.pop(TOKENS).flatten(0, 1)
+            parameters[EMBEDDING] = rounded(table.index_add_(0, weights.ids.flatten(), rows))
+        yield from parameters.items()
 
 
 @dataclass(frozen=True)
@@ -173,7 +211,7 @@ class Backward:
         weights = self.weights
         if name not in tap_names(weights.config.n_layer):
             weights = replace(weights, read=self._parameter)
-        rows = name == "wte.weight" and reader == "embed"
+        rows = name == EMBEDDING and reader == "embed"
         wanted = TOKENS if rows else name
         found = shares(reader, self.pieces, weights, values, arriving, lambda n: n == wanted)
         if not rows:

@@ -15,20 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compat.golden_files.pieces import Weights, split_name
-from compat.parity.compare import MAX_ERROR_RATIO
+from compat.golden_files.pieces import (
+    PROJECTIONS,
+    Weights,
+    head_name,
+    projection,
+    split_name,
+)
+from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, rounding
 
 # In half precision, implementations round at different places: some keep a product in float32
 # until its bias is added, others round inside a norm. The simulation is only one of them.
 HALF_ROUNDINGS = 4.0
-# The largest ratio of the error at the worst position to the reference's at its worst position.
-MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
 # An array of zeros has the error 1. If rounding alone may cause half of that, nothing is judged.
 LARGEST_BOUND = 0.5
 SMALLEST_ROW = 1e-3  # the error of a smaller row is divided by this share of the RMS of all rows
 ELEMENTS = 1 << 22  # compared in float64 at once
 SAMPLED, SAMPLED_COLUMNS = 8, 4096  # rows and columns of a projection that are summed sequentially
-PROJECTIONS = {"q": 0, "k": 1, "v": 2, "attn": None, "fc": None, "mlp": None, "logits": None}
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,12 @@ def error(ours: Tensor, reference: Tensor) -> Error:
     return Error(rms, worst.sqrt().item(), max_abs.item(), identical)
 
 
+def fitted_factor(ours: Tensor, reference: Tensor) -> float:
+    """Return the factor by which `reference` is closest to `ours`, by least squares."""
+    size = reference.square().sum().item()
+    return (ours * reference).sum().item() / size if size else 0.0
+
+
 @dataclass(frozen=True)
 class Bound:
     """The largest differences that pass at one tap, for one data type of the candidate.
@@ -89,11 +98,6 @@ class Bound:
     rms: float
     worst: float
     local: float
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative error of rounding to a data type, plus that of sums in float32."""
-    return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 class Calibration:
@@ -142,30 +146,19 @@ def plain_sum_error(tap: str, weights: Weights, x: Tensor) -> float | None:
     first row. It is None if the tap is not the result of a projection.
     """
     i, name = split_name(tap)
-    if name not in PROJECTIONS:
+    if name == "logits":
+        matrix = weights.read(head_name(weights.config)).T
+        bias = matrix.new_zeros(matrix.shape[1])
+    elif name in PROJECTIONS:
+        matrix, bias = projection(weights, i, name)
+    else:
         return None
     rows = x.reshape(-1, x.shape[-1])
     rows = rows[:: max(1, len(rows) // SAMPLED)][:SAMPLED]
-    matrix, bias = _matrix(weights, i, name)
     columns = slice(None, None, max(1, matrix.shape[1] // SAMPLED_COLUMNS))
-    matrix = matrix[:, columns].float().contiguous()
-    total = torch.zeros(len(rows), matrix.shape[1])
-    truth = rows.double() @ matrix.double()
-    if bias is not None:
-        total += bias[columns].float()
-        truth += bias[columns].double()
+    matrix, bias = matrix[:, columns].float().contiguous(), bias[columns].float()
+    truth = rows.double() @ matrix.double() + bias.double()
+    total = bias.repeat(len(rows), 1)
     for k in range(len(matrix)):
         total.addr_(rows[:, k].float(), matrix[k])
     return error(total.double(), truth).rms
-
-
-def _matrix(weights: Weights, i: int, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return the weight [in, out] and the bias of a projection."""
-    if name == "logits":
-        tied = weights.config.tie_word_embeddings
-        return weights.read("wte.weight" if tied else "lm_head.weight").T, None
-    module = {"attn": "attn.c_proj", "fc": "mlp.c_fc", "mlp": "mlp.c_proj"}.get(name, "attn.c_attn")
-    weight, bias = (weights.read(f"h.{i}.{module}.{part}") for part in ("weight", "bias"))
-    if (third := PROJECTIONS[name]) is not None:
-        weight, bias = weight.chunk(3, dim=-1)[third], bias.chunk(3)[third]
-    return weight, bias

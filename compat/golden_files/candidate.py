@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from compat.errors import CompatError, ParityError, collapse_layers, described, lines, listed
+from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.errors import ParityError, collapse_layers, described, lines, listed
 from compat.golden_files.arrays import Array, Arrays, as_array, describe, open_arrays
 from compat.golden_files.contents import (
     BOUND,
@@ -30,11 +31,10 @@ from compat.golden_files.file import Golden
 from compat.golden_files.layouts import LAYOUTS, STREAM, Layout, layouts_of
 from compat.golden_files.names import LENS, layer_of, recognise
 from compat.golden_files.pieces import split_name
+from compat.parity.functions import call_function
 from compat.tap import BLOCK_TAPS, tap_names
-from compat.user_code import exception_summary
 
 FUSED = ("qkv", "c_attn")  # names of q, k and v in one array
-HEADS = ("wte.weight", "lm_head.weight")
 # TransformerLens applies a norm's weight and bias before this hook, after it, or folds them away.
 PLAIN_NORMS = [label for label in LENS.taps if label.endswith(".hook_normalized")]
 KEPT = 32  # arrays in the cache
@@ -132,7 +132,8 @@ def as_candidate(
         name, arrays = "the candidate", _from_mapping(candidate)
     elif callable(candidate):
         name = getattr(candidate, "__name__", type(candidate).__name__)
-        arrays = _from_function(golden, candidate)
+        with torch.no_grad():
+            arrays = _from_mapping(call_function(candidate, golden.ids))
     else:
         raise ParityError(
             f"the candidate is {described(candidate)}; expected a file, a folder, arrays by name, "
@@ -176,24 +177,6 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
                 'such as "h.0.act".'
             )
     return {name: as_array(name, value) for name, value in candidate.items()}
-
-
-def _from_function(golden: Golden, function: Callable[[Any], object]) -> Arrays:
-    """Call a function on the golden ids and return its arrays."""
-    ids: Any = golden.ids.clone() if isinstance(function, nn.Module) else golden.ids.numpy().copy()
-    try:
-        with torch.no_grad():
-            found = function(ids)
-    except (KeyboardInterrupt, CompatError):
-        raise
-    except BaseException as error:  # for example SystemExit from exit() in the user's code
-        raise ParityError(
-            f"{exception_summary(error)}. Call the function with an array of ids of shape "
-            f"{list(ids.shape)} to see the whole traceback."
-        ) from error
-    if isinstance(found, Mapping):
-        return _from_mapping(found)
-    return {"logits": as_array("the result of the function", getattr(found, "logits", found))}
 
 
 def _named(
@@ -442,7 +425,7 @@ def _hint_about_extra_tokens(golden: Golden, named: Mapping[str, tuple[str, Arra
 def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[str]) -> Entry:
     """Return the entry for the gradient of a parameter, which may be stored as [out, in]."""
     expected, shape = golden.arrays[name].shape, array.shape
-    if name.endswith(HEADS) and len(shape) == 2 and shape[0] > expected[0]:
+    if name.endswith((EMBEDDING, HEAD)) and len(shape) == 2 and shape[0] > expected[0]:
         shape = _without_padding(label, shape, 0, expected[0], notes)
     kind = "matrix" if len(expected) == 2 else "vector"
     found = layouts_of(kind, shape, dict(zip("IO", expected, strict=False)))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compat.checkpoint import Checkpoint, Source
+from compat.checkpoint import Source
+from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
+from compat.config import dtype_name
 from compat.errors import ParityError, listed
 from compat.golden_files.backward import Backward, causal_part, readers_of
 from compat.golden_files.bounds import Bound, Error, error
@@ -43,7 +45,9 @@ def check(
 ) -> GoldenReport:
     """Compare a candidate's arrays with golden ones, see `Golden.check`."""
     found = as_candidate(golden, candidate, rename)
-    checkpoint = _checkpoint(golden, model)
+    if model is None and golden.source == "demo":  # which needs no download
+        model = "demo"
+    checkpoint = None if model is None else golden.open_model(model)
     comparison = Comparison(golden, found, golden.weights(checkpoint))
     results = comparison.results()
     notes = [*golden.metadata.get("notes", []), *found.notes, *comparison.notes]
@@ -70,17 +74,7 @@ def check(
         notes=notes,
         findings=diagnose(comparison, results),
         recorded=len(golden.judged),
-        has_logits=comparison.logits is not None,
     )
-
-
-def _checkpoint(golden: Golden, model: Source | None) -> Checkpoint | None:
-    """Open the checkpoint that was passed, or the recorded one if that needs no download."""
-    if model is not None:
-        return golden.open_model(model)
-    if golden.source == "demo":
-        return golden.open_model("demo")
-    return None
 
 
 class Comparison:
@@ -122,18 +116,15 @@ class Comparison:
                     self._unjudged.append(name)
                 else:
                     found.append(result)
+        dtype = dtype_name(self._precision)
         if self._narrowed:
-            dtype = str(self._precision).removeprefix("torch.")
             self.notes.append(
                 f"{self._narrowed} has {dtype} values, so the bounds for {dtype} apply to it and "
                 "to all later arrays, and small deviations stay undetected"
             )
         if self._unjudged:
-            dtype = str(self._precision).removeprefix("torch.")
-            text = (
-                f"rounding to {dtype} alone may cause an error of 50% in "
-                f"{listed(self._unjudged, 4)}"
-            )
+            unjudged = listed(self._unjudged, 4)
+            text = f"rounding to {dtype} alone may cause an error of 50% in {unjudged}"
             if not found:
                 raise ParityError(
                     f"no array can be compared, because {text}. Compute and store them in float32."
@@ -145,10 +136,7 @@ class Comparison:
                 + listed(self._plain, 3)
             )
         for text, names in self._layouts.items():
-            self.notes.append(
-                f"read as [{text}]: {', '.join(names[:3])}"
-                + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            )
+            self.notes.append(f"read as [{text}]: {listed(names, 3)}")
         return found
 
     def _compare(self, name: str) -> TapResult:
@@ -229,7 +217,7 @@ class Comparison:
         texts = [
             [x.text for x in entry.layouts]
             for name, entry in self.candidate.entries.items()
-            if not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
+            if not name.endswith((EMBEDDING, POSITIONS, HEAD))
         ]
         known = {text for [text] in (t for t in texts if len(t) == 1) if text in LAYOUTS["matrix"]}
         return known.pop() if len(known) == 1 else None

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from compat.checkpoint import Checkpoint
-from compat.config import GPT2Config
+from compat.checkpoint.layout import HEAD
+from compat.checkpoint.safetensors_file import tensor_bytes
+from compat.config import GPT2Config, dtype_name
 from compat.errors import ParityError, listed, short_repr
 from compat.golden_files.pieces import split_name
 from compat.parity.transformers_gpt2 import VERSION
@@ -96,12 +98,11 @@ def checkpoint_hash(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(checkpoint.infos):
-        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+        if name == HEAD and checkpoint.config.tie_word_embeddings:
             continue
-        tensor = checkpoint.read(name).contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        digest.update(f"{name} {dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        tensor = checkpoint.read(name)
+        digest.update(f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -113,7 +114,7 @@ def metadata_of(
     notes: list[str],
 ) -> dict[str, Any]:
     """Return the metadata for the header of a golden file."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -123,7 +124,7 @@ def metadata_of(
         "dtype": name,
         "input_shape": list(shape),
         "bounds": {
-            "rows": [name, *(str(d).removeprefix("torch.") for d in HALF)],
+            "rows": [name, *map(dtype_name, HALF)],
             "columns": list(COLUMNS),
         },
         "taps": {

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from compat.adaptation.result import Finding
 from compat.errors import collapse_layers, listed
-from compat.golden_files import measured  # noqa: F401  (registers its hypotheses)
 from compat.golden_files.backward import readers_of
-from compat.golden_files.bounds import error
+from compat.golden_files.bounds import error, fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import DECODE_IDS, DECODE_LOGITS, GRADIENT, LOSS
-from compat.golden_files.deviations import Hypothesis, Situation, hypotheses
-from compat.golden_files.gradient_deviations import Proposal, WrongGradient, loss_values, proposals
+from compat.golden_files.deviations import Hypothesis, Proposal, Situation, hypotheses
+from compat.golden_files.gradient_deviations import WrongGradient, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
     MissingWeightError,
@@ -54,7 +53,7 @@ PROBED = 16  # values that are compared first in the search for an array's tap
 
 
 @dataclass(frozen=True)
-class Named:
+class Deviation:
     """A deviation at one tap.
 
     Args:
@@ -76,7 +75,7 @@ def diagnose(comparison: Comparison, results: Sequence[TapResult]) -> list[Findi
     """Find the deviations that explain the differences, in execution order."""
     taps = set(tap_names(comparison.weights.config.n_layer))
     forward = [result for result in results if result.tap in taps]
-    search, found = _Search(comparison, forward), list[Named]()
+    search, found = _Search(comparison, forward), list[Deviation]()
     failing = [result for result in forward if not result.accumulated.within]
     for result in failing:
         # A tap whose piece is right differs only because of earlier taps.
@@ -94,8 +93,8 @@ def diagnose(comparison: Comparison, results: Sequence[TapResult]) -> list[Findi
 
 
 def _wrong_gradient_or_step(
-    comparison: Comparison, result: TapResult, before: Sequence[Named]
-) -> list[Named]:
+    comparison: Comparison, result: TapResult, before: Sequence[Deviation]
+) -> list[Deviation]:
     if result.tap == LOSS:
         return [_wrong_loss(comparison)]
     if result.tap == DECODE_LOGITS:
@@ -107,27 +106,27 @@ def _wrong_gradient_or_step(
 
 def _first_within(
     tap: str, value: Tensor, proposals: Iterable[Proposal], limit: float, evidence: str
-) -> Named | None:
+) -> Deviation | None:
     """Return the first proposal whose difference from an array is at most `limit`."""
     for proposal in proposals:
         if (reached := error(value, proposal.value).rms) <= limit:
-            return Named(tap, proposal.code, proposal.values, evidence.format(reached))
+            return Deviation(tap, proposal.code, proposal.values, evidence.format(reached))
     return None
 
 
-def _wrong_loss(c: Comparison) -> Named:
+def _wrong_loss(c: Comparison) -> Deviation:
     # The candidate's logits are right, but unlike the reference's they may lack positions.
     recorded = "logits" in c.golden.arrays
     logits = c.golden.read("logits").double() if recorded else c.value("logits")
     proposals, limit = loss_values(logits, c.golden.ids), SLACK * c.bounds[LOSS].rms
     evidence = "the relative difference from that is {:.1g}"
     fix = "loss = cross_entropy(logits[:, :-1], ids[:, 1:])"
-    return _first_within(LOSS, c.value(LOSS), proposals, limit, evidence) or Named(
+    return _first_within(LOSS, c.value(LOSS), proposals, limit, evidence) or Deviation(
         LOSS, "unexplained", {"found": "the loss does not follow from the logits"}, "", fix
     )
 
 
-def _wrong_steps(c: Comparison, result: TapResult) -> Named:
+def _wrong_steps(c: Comparison, result: TapResult) -> Deviation:
     value, bound = c.value(DECODE_LOGITS), c.bounds[DECODE_LOGITS].rms
     expected = c.expected(DECODE_LOGITS).double()
     each = [error(value[:, n], expected[:, n]).rms for n in range(value.shape[1])]
@@ -137,16 +136,16 @@ def _wrong_steps(c: Comparison, result: TapResult) -> Named:
     evidence = "the difference from such steps is {:.1g} of the RMS of the logits"
     try:
         proposals = step_logits(c.golden_weights, c.golden.read(DECODE_IDS), step)
-        if named := _first_within(DECODE_LOGITS, value, proposals, limit, evidence):
-            return named
+        if deviation := _first_within(DECODE_LOGITS, value, proposals, limit, evidence):
+            return deviation
         evidence = ""
     except MissingWeightError:
         evidence = "common mistakes of a KV cache were not tried: pass the checkpoint with --model"
     found = f"the difference is {each[first]:.2g} of the RMS of the logits"
-    return Named(DECODE_LOGITS, "kv_cache", {**step, "found": found}, evidence)
+    return Deviation(DECODE_LOGITS, "kv_cache", {**step, "found": found}, evidence)
 
 
-def _wrong_gradient(c: Comparison, result: TapResult, only: str | None) -> list[Named]:
+def _wrong_gradient(c: Comparison, result: TapResult, only: str | None) -> list[Deviation]:
     """Find the deviation that explains a wrong gradient; of the code `only`, if it is not None."""
     name, value = result.tap.removeprefix(GRADIENT), c.value(result.tap)
     plain = (result.local or result.accumulated).error
@@ -157,15 +156,15 @@ def _wrong_gradient(c: Comparison, result: TapResult, only: str | None) -> list[
         expected = c.golden.read(result.tap).double()
     tried = proposals(WrongGradient(c.backward, name, value, expected), only)
     evidence = "the difference from that is {:.1g} of its RMS"
-    if named := _first_within(result.tap, value, tried, limit, evidence):
-        return [named]
+    if deviation := _first_within(result.tap, value, tried, limit, evidence):
+        return [deviation]
     if only is not None:
         return []
     found = f"the gradient of {name} does not follow from the gradients of "
     found += listed(readers_of(name, c.weights.config))
     fix = f"Compare your backward pass at {name} with GPT-2's."
     evidence = f"the difference is {plain:.2g} of its RMS"
-    return [Named(result.tap, "unexplained", {"found": found}, evidence, fix)]
+    return [Deviation(result.tap, "unexplained", {"found": found}, evidence, fix)]
 
 
 # Taps
@@ -182,7 +181,7 @@ class _Search:
         self.agreeing = [result.tap for result in results if result.accumulated.within]
         self.moved: dict[int, int] = {}  # the layer whose weights a layer uses instead of its own
 
-    def explain(self, result: TapResult) -> list[Named]:
+    def explain(self, result: TapResult) -> list[Deviation]:
         """Find the deviations between a tap and the candidate's taps before it."""
         tap, c = result.tap, self.comparison
         value = c.value(tap)
@@ -194,8 +193,8 @@ class _Search:
         accepted = min(max(limit, plain / EXPLAINED), plain / LEAST)
         best = self._best(tap, names, value, accepted, limit / SLACK)
         if best is None:
-            altered = self._altered(tap, names, value, min(limit, accepted / 2))
-            return [self._elsewhere(tap, value) or altered or self._unexplained(result, names)]
+            altered = self._scaled_zeroed_or_shifted(tap, names, value, min(limit, accepted / 2))
+            return [self._other_tap(tap, value) or altered or self._unexplained(result, names)]
         hypothesis, reached = best
         for _, values in hypothesis.codes:
             if "other" in values and not values["part_of"]:
@@ -211,7 +210,9 @@ class _Search:
                 "not the computation"
             )
         return [
-            Named(tap, code, _in_layer(values, tap), evidence, None if number else hypothesis.fix)
+            Deviation(
+                tap, code, _in_layer(values, tap), evidence, None if number else hypothesis.fix
+            )
             for number, (code, values) in enumerate(hypothesis.codes)
         ]
 
@@ -298,7 +299,7 @@ class _Search:
         ]
         return list(dict.fromkeys(inputs))
 
-    def _elsewhere(self, tap: str, value: Tensor) -> Named | None:
+    def _other_tap(self, tap: str, value: Tensor) -> Deviation | None:
         """Check whether the array contains the values of another golden tap."""
         c = self.comparison
         for other in c.golden.taps:
@@ -310,43 +311,47 @@ class _Search:
             if error(*probe).rms < 100 * bound and error(value, expected).rms <= bound:
                 evidence = f"the difference from {other} is {error(value, expected).rms:.1g}"
                 values = {"found": other, "expected": tap}
-                return Named(tap, "wrong_tap", values, evidence)
+                return Deviation(tap, "wrong_tap", values, evidence)
         return None
 
-    def _altered(self, tap: str, names: Sequence[str], value: Tensor, limit: float) -> Named | None:
+    def _scaled_zeroed_or_shifted(
+        self, tap: str, names: Sequence[str], value: Tensor, limit: float
+    ) -> Deviation | None:
         """Check whether the array differs by a factor, by dropout, by zeros or by a time shift."""
         expected = self.comparison.computed(names)
         if expected is None:
             expected = self.comparison.expected(tap).double()
         if expected.shape != value.shape:
             return None
-        if (factor := _factor(value, expected)) and _is(value, factor * expected, 2 * limit):
+        if (factor := fitted_factor(value, expected)) and _agrees(
+            value, factor * expected, 2 * limit
+        ):
             evidence = f"the remaining error is {error(value, factor * expected).rms:.1g} of it"
             code = "scaled_logits"
             if tap != "logits":  # later taps agree if only the recorded array has the factor
                 followed = any(tap in inputs_of(n, GPT2, self.n_layer) for n in self.compared)
                 wrong = followed and not self._readers(tap)
                 code = "extra_factor" if wrong else "scaled_tap"
-            return Named(tap, code, {"found": factor, "expected": tap}, evidence)
+            return Deviation(tap, code, {"found": factor, "expected": tap}, evidence)
         kept = (value != 0) | (expected == 0)
         share = 1 - kept.double().mean().item()
-        if 0 < share < 0.9 and (factor := _factor(value[kept], expected[kept])):
-            if _is(value, factor * expected * kept, 2 * limit):
+        if 0 < share < 0.9 and (factor := fitted_factor(value[kept], expected[kept])):
+            if _agrees(value, factor * expected * kept, 2 * limit):
                 evidence = f"{share:.0%} of the values are 0, the others {factor:.3g} times GPT-2's"
                 if abs(factor - 1) > 1e-3:
-                    return Named(tap, "dropout_always_on", {}, evidence)
+                    return Deviation(tap, "dropout_always_on", {}, evidence)
                 values = {"found": self._zeroed(tap, ~kept), "tensors": tap}
-                return Named(tap, "zeroed", values, evidence)
+                return Deviation(tap, "zeroed", values, evidence)
         if tap.endswith("probs") or value.shape[1] < 3:
             return None
         for where, mine, theirs in (
             ("before", value[:, 1:], expected[:, :-1]),
             ("after", value[:, :-1], expected[:, 1:]),
         ):
-            if _is(mine, theirs, 2 * limit):
+            if _agrees(mine, theirs, 2 * limit):
                 found = f"the {split_name(tap)[1]} of each token are those of the token {where} it"
                 evidence = f"the difference from those is {error(mine, theirs).rms:.1g}"
-                return Named(tap, "time_shift", {"found": found}, evidence)
+                return Deviation(tap, "time_shift", {"found": found}, evidence)
         return None
 
     def _zeroed(self, tap: str, zeros: Tensor) -> str:
@@ -373,7 +378,7 @@ class _Search:
 
     def _not_finite(
         self, tap: str, names: Sequence[str], value: Tensor, limit: float
-    ) -> list[Named]:
+    ) -> list[Deviation]:
         sources = [self.comparison.value(name) for name in self._inputs(names)]
         if not all(source.isfinite().all() for source in sources):
             return []  # the non-finite values come from an earlier tap
@@ -384,7 +389,7 @@ class _Search:
             f"{wrong[0].tolist()}"
         )
         expected, broken = self.comparison.computed(names), ~value.isfinite()
-        follows = expected is None or _is(
+        follows = expected is None or _agrees(
             value.masked_fill(broken, 0), expected.masked_fill(broken, 0), limit
         )
         if len(wrong) < value.numel() and not follows:  # some values are finite, and wrong too
@@ -392,10 +397,10 @@ class _Search:
                 evidence = f"{found}; with this change, its finite values are right"
                 codes = best[0].codes
                 return [
-                    Named(tap, code, _in_layer(values, tap), evidence) for code, values in codes
+                    Deviation(tap, code, _in_layer(values, tap), evidence) for code, values in codes
                 ]
         fix = f"Look for a division by zero or an overflow between {tap} and the taps before it."
-        return [Named(tap, "unexplained", {"found": found}, "", fix)]
+        return [Deviation(tap, "unexplained", {"found": found}, "", fix)]
 
     def _may_be_rounding(self, result: TapResult) -> bool:
         """Whether a tap is in half precision and its error is less than twice the bound."""
@@ -403,7 +408,7 @@ class _Search:
         is_half = c.bounds[result.tap] != c.golden.bound(result.tap, c.golden.dtype)
         return is_half and found.bound is not None and found.error < 2 * found.bound
 
-    def _unexplained(self, result: TapResult, names: Sequence[str]) -> Named:
+    def _unexplained(self, result: TapResult, names: Sequence[str]) -> Deviation:
         tap = result.tap
         if result.local is None:
             found = f"{tap} is the first array that differs, and no known deviation explains it"
@@ -422,16 +427,11 @@ class _Search:
                     "compare in float32 to be sure"
                 )
         fix = f"Compare your code for {tap} with GPT-2's."
-        return Named(tap, "unexplained", {"found": found}, evidence, fix)
+        return Deviation(tap, "unexplained", {"found": found}, evidence, fix)
 
 
-def _factor(value: Tensor, expected: Tensor) -> float:
-    """Return the factor by which `expected` is closest to `value`, by least squares."""
-    size = (expected * expected).sum().item()
-    return (value * expected).sum().item() / size if size else 0.0
-
-
-def _is(value: Tensor, expected: Tensor, limit: float) -> bool:
+def _agrees(value: Tensor, expected: Tensor, limit: float) -> bool:
+    """Whether the relative difference is at most `limit`."""
     return error(value, expected).rms <= limit
 
 
@@ -449,15 +449,15 @@ def _in_layer(values: Mapping[str, Any], tap: str) -> dict[str, Any]:
     return values
 
 
-def _groups(found: Sequence[Named]) -> list[list[Named]]:
+def _groups(found: Sequence[Deviation]) -> list[list[Deviation]]:
     """Group the deviations that only differ in their layer."""
-    groups: dict[str, list[Named]] = {}
+    groups: dict[str, list[Deviation]] = {}
     for each in found:
-        groups.setdefault(f"{each.code} {_kind(each)}", []).append(each)
+        groups.setdefault(f"{each.code} {_group_key(each)}", []).append(each)
     return list(groups.values())
 
 
-def _kind(each: Named) -> object:
+def _group_key(each: Deviation) -> object:
     """Return a key that is equal for deviations that are reported as one finding."""
     if each.code == "scaled_gradient":
         return f"{each.values['found']:.3g}{each.values['cause']}"
@@ -475,7 +475,7 @@ def _collapsed(names: Sequence[str]) -> str:
     return listed(collapse_layers(names), SHOWN)
 
 
-def _finding(group: Sequence[Named], compared: Sequence[tuple[int, str]]) -> Finding:
+def _finding(group: Sequence[Deviation], compared: Sequence[tuple[int, str]]) -> Finding:
     """Return one finding for a deviation in several layers.
 
     Args:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
-from compat.config import DTYPES, GPT2Config
+from compat.checkpoint.safetensors_file import SafetensorsFile
+from compat.config import DTYPES, GPT2Config, dtype_name
 from compat.display import HtmlPage
 from compat.errors import ConfigError, ParityError, short_repr
-from compat.golden_files.arrays import Arrays, Writer, open_arrays, read_metadata
+from compat.golden_files.arrays import Arrays, open_arrays, writable, writing
 from compat.golden_files.backward import readers_of
 from compat.golden_files.bounds import Bound
 from compat.golden_files.contents import (
@@ -65,7 +66,7 @@ class Golden(HtmlPage):
         stored = arrays.pop("metadata", None)
         text = None
         if path.suffix == ".safetensors":
-            text = read_metadata(path).get("golden")
+            text = SafetensorsFile(path).metadata.get("golden")
         elif stored is not None:
             text = stored.load().numpy().tobytes().decode(errors="replace")
         golden = cls(_parsed(path, text), arrays, path)
@@ -148,7 +149,7 @@ class Golden(HtmlPage):
     def bound(self, name: str, dtype: torch.dtype) -> Bound:
         """Return the bounds of an array for a candidate of a data type."""
         rows: list[str] = self.metadata["bounds"]["rows"]
-        narrow = str(dtype).removeprefix("torch.")
+        narrow = dtype_name(dtype)
         row = rows.index(narrow) if narrow in rows[1:] and dtype != self.dtype else 0
         return Bound(*self.read(BOUND + name)[row].tolist())
 
@@ -206,19 +207,17 @@ class Golden(HtmlPage):
         """Write the arrays to a file, .safetensors or .npz.
 
         Raises:
-            ParityError: the file cannot be written.
+            ParityError: the suffix is another one, or NumPy lacks a data type.
+            CheckpointError: the file cannot be written.
         """
-        path = Path(path)
-        if path.suffix not in (".safetensors", ".npz"):
-            raise ParityError(
-                f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz."
-            )
         shapes = {
-            name: (a.shape, DTYPES.get(a.dtype, torch.int64)) for name, a in self.arrays.items()
+            name: (array.shape, DTYPES.get(array.dtype, torch.int64))
+            for name, array in self.arrays.items()
         }
-        with Writer(path, shapes, json.dumps(self.metadata)) as writer:
+        path = writable(path, (dtype for _, dtype in shapes.values()))
+        with writing(path, shapes, json.dumps(self.metadata)) as write:
             for name in self.arrays:
-                writer.write(name, self.read(name))
+                write(name, self.read(name))
 
     def check(
         self,

@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch.nn import functional as F
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.golden_files.backward import Backward, Loss, next_token_loss, readers_of
+from compat.golden_files.bounds import fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
-from compat.golden_files.deviations import NORMS, Situation, hypotheses, masked
+from compat.golden_files.deviations import NORMS, Proposal, Situation, hypotheses, masked
 from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
@@ -33,21 +33,6 @@ BRANCHES = {
     "logits": "the head",
     "embed": "the token embedding",
 }
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A value that the candidate may have computed instead of GPT-2's.
-
-    Args:
-        code: the code of the deviation.
-        value: the tensor that the deviation gives.
-        values: the values for the placeholders of the code's message and fix.
-    """
-
-    code: str
-    value: Tensor
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 def losses(T: int) -> dict[str, Loss]:
@@ -143,8 +128,7 @@ def _missing_shares(case: WrongGradient) -> Iterator[Proposal]:
 
 
 def _factor(case: WrongGradient) -> Iterator[Proposal]:
-    size = case.expected.square().sum().item()
-    if factor := (case.found * case.expected).sum().item() / size if size else 0.0:
+    if factor := fitted_factor(case.found, case.expected):
         weights = case.backward.weights
         B, T = weights.ids.shape
         cause = _cause(factor, case.name, B, T, weights.config.d_head)

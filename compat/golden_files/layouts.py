@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from compat.golden_files.pieces import split_name
+from compat.ops import axis_groups, rearrange
 
 # A layout lists the axes in the order in which they are stored; axes in parentheses are flattened
 # into one. Axes: B batch, T time, C channels, H heads, D head size, S keys, F inner width,
@@ -50,27 +50,14 @@ class Layout:
     sizes: Mapping[str, int]
 
     @property
-    def groups(self) -> list[list[str]]:
-        return _groups(self.text)
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.groups)
+        groups = axis_groups(self.text)
+        return tuple(math.prod(self.sizes[axis] for axis in group) for group in groups)
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """Convert a tensor to the layout of the golden file."""
-        axes = [axis for group in self.groups for axis in group]
-        flat = tensor.reshape([self.sizes[axis] for axis in axes])
-        wanted = _groups(self.canonical)
-        order = [axes.index(axis) for group in wanted for axis in group if axis in axes]
-        shape = [math.prod(self.sizes[axis] for axis in group) for group in wanted]
-        return flat.permute(order).reshape(shape)
-
-
-def _groups(text: str) -> list[list[str]]:
-    """ "B T (H D)" → [["B"], ["T"], ["H", "D"]]."""
-    parts = re.findall(r"\(([^)]*)\)|(\S+)", text)
-    return [(inner or single).split() for inner, single in parts]
+        # Logits of the last position only may be stored without the axis T, which is 1 then.
+        return rearrange(tensor.reshape(self.shape), self.text, self.canonical, self.sizes)
 
 
 def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Layout]:
@@ -90,6 +77,6 @@ def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> l
 
 
 def _without_batch(text: str) -> str:
-    groups = [[axis for axis in group if axis != "B"] for group in _groups(text)]
+    groups = [[axis for axis in group if axis != "B"] for group in axis_groups(text)]
     kept = [group for group in groups if group]
     return " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in kept)

@@ -23,12 +23,22 @@ from compat.adaptation.anatomy.norms import NormFormula
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
 from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
 from compat.adaptation.diagnosis.modified_reference import causal
-from compat.checkpoint.layout import EMBEDDING
+from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.config import GPT2Config
 from compat.parity.trace import Trace
 from compat.tap import tap_names
 
 TOKENS = "token_embedding"  # stands for the rows of wte.weight that the ids select
+# By the name of the tap, the module of a projection in its block and, for q, k and v, the third of
+# the columns.
+PROJECTIONS: Mapping[str, tuple[str, int | None]] = {
+    "q": ("attn.c_attn", 0),
+    "k": ("attn.c_attn", 1),
+    "v": ("attn.c_attn", 2),
+    "attn": ("attn.c_proj", None),
+    "fc": ("mlp.c_fc", None),
+    "mlp": ("mlp.c_proj", None),
+}
 KEPT = 24  # tensors in the cache, about as many as in two blocks
 Read = Callable[[str], Tensor]
 
@@ -152,17 +162,24 @@ def normed(kind: str, formula: Callable[[Tensor], Tensor] | None = None) -> Piec
     return Piece({"ln_1": ("x",), "ln_2": ("resid_mid",), "ln_f": ("last",)}[kind], run)
 
 
-def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Apply a projection with the checkpoint's weight [in, out]: (B, T, in) → (B, T, out)."""
-    return weights.rounded(x @ weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+def projection(weights: Weights, i: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the weight [in, out] and the bias (out,) of a projection, in their own data type."""
+    module, third = PROJECTIONS[kind]
+    weight, bias = (weights.read(f"h.{i}.{module}.{part}") for part in ("weight", "bias"))
+    if third is None:
+        return weight, bias
+    columns = slice(third * weights.config.n_embd, (third + 1) * weights.config.n_embd)
+    return weight[:, columns], bias[columns]
 
 
-def project(weights: Weights, i: int, x: Tensor, third: int) -> Tensor:
-    """Compute q, k or v with one third of c_attn's columns: (B, T, C) → (B, T, C)."""
-    name, C = f"h.{i}.attn.c_attn", weights.config.n_embd
-    columns = slice(third * C, (third + 1) * C)
-    weight, bias = weights.read(f"{name}.weight"), weights.read(f"{name}.bias")
-    return weights.rounded(x @ weight[:, columns].to(x.dtype)) + bias[columns].to(x.dtype)
+def projected(kind: str, source: str) -> Piece:
+    """Return the piece of a projection of another tap: (B, T, in) → (B, T, out)."""
+
+    def run(w: Weights, i: int, x: Tensor) -> Tensor:
+        weight, bias = projection(w, i, kind)
+        return w.rounded(x @ weight.to(w.dtype)) + bias.to(w.dtype)
+
+    return Piece((source,), run)
 
 
 def split_heads(weights: Weights, x: Tensor) -> Tensor:
@@ -217,7 +234,7 @@ def embedding(positions: Tensor | None = None) -> Piece:
 
     def run(w: Weights, i: int) -> Tensor:
         rows = slice(w.ids.shape[1]) if positions is None else positions
-        return w[TOKENS] + w["wpe.weight"][rows]
+        return w[TOKENS] + w[POSITIONS][rows]
 
     return Piece((), run)
 
@@ -232,23 +249,23 @@ def _act(w: Weights, i: int, x: Tensor) -> Tensor:
 
 def head_name(config: GPT2Config) -> str:
     """Return the name of the head's weight, which is the token embedding if they are tied."""
-    return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+    return EMBEDDING if config.tie_word_embeddings else HEAD
 
 
 GPT2: Pieces = {
     "embed": embedding(),
     "ln_1": normed("ln_1"),
-    "q": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 0)),
-    "k": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 1)),
-    "v": Piece(("ln_1",), lambda w, i, x: project(w, i, x, 2)),
+    "q": projected("q", "ln_1"),
+    "k": projected("k", "ln_1"),
+    "v": projected("v", "ln_1"),
     "probs": pattern(),
     "heads": mixture(),
-    "attn": Piece(("heads",), lambda w, i, x: linear(w, f"h.{i}.attn.c_proj", x)),
+    "attn": projected("attn", "heads"),
     "resid_mid": Piece(("x", "attn"), lambda w, i, x, attn: x + attn),
     "ln_2": normed("ln_2"),
-    "fc": Piece(("ln_2",), lambda w, i, x: linear(w, f"h.{i}.mlp.c_fc", x)),
+    "fc": projected("fc", "ln_2"),
     "act": Piece(("fc",), _act),
-    "mlp": Piece(("act",), lambda w, i, x: linear(w, f"h.{i}.mlp.c_proj", x)),
+    "mlp": projected("mlp", "act"),
     "out": Piece(("resid_mid", "mlp"), lambda w, i, x, mlp: x + mlp),
     "ln_f": normed("ln_f"),
     "logits": Piece(("ln_f",), lambda w, i, x: x @ w[head_name(w.config)].T),

@@ -22,12 +22,15 @@ class GoldenReport(ParityReport):
     Args:
         findings: the deviations from GPT-2 that explain the differences, in execution order.
         recorded: the number of arrays for which the golden file has bounds.
-        has_logits: whether the logits were compared.
     """
 
     findings: list[Finding] = field(default_factory=list)
     recorded: int = 0
-    has_logits: bool = False
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the logits were compared."""
+        return bool(self.logits.inputs)
 
     @property
     def passed(self) -> bool:

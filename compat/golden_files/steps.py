@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.golden_files.deviations import Values
-from compat.golden_files.gradient_deviations import Proposal
+from compat.golden_files.deviations import Proposal, Values
 from compat.golden_files.pieces import (
     GPT2,
     Piece,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
-from compat.config import as_dtype
+from compat.checkpoint.layout import HEAD, POSITIONS
+from compat.config import as_dtype, dtype_name
 from compat.errors import ParityError, short_repr
-from compat.golden_files.arrays import Array, Arrays, Writer
+from compat.golden_files.arrays import Array, Arrays, Shapes, Write, writable, writing
+from compat.golden_files.backward import gradients
 from compat.golden_files.bounds import (
     Bound,
     Calibration,
@@ -39,7 +41,6 @@ from compat.golden_files.contents import (
     shape_of,
 )
 from compat.golden_files.file import Golden
-from compat.golden_files.gradients import gradients
 from compat.golden_files.pieces import (
     GPT2,
     TOKENS,
@@ -57,8 +58,6 @@ from compat.parity.reference import true_logits
 from compat.tap import tap_names
 
 VERIFIED = 64  # positions of the first sequence whose logits are verified with NumPy
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Write = Callable[[str, Tensor], None]
 
 
 def golden(
@@ -94,22 +93,15 @@ def golden(
         The golden arrays. Call their `check` to compare a candidate with them.
 
     Raises:
-        ParityError: an argument is invalid, the file cannot be written, or the reference's logits
-            are not GPT-2's.
-        CompatError: the checkpoint cannot be loaded.
+        ParityError: an argument is invalid, or the reference's logits are not GPT-2's.
+        CompatError: the checkpoint cannot be loaded, or the file cannot be written.
     """
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     dtype = as_dtype(dtype) or checkpoint.dtype
     ids = checked_ids(checkpoint, input_ids, text)
     config, T = checkpoint.config, ids.shape[1]
-    path = None if path is None else Path(path)
-    if path is not None and path.suffix not in (".safetensors", ".npz"):
-        raise ParityError(f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz.")
-    if path is not None and path.suffix == ".npz" and dtype == torch.bfloat16:
-        raise ParityError(
-            f"{path} cannot store bfloat16, which NumPy does not have. Write a .safetensors file, "
-            'or pass dtype="float32".'
-        )
+    if path is not None:
+        path = writable(path, (dtype, checkpoint.dtype))
     if type(decode) is not int or not 0 <= decode <= config.n_positions - T:
         raise ParityError(
             f"decode is {short_repr(decode)}; expected 0 to {config.n_positions - T}, the number "
@@ -157,7 +149,7 @@ class _Recording:
         taps = {tap: (shape_of(tap, self.config, B, T), self.dtype) for tap in self.selected}
         found: Shapes = {IDS: ((B, T), torch.int64)}
         found[WEIGHT + TOKENS] = (B, T, self.config.n_embd), stored
-        found |= {WEIGHT + n: (infos[n].shape, stored) for n in ["wpe.weight", *self.vectors]}
+        found |= {WEIGHT + n: (infos[n].shape, stored) for n in [POSITIONS, *self.vectors]}
         found |= taps
         judged = list(taps)
         if self.with_gradients:
@@ -176,7 +168,7 @@ class _Recording:
     def parameters(self) -> list[str]:
         """The names of the parameters in the order of the checkpoint, without a tied head."""
         tied = self.config.tie_word_embeddings
-        return [n for n in self.checkpoint.infos if not (tied and n == "lm_head.weight")]
+        return [n for n in self.checkpoint.infos if not (tied and n == HEAD)]
 
     def write(self, path: Path | None) -> Golden:
         shapes = self.shapes()
@@ -186,11 +178,11 @@ class _Recording:
         arrays: Arrays = {}
         with ExitStack() as stack:
             if path is not None:
-                write = stack.enter_context(Writer(path, shapes, json.dumps(metadata))).write
+                write = stack.enter_context(writing(path, shapes, json.dumps(metadata)))
             else:
                 write = partial(_keep, arrays, shapes)
             write(IDS, self.ids)
-            for name in (TOKENS, "wpe.weight", *self.vectors):
+            for name in (TOKENS, POSITIONS, *self.vectors):
                 write(WEIGHT + name, self.weights.read(name))
             self._write_taps(write)
             if self.with_gradients:
@@ -281,7 +273,7 @@ def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
     """Keep an array in memory instead of writing it."""
     shape, dtype = shapes[name]
     kept = tensor.detach().to(dtype).clone()
-    arrays[name] = Array(shape, str(dtype).removeprefix("torch."), lambda: kept)
+    arrays[name] = Array(shape, dtype_name(dtype), lambda: kept)
 
 
 def _half(weights: Weights, dtype: torch.dtype) -> Weights:

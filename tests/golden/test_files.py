@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat import CompatError, ParityError
+from compat import CompatError, ParityError, load_pretrained, save_pretrained
 from compat.golden_files import Golden, golden
 from compat.parity import transformers_gpt2
 from tests.command_line import Cli
@@ -176,6 +176,34 @@ def test_npz_files_contain_the_same_arrays(tiny: Path, tmp_path: Path, reference
     assert made.check(tmp_path / "golden.npz").passed
     made.save(tmp_path / "again.safetensors")
     assert Golden.open(tmp_path / "again.safetensors").check(tmp_path / "golden.npz").passed
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_file_is_saved_again_with_its_data_types(
+    tmp_path: Path, reference: Golden, suffix: str
+) -> None:
+    reference.save(tmp_path / f"again{suffix}")
+    again = Golden.open(tmp_path / f"again{suffix}")
+    assert list(again.arrays) == list(reference.arrays)
+    for name in again.arrays:
+        found, expected = again.read(name), reference.read(name)
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+
+
+def test_bfloat16_is_refused_where_numpy_lacks_it(tiny: Path, tmp_path: Path) -> None:
+    """Also if only the weights have it, which are stored in the checkpoint's type."""
+    half = tmp_path / "half"
+    save_pretrained(load_pretrained(tiny, dtype="bfloat16"), half)
+    with pytest.raises(ParityError, match="cannot store bfloat16"):
+        golden(half, tmp_path / "golden.npz", input_ids=[[1, 2]], dtype="float32")
+    kept = golden(half, input_ids=[[1, 2]], dtype="float32")
+    with pytest.raises(ParityError, match="cannot store bfloat16"):
+        kept.save(tmp_path / "golden.npz")
+    with pytest.raises(ParityError, match=r"suffix '\.txt'"):
+        kept.save(tmp_path / "golden.txt")
+    kept.save(tmp_path / "golden.safetensors")
+    again = Golden.open(tmp_path / "golden.safetensors")
+    assert again.read("weight.wpe.weight").dtype == torch.bfloat16
 
 
 def test_reports_are_short_and_pages_name_the_deviation(
