@@ -286,3 +286,20 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
         raise ConfigError(f"dtype is {short_repr(dtype)}; expected {names}.")
     return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """Return the torch.device for a torch.device or its name, provided that it holds values.
+
+    Raises:
+        ConfigError: The device is unknown, missing, or without values, as "meta" is.
+    """
+    try:
+        there = torch.zeros(1, device=device)
+        there.cpu()  # which "meta" cannot do
+    except Exception as error:  # each kind of device raises another exception
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"device is {short_repr(device)}, which cannot be used: {reason}"
+        ) from error
+    return there.device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.checkpoint.packed import Quantized
-from compat.config import GPT2Config, dtype_name
+from compat.config import GPT2Config, as_device, dtype_name
 from compat.decoding import Decoder
 from compat.decoding.draft import PATIENCE, ModelDraft, in_8_bits
 from compat.decoding.kernels import ACTIVATIONS, PROMPT, fastest
@@ -173,7 +173,7 @@ class Engine:
             )
         self.dtype: Any = precision
         self.max_batch = max_batch
-        config, target = self.config, _usable(device)
+        config, target = self.config, as_device(device)
         self.device = target
         is_int8 = precision == "int8"
 
@@ -345,20 +345,3 @@ class Engine:
         )
         first, *others = texts
         return first, others
-
-
-def _usable(device: str | torch.device) -> torch.device:
-    """The device, checked by copying a tensor there and back.
-
-    Raises:
-        ConfigError: the device is unknown, or missing.
-    """
-    if not isinstance(device, str | torch.device):
-        raise ConfigError(f"device is {short_repr(device)}; expected a torch.device or its name")
-    try:
-        there = torch.zeros(1, device=device)
-        there.cpu()  # which "meta" cannot do
-        return there.device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error

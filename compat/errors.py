@@ -108,6 +108,11 @@ def collapse_layers(names: Sequence[str]) -> list[str]:
     ]
 
 
+def counted(*faults: tuple[str, Sequence[str]]) -> list[str]:
+    """One line for each fault that names have, with their number and the names by layer."""
+    return [f"{len(n)} {fault}: {listed(collapse_layers(n))}" for fault, n in faults if n]
+
+
 def collapse_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
     """Lines of the form `name: fault`, one for all layers that have the same fault."""
     by_text: dict[str, list[str]] = {}

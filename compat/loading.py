@@ -14,7 +14,7 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.files import ALL
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
 from compat.collector import collector_paused
-from compat.config import as_dtype
+from compat.config import as_device, as_dtype
 from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
@@ -81,7 +81,7 @@ def load_pretrained(
     if mesh is not None:
         check_mesh(mesh)
         device = mesh.device_type
-    _check_device(device)
+    device = as_device(device)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head, mmap=mmap)
     with torch.device("meta"), _SkipInit():
         model = kind.model_class(checkpoint.config)
@@ -117,7 +117,7 @@ def load_block(
         ConfigError: The checkpoint does not have this layer.
     """
     dtype, kind = as_dtype(dtype), get_dialect(dialect)
-    _check_device(device)
+    device = as_device(device)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     layer = _as_layer(layer, checkpoint.config.n_layer)
     with torch.device("meta"), _SkipInit():
@@ -216,16 +216,6 @@ def _as_layer(layer: object, n_layer: int) -> int:
             "layers of the checkpoint."
         )
     return number
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(0, device=device)
-    except Exception as error:  # each kind of device raises another exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"device is {short_repr(device)}, which torch cannot use: {reason}"
-        ) from error
 
 
 def _check_and_fill(

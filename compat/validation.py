@@ -15,6 +15,7 @@ from compat.errors import (
     ConfigError,
     NameMapError,
     collapse_layers,
+    counted,
     described,
     lines,
     listed,
@@ -143,8 +144,7 @@ def check_names(
 
 def _raise_if_any(headline: str, *faults: tuple[str, list[str]], next_step: str = "") -> None:
     """Raise a NameMapError that lists the names with each fault, if there are any."""
-    found = [f"{len(n)} {fault}: {listed(collapse_layers(n))}" for fault, n in faults if n]
-    if found:
+    if found := counted(*faults):
         raise NameMapError(lines(headline, found) + next_step)
 
 

@@ -29,6 +29,7 @@ from compat.errors import (
     ConfigError,
     collapse_faults,
     collapse_layers,
+    counted,
     lines,
     listed,
 )
@@ -139,11 +140,10 @@ def check_tensors(
     """
     expected = expected_shapes(config)
     infos = {name: tensor.info for name, tensor in stored.items()}
-    faults = []
-    if missing := [name for name in expected if name not in infos]:
-        faults.append(f"{len(missing)} missing: {listed(collapse_layers(missing))}")
-    if unexpected := [name for name in infos if name not in expected]:
-        faults.append(f"{len(unexpected)} unexpected: {listed(collapse_layers(unexpected))}")
+    faults = counted(
+        ("missing", [name for name in expected if name not in infos]),
+        ("unexpected", [name for name in infos if name not in expected]),
+    )
     common = [name for name in expected if name in infos]
     faults += collapse_faults(
         (name, _shape_fault(name, infos[name].shape, expected[name]))

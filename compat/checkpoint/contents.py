@@ -15,7 +15,7 @@ from compat.checkpoint.layout import plain_name
 from compat.checkpoint.packed import METADATA, PackedFile
 from compat.checkpoint.pickle_file import PickleFile
 from compat.checkpoint.safetensors_file import SafetensorsFile
-from compat.errors import CheckpointError, collapse_layers, lines, listed
+from compat.errors import CheckpointError, counted, lines, listed
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,9 @@ def _check_index(index: Path, weight_map: dict[str, str], shards: Mapping[str, T
     stored = [name for shard in shards.values() for name in shard.infos]
     elsewhere = [name for name, shard in weight_map.items() if name not in shards[shard].infos]
     unlisted = [name for name in stored if name not in weight_map]
-    faults = []
-    if elsewhere:
-        names = listed(collapse_layers(elsewhere))
-        faults.append(f"{len(elsewhere)} not in the shard it names: {names}")
-    if unlisted:
-        names = listed(collapse_layers(unlisted))
-        faults.append(f"{len(unlisted)} in a shard but not in the index: {names}")
+    faults = counted(
+        ("not in the shard it names", elsewhere), ("in a shard but not in the index", unlisted)
+    )
     if faults:
         headline = f"{index} contradicts what its shards hold:"
         raise CheckpointError(lines(headline, faults) + "\nDownload or export all of it again.")
