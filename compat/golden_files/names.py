@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from compat.golden_files.contents import GRADIENT
 
@@ -18,23 +18,21 @@ class Convention:
     """The names of one family of implementations.
 
     Args:
-        name: the name of the family.
         taps: maps the family's names to golden names. `{i}` is the layer; if only the golden name
             contains it, one array holds all layers along its first axis. If a tap has several
             names, the first one that is present is compared.
-        parameters: the same for gradients of parameters.
         others: the names of arrays that are not taps.
+        parameters: maps the family's names of gradients of parameters, if they are not names of
+            modules.
     """
 
-    name: str
     taps: Mapping[str, str]
-    parameters: Mapping[str, str]
     others: tuple[str, ...]
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 MODULES = Convention(
-    "modules of GPT-2",
-    {
+    taps={
         "drop": "embed",
         "dropout": "embed",
         "h.{i}.attn.c_attn": "h.{i}.qkv",
@@ -51,12 +49,10 @@ MODULES = Convention(
         "h.{i}": "h.{i}.out",
         "lm_head": "logits",
     },
-    {},
-    ("wte", "wpe", "h", "h.{i}.__call__.1", "h.__call__.{i}", "__call__.{i}"),
+    others=("wte", "wpe", "h", "h.{i}.__call__.1", "h.__call__.{i}", "__call__.{i}"),
 )
 LLM_C = Convention(
-    "llm.c",
-    {
+    taps={
         "encoded": "embed",
         "ln1": "h.{i}.ln_1",
         "qkv": "h.{i}.qkv",
@@ -72,7 +68,9 @@ LLM_C = Convention(
         "lnf": "ln_f",
         "logits": "logits",
     },
-    {
+    others=("ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd", "lnf_mean", "lnf_rstd", "preatt",
+            "probs", "losses"),
+    parameters={
         "wte": "wte.weight",
         "wpe": "wpe.weight",
         "ln1w": "h.{i}.ln_1.weight",
@@ -90,12 +88,9 @@ LLM_C = Convention(
         "lnfw": "ln_f.weight",
         "lnfb": "ln_f.bias",
     },
-    ("ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd", "lnf_mean", "lnf_rstd", "preatt", "probs",
-     "losses"),
 )  # fmt: skip
 LENS = Convention(
-    "TransformerLens",
-    {
+    taps={
         "blocks.0.hook_resid_pre": "embed",
         "blocks.{i}.ln1.hook_normalized": "h.{i}.ln_1",
         "blocks.{i}.attn.hook_q": "h.{i}.q",
@@ -112,11 +107,11 @@ LENS = Convention(
         "blocks.{i}.hook_resid_post": "h.{i}.out",
         "ln_final.hook_normalized": "ln_f",
     },
-    {},
-    ("hook_embed", "hook_pos_embed", "blocks.{i}.hook_resid_pre", "blocks.{i}.hook_attn_in",
-     "blocks.{i}.hook_mlp_in", "blocks.{i}.hook_q_input", "blocks.{i}.hook_k_input",
-     "blocks.{i}.hook_v_input", "blocks.{i}.ln1.hook_scale", "blocks.{i}.ln2.hook_scale",
-     "blocks.{i}.attn.hook_attn_scores", "blocks.{i}.attn.hook_result", "ln_final.hook_scale"),
+    others=("hook_embed", "hook_pos_embed", "blocks.{i}.hook_resid_pre", "blocks.{i}.hook_attn_in",
+            "blocks.{i}.hook_mlp_in", "blocks.{i}.hook_q_input", "blocks.{i}.hook_k_input",
+            "blocks.{i}.hook_v_input", "blocks.{i}.ln1.hook_scale", "blocks.{i}.ln2.hook_scale",
+            "blocks.{i}.attn.hook_attn_scores", "blocks.{i}.attn.hook_result",
+            "ln_final.hook_scale"),
 )  # fmt: skip
 CONVENTIONS = (MODULES, LLM_C, LENS)
 
