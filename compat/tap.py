@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -75,6 +76,22 @@ def expand_taps(taps: Iterable[Tap], n_layer: int) -> list[Tap]:
     if strange := [tap.name for tap in once + per_layer if tap.name not in order]:
         raise ParityError(f"unknown tap {strange[0]!r}; a block has {', '.join(BLOCK_TAPS)}")
     return sorted(once + per_layer, key=lambda tap: order[tap.name])
+
+
+def hook_taps(
+    modules: Mapping[str, nn.Module],
+    taps: Iterable[Tap],
+    edit: Callable[[Tap, Tensor], Tensor | None],
+) -> ExitStack:
+    """Do as `hook_tap` at several taps of one model; `edit` is called with the tap, too.
+
+    Args:
+        modules: the modules of the model by their path, those of the taps among them.
+    """
+    with ExitStack() as hooks:
+        for tap in taps:
+            hooks.enter_context(hook_tap(modules[tap.module], tap, partial(edit, tap)))
+        return hooks.pop_all()
 
 
 def hook_tap(module: nn.Module, tap: Tap, edit: Edit) -> ExitStack:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from compat.errors import GenerationError
-from compat.tap import Tap, hook_tap
+from compat.tap import Tap, hook_taps
 
 
 class NotFiniteError(GenerationError):
@@ -34,14 +32,11 @@ def first_not_finite(
     modules = dict(model.named_modules(remove_duplicate=False))
     faults: dict[str, str] = {}
 
-    def look(name: str, value: Tensor) -> None:
+    def look(tap: Tap, value: Tensor) -> None:
         if not torch.isfinite(value).all():
-            faults[name] = "NaN" if value.isnan().any() else "an infinity"
+            faults[tap.name] = "NaN" if value.isnan().any() else "an infinity"
 
-    with ExitStack() as hooks:
-        for tap in taps:
-            if tap.module in modules:
-                hooks.enter_context(hook_tap(modules[tap.module], tap, partial(look, tap.name)))
+    with hook_taps(modules, [tap for tap in taps if tap.module in modules], look):
         run()
     return next(((tap.name, faults[tap.name]) for tap in taps if tap.name in faults), None)
 

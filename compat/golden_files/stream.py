@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from queue import Queue
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from compat.checkpoint.layout import plain_name
 from compat.golden_files.backward import next_token_loss
 from compat.golden_files.contents import LOSS
-from compat.tap import Tap, hook_tap
+from compat.tap import Tap, hook_taps
 
 Record = Callable[[str, Tensor], None]
 
@@ -27,15 +26,13 @@ class _Stopped(Exception):
 
 def stream_taps(model: nn.Module, taps: Sequence[Tap], ids: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Run a model on ids (B, T) and yield a copy of each hidden state as soon as it is computed."""
+    modules = dict(model.named_modules())
 
     def run(record: Record) -> None:
-        def copy(tap: str, value: Tensor) -> None:
-            record(tap, value.detach().clone())
+        def copy(tap: Tap, value: Tensor) -> None:
+            record(tap.name, value.detach().clone())
 
-        with torch.no_grad(), ExitStack() as hooks:
-            for tap in taps:
-                module = model.get_submodule(tap.module)
-                hooks.enter_context(hook_tap(module, tap, partial(copy, tap.name)))
+        with torch.no_grad(), hook_taps(modules, taps, copy):
             model(ids)
 
     return _stream(run)
@@ -56,23 +53,24 @@ def stream_gradients(
         with its gradient.
     """
     # The model does not read the views q, k and v, so the gradient of their fused tensor is used.
-    places = {tap.name: [tap] for tap in taps if tap.part is None}
+    parts: dict[Tap, list[Tap]] = {}
     for tap in taps:
-        if tap.part is not None:
-            places.setdefault(tap.module, []).append(tap)
+        fused = tap if tap.part is None else replace(tap, name=tap.module, part=None)
+        parts.setdefault(fused, []).append(tap)
+    modules = dict(model.named_modules())
 
     def run(record: Record) -> None:
         without: dict[str, Any] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
         }
 
-        def record_tap(parts: Sequence[Tap], gradient: Tensor) -> None:
-            for tap in parts:
+        def record_tap(fused: Tap, gradient: Tensor) -> None:
+            for tap in parts[fused]:
                 part = gradient if tap.part is None else gradient.chunk(3, dim=-1)[tap.part]
                 record(tap.name, part.clone())
 
-        def observe(parts: Sequence[Tap], value: Any) -> None:
-            value.register_hook(partial(record_tap, parts))
+        def observe(fused: Tap, value: Any) -> None:
+            value.register_hook(partial(record_tap, fused))
 
         def record_parameter(name: str, parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
@@ -80,15 +78,11 @@ def stream_gradients(
             del without[name]
             record(name, gradient)
 
-        with torch.enable_grad(), ExitStack() as hooks:
+        with torch.enable_grad(), hook_taps(modules, parts, observe) as hooks:
             for name, parameter in without.items():
                 parameter.requires_grad_(True)
                 hook = parameter.register_post_accumulate_grad_hook(partial(record_parameter, name))
                 hooks.callback(hook.remove)
-            for parts in places.values():
-                whole = replace(parts[0], part=None)
-                module = model.get_submodule(whole.module)
-                hooks.enter_context(hook_tap(module, whole, partial(observe, parts)))
             loss = next_token_loss(model(ids).logits, ids)
             record(LOSS, loss.detach())
             torch.autograd.backward(loss)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -17,7 +16,7 @@ from compat.errors import CompatError, ParityError, described, listed, short_rep
 from compat.layers import fault_in_ids, id_tensor
 from compat.parity.run_modes import random_states
 from compat.sharding import reshard, whole
-from compat.tap import BLOCK_TAPS, Tap, expand_taps, hook_tap
+from compat.tap import BLOCK_TAPS, Tap, expand_taps, hook_taps
 from compat.user_code import exception_summary
 from compat.validation import as_module
 
@@ -113,9 +112,7 @@ def tracing(
     if grad and torch.is_inference_mode_enabled():
         raise ParityError("grad=True needs autograd. Leave torch.inference_mode() around the call.")
     run = _Traced(model, forward, [tap.name for tap in wanted], _by_name(patch, patched), grad)
-    with ExitStack() as hooks:
-        for tap in every:
-            hooks.enter_context(hook_tap(modules[tap.module], tap, partial(run.at_tap, tap)))
+    with hook_taps(modules, every, run.at_tap):
         yield run
 
 
@@ -368,15 +365,13 @@ def record(
     _check_modules(name, taps, modules)
     recorded: Trace = {}
 
-    def edit(tap: str, value: Tensor) -> Tensor | None:
-        recorded[tap] = whole(value.detach()).clone()
+    def edit(tap: Tap, value: Tensor) -> Tensor | None:
+        recorded[tap.name] = whole(value.detach()).clone()
         if stop_early and len(recorded) == len(taps):
             raise _AllRecorded
-        return None if forced is None else forced.get(tap)
+        return None if forced is None else forced.get(tap.name)
 
-    with ExitStack() as hooks, suppress(_AllRecorded):
-        for tap in taps:
-            hooks.enter_context(hook_tap(modules[tap.module], tap, partial(edit, tap.name)))
+    with hook_taps(modules, taps, edit), suppress(_AllRecorded):
         _run(model, input_ids)
     reshard(model)
     _check_executed(name, [tap.name for tap in taps], recorded)
