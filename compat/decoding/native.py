@@ -80,7 +80,7 @@ NATIVE: tuple[Pack, ...] = (
 
 
 def transformer_class(pack: Pack) -> type[Transformer]:
-    """The transformer that makes the best of weights packed this way."""
+    """The class of transformer that is fastest with weights packed this way."""
     return NativeTransformer if pack in NATIVE else Transformer
 
 

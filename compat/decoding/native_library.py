@@ -32,7 +32,7 @@ TIMEOUT = 120  # seconds for one run of the compiler
 
 
 class NativeError(Exception):
-    """The library cannot be had on this machine."""
+    """The library is not available on this machine."""
 
 
 def library() -> CDLL:

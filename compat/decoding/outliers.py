@@ -19,7 +19,7 @@ MOST = 64  # of a product; as MOST_OUTLIERS in native.c
 
 
 def without_outliers(config: GPT2Config, embedding: tuple[Tensor, Tensor], read: Read) -> Read:
-    """Return a function like `read` that quantizes the weights of inputs with outliers apart.
+    """Return a function like `read` that keeps the weights of inputs with outliers in float32.
 
     Args:
         config, embedding, read: as of `Transformer`.

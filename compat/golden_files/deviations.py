@@ -38,11 +38,11 @@ from compat.golden_files.pieces import (
     Softmax,
     Weights,
     attention_formula,
+    context,
     each,
     embedding,
     head_name,
     merge_heads,
-    mixture,
     normed,
     pattern,
     split_heads,
@@ -582,25 +582,25 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     def of_queries(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
         return GPT2["heads"].run(w, i, probs.mT, v)
 
-    yield one("no_head_merge_transpose", {"heads": mixture(merge=unmerged)})
-    yield one("no_head_split_transpose", {"heads": mixture(_unsplit)})
+    yield one("no_head_merge_transpose", {"heads": context(merge=unmerged)})
+    yield one("no_head_split_transpose", {"heads": context(_unsplit)})
     unsplit = pattern(split_q=_unsplit, split_k=_unsplit)
-    yield one("no_head_split_transpose", together(unsplit, mixture(_unsplit)))
+    yield one("no_head_split_transpose", together(unsplit, context(_unsplit)))
     both: Codes = [("no_head_split_transpose", {}), ("no_head_merge_transpose", {})]
-    yield Hypothesis(both, together(unsplit, mixture(_unsplit, unmerged)))
+    yield Hypothesis(both, together(unsplit, context(_unsplit, unmerged)))
     fix, transposed = "heads = probs @ v", Piece(("probs", "v"), of_queries)
     yield one("shared_kv", {"heads": GPT2["heads"].of("probs", "k")}, fix)
     yield one("softmax_dim", {"heads": transposed}, fix, found="the queries")
     for index, values in _shared_heads(config):
-        shared = mixture(partial(_selected, index))
+        shared = context(partial(_selected, index))
         yield one("grouped_query_attention", {"heads": shared}, UNSHARED, **values)
     for interleaved in (
-        mixture(_interleaved, mixed), mixture(merge=mixed), mixture(_interleaved)
+        context(_interleaved, mixed), context(merge=mixed), context(_interleaved)
     ):  # fmt: skip
         yield one("interleaved_heads", {"heads": interleaved})
     for shift, where in NEIGHBOURS:
         found = f"each token's values come from the token {where} it"
-        yield one("time_shift", {"heads": mixture(partial(_moved, shift))}, found=found)
+        yield one("time_shift", {"heads": context(partial(_moved, shift))}, found=found)
     whole = together(GPT2["probs"], GPT2["heads"])["heads"]
     for n_head in (1, 2, 4, 6, 8, 12, 16, 20, 25, 32):
         if n_head != config.n_head and config.n_embd % n_head == 0:
@@ -990,7 +990,7 @@ def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
     mine, theirs = (t.transpose(0, 1).flatten(1) for t in (found, expected))
     order = torch.cdist(mine, theirs).argmin(-1)
     text = ", ".join(map(str, order.tolist()))
-    reordered = mixture(merge=lambda heads: merge_heads(heads[:, order]))
+    reordered = context(merge=lambda heads: merge_heads(heads[:, order]))
     yield one("head_order", {"heads": reordered}, found=text)
 
 

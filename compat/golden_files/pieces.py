@@ -3,7 +3,7 @@
 A piece computes one tap from earlier taps, such as the activation `act` from `fc`. The writer of a
 golden file chains all pieces in float64, and the comparison applies single pieces to a candidate's
 own arrays. A deviation replaces a piece by a variant of it, which reads other taps or weights,
-changes its inputs or its result, or changes a step inside (`normed`, `pattern` and `mixture`).
+changes its inputs or its result, or changes a step inside (`normed`, `pattern` and `context`).
 
 Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 """
@@ -217,7 +217,7 @@ def pattern(
     return Piece(("q", "k"), run)
 
 
-def mixture(
+def context(
     split_v: Change = split_heads, merge: Callable[[Tensor], Tensor] = merge_heads
 ) -> Piece:
     """Return the piece `heads`: the context (B, T, C) from the probabilities and v (B, T, C).
@@ -259,7 +259,7 @@ GPT2: Pieces = {
     "k": projected("k", "ln_1"),
     "v": projected("v", "ln_1"),
     "probs": pattern(),
-    "heads": mixture(),
+    "heads": context(),
     "attn": projected("attn", "heads"),
     "resid_mid": Piece(("x", "attn"), lambda w, i, x, attn: x + attn),
     "ln_2": normed("ln_2"),

@@ -19,8 +19,8 @@ from compat.golden_files.pieces import (
     attention_formula,
     cached_reads,
     chain,
+    context,
     embedding,
-    mixture,
     pattern,
     split_heads,
 )
@@ -98,5 +98,5 @@ def _with_zeros(T: int, token: int) -> Pieces:
 
     return {
         "probs": in_steps(pattern(split_k=without), GPT2["probs"], 2),
-        "heads": in_steps(mixture(without), GPT2["heads"], 1),
+        "heads": in_steps(context(without), GPT2["heads"], 1),
     }
