@@ -671,7 +671,8 @@ def residuals(s: Situation) -> Iterator[Hypothesis]:
         yield one("norm_on_output", {tap: _sum_with_normed(norm, shortcut, branch)})
         for a, b in ((2, 2), (1, 2), (2, 1)):
             doubled = Piece(total.inputs, lambda w, i, x, y, a=a, b=b: a * x + b * y)
-            yield one("doubled_residual", {tap: doubled})
+            found = f"the sum is {a} · x + {b} · branch(x), as if x had been changed in place"
+            yield one("doubled_residual", {tap: doubled}, found=found)
     yield one("missing_residual", {"out": GPT2["out"].of("x", "mlp")})
 
 
