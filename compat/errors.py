@@ -88,10 +88,10 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + more
 
 
-def lines(headline: str, faults: Sequence[str], most: int = 10) -> str:
-    """A headline, the first faults below it, one per line, and the number of the others."""
-    more = [f"and {len(faults) - most} more"] if len(faults) > most else []
-    return "\n  ".join([headline, *faults[:most], *more])
+def lines(headline: str, faults: Sequence[str]) -> str:
+    """A headline, the first ten faults below it, one per line, and the number of the others."""
+    more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []
+    return "\n  ".join([headline, *faults[:10], *more])
 
 
 def collapse_layers(names: Sequence[str]) -> list[str]:

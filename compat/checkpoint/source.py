@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ class Checkpoint:
         config: the configuration; its `tie_word_embeddings` is that of the tensors.
         infos: shape and data type of every tensor of a GPT-2, the head included even if tied.
         notes: accepted deviations, as sentences.
+        packed: the file, if `pack_checkpoint` wrote it.
         mmap: whether tensors share the pages of the file instead of being copied.
         check_finite: whether reading a tensor searches it for NaN and infinity.
-        packed: the file, if `pack_checkpoint` wrote it.
     """
 
     source: str
@@ -54,10 +54,10 @@ class Checkpoint:
     config: GPT2Config
     infos: dict[str, TensorInfo]
     notes: list[str]
-    mmap: bool
-    check_finite: bool
     _stored: dict[str, Stored]
     packed: PackedFile | None = None
+    mmap: bool = True
+    check_finite: bool = True
 
     @property
     def folder(self) -> Path:
@@ -162,9 +162,7 @@ def open_checkpoint(
     raw_config = read_config(weights)
     contents = open_contents(weights, max_unpacked(raw_config))
     checkpoint = check(str(source), contents, raw_config, notes, n_head)
-    checkpoint.mmap = mmap
-    checkpoint.check_finite = check_finite
-    return checkpoint
+    return replace(checkpoint, mmap=mmap, check_finite=check_finite)
 
 
 # The steps of `open_checkpoint`, which `inspect_checkpoint` takes one by one.
@@ -223,4 +221,4 @@ def check(
     infos = check_tensors(weights, config, stored)
     if not packed and len({info.dtype for info in infos.values()}) > 1:
         notes.append("the tensors have several data types; all are loaded in the widest")
-    return Checkpoint(source, weights, kind, config, infos, notes, False, True, stored, packed)
+    return Checkpoint(source, weights, kind, config, infos, notes, stored, packed)

@@ -162,8 +162,8 @@ def adapt_command(
         )
     source = options.choose_source(source, model)
     arguments = _constructor_arguments(kwargs)
-    options.exclude({"--kwargs": kwargs is not None, "--config-name": config_name is not None})
-    options.exclude({"--part": part is not None, "--forward": forward is not None})
+    options.exclude({"--kwargs": kwargs, "--config-name": config_name})
+    options.exclude({"--part": part, "--forward": forward})
     options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
     from compat.user_code import handle_errors as handle_users_errors
     from compat.user_models import (

@@ -71,8 +71,8 @@ def golden_command(
     source = options.choose_source(source, model)
     for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
         for other, exclusive in {"--text": text, "--ids": ids}.items():
-            options.exclude({other: exclusive is not None, name: value is not None})
-    options.exclude({"--text": text is not None, "--ids": ids is not None})
+            options.exclude({other: exclusive, name: value})
+    options.exclude({"--text": text, "--ids": ids})
     if out.suffix not in (".safetensors", ".npz"):
         raise typer.BadParameter(
             f"{out} has the suffix {out.suffix!r}. Pass a name that ends in .safetensors or .npz.",

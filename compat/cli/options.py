@@ -107,15 +107,15 @@ def choose_source(source: str | None, model: str | None, default: str | None = "
     return found
 
 
-def exclude(options: dict[str, bool]) -> None:
+def exclude(options: dict[str, object]) -> None:
     """Refuse options that exclude each other, if more than one was passed.
 
     Args:
-        options: whether each option was passed, by name.
+        options: the values by the name of the option; None and False mean that it was not passed.
 
     Raises:
         typer.BadParameter: several were passed; the message names them.
     """
-    given = [name for name, passed in options.items() if passed]
+    given = [name for name, value in options.items() if value is not None and value is not False]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other. Pass one of them.")

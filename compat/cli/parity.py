@@ -89,16 +89,16 @@ def parity_command(
     """
     source = options.choose_source(source, model)
     for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
-        options.exclude({"--text": text is not None, name: value is not None})
+        options.exclude({"--text": text, name: value})
     for name, given in {
         "--all": every,
         "--dialect": dialect,
         "--dtype": dtype,
         "--gradients": gradients,
     }.items():
-        options.exclude({"--engine": engine is not None, name: bool(given)})
-    options.exclude({"--all": every, "--dialect": dialect is not None})
-    options.exclude({"--engine": engine is not None, "--parallel": parallel is not None})
+        options.exclude({"--engine": engine, name: given})
+    options.exclude({"--all": every, "--dialect": dialect})
+    options.exclude({"--engine": engine, "--parallel": parallel})
     options.exclude({"--json": as_json, "--quiet": quiet})
     checkpoint = compat.open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     if length is not None and length > (context := checkpoint.config.n_positions):
