@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compat.golden_files.contents import HALF
 from compat.golden_files.pieces import (
     PROJECTIONS,
     Weights,
@@ -105,11 +106,10 @@ class Calibration:
 
     Args:
         dtype: the data type of the run.
-        half: whether the run is a simulation of half precision.
     """
 
-    def __init__(self, dtype: torch.dtype, half: bool) -> None:
-        self.rounding, self.half = rounding(dtype), half
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.rounding, self.half = rounding(dtype), dtype in HALF
         self.accumulated = self.rounding
         self.sums = 1.0  # the largest error of sequential sums over the reference's, so far
 
@@ -124,7 +124,7 @@ class Calibration:
             local: the error of the piece that computes the tap.
             plain: the error of the same piece with sequential sums, if it is a projection.
         """
-        own = error(found.double(), exact)
+        own = error(found, exact)
         local = max(local, self.rounding)
         if plain is not None:
             self.sums = max(self.sums, plain / local)
@@ -161,4 +161,4 @@ def plain_sum_error(tap: str, weights: Weights, x: Tensor) -> float | None:
     total = bias.repeat(len(rows), 1)
     for k in range(len(matrix)):
         total.addr_(rows[:, k].float(), matrix[k])
-    return error(total.double(), truth).rms
+    return error(total, truth).rms

@@ -22,6 +22,7 @@ from compat.golden_files.contents import (
     DECODE_IDS,
     DECODE_LOGITS,
     GRADIENT,
+    HALF,
     IDS,
     LOSS,
     WEIGHT,
@@ -39,7 +40,6 @@ FUSED = ("qkv", "c_attn")  # names of q, k and v in one array
 PLAIN_NORMS = [label for label in LENS.taps if label.endswith(".hook_normalized")]
 KEPT = 32  # arrays in the cache
 FEWEST = 64  # the fewest values from which a data type is inferred
-NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -445,9 +445,9 @@ def precision(tensor: Tensor) -> torch.dtype:
     A port in half precision may store its arrays as float32. An array with few non-zero values
     keeps its own data type.
     """
-    if tensor.dtype in NARROW or tensor.count_nonzero() < FEWEST:
+    if tensor.dtype in HALF or tensor.count_nonzero() < FEWEST:
         return tensor.dtype
-    for dtype in NARROW:
+    for dtype in HALF:
         if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
             return dtype
     return tensor.dtype

@@ -18,8 +18,8 @@ from compat.config import dtype_name
 from compat.errors import ParityError, listed
 from compat.golden_files.backward import Backward, causal_part, readers_of
 from compat.golden_files.bounds import Bound, Error, error
-from compat.golden_files.candidate import NARROW, Candidate, as_candidate, precision
-from compat.golden_files.contents import GRADIENT, LOSS
+from compat.golden_files.candidate import Candidate, as_candidate, precision
+from compat.golden_files.contents import GRADIENT, HALF, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import Golden
 from compat.golden_files.layouts import LAYOUTS
@@ -178,10 +178,10 @@ class Comparison:
 
     def _bound(self, name: str) -> Bound:
         found = precision(self.candidate.read(name))
-        if found in NARROW:
-            if self._precision not in NARROW:
+        if found in HALF:
+            if self._precision not in HALF:
                 self._narrowed = name
-            if found == torch.bfloat16 or self._precision not in NARROW:
+            if found == torch.bfloat16 or self._precision not in HALF:
                 self._precision = found
         return self.golden.bound(name, self._precision)
 

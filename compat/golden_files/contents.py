@@ -24,7 +24,7 @@ FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
 IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"
 WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
 # The rows after the first, and the columns, of the array `bound.NAME`.
-HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)  # in the order of the file
 COLUMNS = ("own", "rms", "worst", "local")
 
 # Axes: B batch, T time, C channels, H heads, D head size, S keys, F inner width, V vocabulary.

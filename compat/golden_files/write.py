@@ -138,7 +138,7 @@ class _Recording:
         self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
         infos = self.checkpoint.infos
         self.vectors = [name for name, info in infos.items() if len(info.shape) == 1]
-        self.calibration = Calibration(self.dtype, half=self.dtype in HALF)
+        self.calibration = Calibration(self.dtype)
         self.bounds: dict[str, list[Bound]] = {}
 
     def shapes(self) -> Shapes:
@@ -196,7 +196,7 @@ class _Recording:
     def _write_taps(self, write: Write) -> None:
         """Run the reference and the other runs in lockstep, one block at a time."""
         runs = [chain(weights) for weights in self.runs]
-        simulations = [Calibration(dtype, half=True) for dtype in HALF]
+        simulations = [Calibration(dtype) for dtype in HALF]
         before: dict[str, Tensor] = {}  # the residual stream at the input of the block
         stream = stream_taps(self.model, self.taps, self.ids)
         for _, layer in groupby(stream, key=lambda item: item[0].rpartition(".")[0]):
@@ -235,9 +235,9 @@ class _Recording:
 
     def _write_gradients(self, write: Write) -> None:
         """Run the backward passes in lockstep, as `_write_taps` does the forward passes."""
-        calibration = Calibration(self.dtype, half=self.dtype in HALF)
+        calibration = Calibration(self.dtype)
         calibration.sums = self.calibration.sums
-        simulations = [Calibration(dtype, half=True) for dtype in HALF]
+        simulations = [Calibration(dtype) for dtype in HALF]
         stream = stream_gradients(self.model, self.taps, self.ids)
         recorded = {LOSS, *self.selected, *self.parameters}
         for name, ours, (exact, *halves) in match_by_name(stream, *map(gradients, self.runs)):
