@@ -57,8 +57,9 @@ def adapt_command(
         str,
         typer.Argument(
             metavar="FILE.py:Class",
-            help="Or FILE.py:make_model, a function that returns the model; FILE.ipynb and "
-            "package.module work too. If there is only one model, :Class can be left out.",
+            help="The file and the class of your model, or FILE.py:make_model, a function that "
+            "returns the model. FILE.ipynb and package.module work too. If there is only one "
+            "model, :Class can be left out.",
         ),
     ],
     source: options.Source = None,
@@ -116,8 +117,8 @@ def adapt_command(
         bool,
         options.output(
             "--summary",
-            help="Examine several files, adapt FILES --summary --model SOURCE, and print a CSV "
-            "table with one row for each; with --html as a page too.",
+            help="Examine several files (adapt FILES --summary --model SOURCE) and print a CSV "
+            "table with one row for each. With --html, write it as a page too.",
         ),
     ] = False,
     time_limit: Annotated[

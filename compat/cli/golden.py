@@ -26,7 +26,7 @@ def golden_command(
         str,
         typer.Option(
             metavar="TAPS",
-            help="all; layers, the residual stream after each block; or patterns such as "
+            help="all, layers (the residual stream after each block), or patterns such as "
             "'h.0.*,logits'.",
         ),
     ] = "all",
