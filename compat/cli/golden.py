@@ -17,8 +17,12 @@ from compat.cli.output import note
 def golden_command(
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", metavar="FILE", dir_okay=False, help="The file to write: .safetensors or .npz."
+        options.output(
+            "--out",
+            metavar="FILE",
+            dir_okay=False,
+            callback=options.in_a_folder,
+            help="The file to write: .safetensors or .npz.",
         ),
     ],
     source: options.Source = None,

@@ -71,7 +71,7 @@ Batch = Annotated[
 ]
 
 
-def _in_a_folder(path: Path | None) -> Path | None:
+def in_a_folder(path: Path | None) -> Path | None:
     """Refuse at once a path that could not be written after minutes of work."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder.")
@@ -85,7 +85,7 @@ Html = Annotated[
         metavar="FILE",
         dir_okay=False,
         writable=True,
-        callback=_in_a_folder,
+        callback=in_a_folder,
         help="Also write an HTML page.",
     ),
 ]

@@ -23,6 +23,7 @@ AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 # EPERM for system calls that they do not know.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 UNSUPPORTED_SYNC = UNSUPPORTED | {errno.EBADF, errno.EACCES}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space, or a limit
 # Windows does not open folders, and syncs files only through writable descriptors.
 OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 
@@ -118,9 +119,10 @@ def replacing_file(target: str | Path) -> Iterator[Path]:
         os.replace(temporary, place)
         _flush(place.parent)
     except OSError as error:
+        next_step = "Free space there, or pass" if error.errno in FULL else "Pass"
         raise CheckpointError(
-            f"{target} cannot be written: {error.strerror or error}. Nothing was changed. Free "
-            "space there, or pass another path."
+            f"{target} cannot be written: {error.strerror or error}. Nothing was changed. "
+            f"{next_step} another path."
         ) from error
     finally:
         with suppress(OSError):

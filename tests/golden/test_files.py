@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat import CompatError, ParityError, load_pretrained, save_pretrained
-from compat.golden_files import Golden, golden
+from compat import CheckpointError, CompatError, ParityError, load_pretrained, save_pretrained
+from compat.golden_files import Golden, arrays, golden
 from compat.parity import transformers_gpt2
 from tests.command_line import Cli
 from tests.conftest import noisy_reference
@@ -461,6 +461,25 @@ def test_a_failed_write_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         golden(tiny, path, input_ids=[[1, 2]])
     assert path.read_text() == "what was there" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
+def test_a_disk_that_is_full_is_one_error(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(arrays, "tensor_bytes", full)
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space .* Free space there"):
+        golden(tiny, tmp_path / f"golden.{suffix}", input_ids=[[1, 2]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_refused_before_anything_is_computed(cli: Cli) -> None:
+    done = cli("golden", "--out", "no/such/folder/golden.npz")
+    assert done.code == 2 and "no/such/folder is not a folder" in done.err
 
 
 def test_the_wrong_checkpoint_is_refused(
