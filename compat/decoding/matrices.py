@@ -208,6 +208,12 @@ def packed(pack: Pack, weights: Sequence[Any], biases: Sequence[Tensor]) -> nn.M
     return products[0] if len(products) == 1 else Concatenated(products)
 
 
+def _in_8_bits(weight: Tensor | Quantized, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return int8 values (out, in), scales (out,) and a float32 bias (out,), 0 by default."""
+    qweight, scale, _ = quantize(weight)
+    return qweight, scale, torch.zeros_like(scale) if bias is None else bias.float()
+
+
 class Int8(nn.Module):
     """int8 weights that are converted to the type of the activations for every product.
 
@@ -216,10 +222,7 @@ class Int8(nn.Module):
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        qweight, scale, _ = quantize(weight)
-        self.qweight = qweight
-        self.scale = scale
-        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
+        self.qweight, self.scale, self.bias = _in_8_bits(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addcmul(self.bias, F.linear(x, self.qweight.to(x.dtype)), self.scale)
@@ -235,11 +238,9 @@ class Int8TwoTerm(nn.Module):
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.onednn
-        qweight, scale, _ = quantize(weight)
+        qweight, self.scale, self.bias = _in_8_bits(weight, bias)
         self.qweight = ops.qlinear_prepack(qweight, None)
-        self.scale = scale
-        self.zero_points = torch.zeros_like(scale, dtype=torch.int32)
-        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
+        self.zero_points = torch.zeros_like(self.scale, dtype=torch.int32)
         self.multiply = ops.qlinear_pointwise
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,11 +271,8 @@ class Int8WeightOnly(nn.Module):
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
         ops: Any = torch.ops.aten
-        qweight, scale, _ = quantize(weight)
-        self.qweight = qweight
-        self.scale = scale
-        self.ones = torch.ones_like(scale, dtype=torch.bfloat16)
-        self.bias = torch.zeros_like(scale) if bias is None else bias.float()
+        self.qweight, self.scale, self.bias = _in_8_bits(weight, bias)
+        self.ones = torch.ones_like(self.scale, dtype=torch.bfloat16)
         self.multiply = ops._weight_int8pack_mm
 
     def forward(self, x: Tensor) -> Tensor:
