@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from compat.golden_files.contents import (
     WEIGHT,
     sizes_of,
 )
-from compat.golden_files.file import Golden
+from compat.golden_files.file import CandidateSource, Golden, Rename
 from compat.golden_files.layouts import LAYOUTS, STREAM, Layout, layouts_of
 from compat.golden_files.names import LENS, layer_of, recognise
 from compat.golden_files.pieces import split_name
@@ -117,8 +116,8 @@ class Candidate:
 
 def as_candidate(
     golden: Golden,
-    candidate: str | Path | Mapping[str, object] | Callable[[Any], object],
-    rename: Mapping[str, str | None] | None,
+    candidate: CandidateSource,
+    rename: Rename | None,
 ) -> Candidate:
     """Read the names and shapes of a candidate's arrays, and match them with the golden ones.
 
@@ -180,7 +179,7 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
 
 
 def _named(
-    arrays: Arrays, rename: Mapping[str, str | None], golden: Golden, notes: list[str]
+    arrays: Arrays, rename: Rename, golden: Golden, notes: list[str]
 ) -> dict[str, tuple[str, Array]]:
     """Return the arrays by golden name, each with its name in the candidate.
 
@@ -300,7 +299,7 @@ def _known_names(golden: Golden) -> set[str]:
     return known | {GRADIENT + tap for tap in taps}
 
 
-def _new_name(label: str, rename: Mapping[str, str | None]) -> str | None:
+def _new_name(label: str, rename: Rename) -> str | None:
     """Return the new name of an array; `{i}` stands for the same number in both names.
 
     If only the new name contains `{i}`, the array holds all layers, see `_by_layer`.

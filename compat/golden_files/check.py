@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import Candidate, as_candidate, precision
 from compat.golden_files.contents import GRADIENT, HALF, LOSS
 from compat.golden_files.diagnose import diagnose
-from compat.golden_files.file import Golden
+from compat.golden_files.file import CandidateSource, Golden, Rename
 from compat.golden_files.layouts import LAYOUTS
 from compat.golden_files.pieces import (
     GPT2,
@@ -38,10 +36,10 @@ from compat.tap import tap_names
 
 def check(
     golden: Golden,
-    candidate: str | Path | Mapping[str, object] | Callable[[Any], object],
+    candidate: CandidateSource,
     *,
     model: Source | None = None,
-    rename: Mapping[str, str | None] | None = None,
+    rename: Rename | None = None,
 ) -> GoldenReport:
     """Compare a candidate's arrays with golden ones, see `Golden.check`."""
     found = as_candidate(golden, candidate, rename)

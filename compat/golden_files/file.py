@@ -37,6 +37,10 @@ from compat.tap import tap_names
 if TYPE_CHECKING:
     from compat.golden_files.report import GoldenReport
 
+# A file or folder, arrays by name, or a function that takes the ids.
+CandidateSource = str | Path | Mapping[str, object] | Callable[[Any], object]
+Rename = Mapping[str, str | None]  # from a candidate's names to taps; None ignores an array
+
 
 @dataclass(repr=False)
 class Golden(HtmlPage):
@@ -221,10 +225,10 @@ class Golden(HtmlPage):
 
     def check(
         self,
-        candidate: str | Path | Mapping[str, object] | Callable[[Any], object],
+        candidate: CandidateSource,
         *,
         model: Source | None = None,
-        rename: Mapping[str, str | None] | None = None,
+        rename: Rename | None = None,
     ) -> GoldenReport:
         """Compare a candidate's arrays with these, and name the deviations.
 
