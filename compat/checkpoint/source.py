@@ -82,6 +82,10 @@ class Checkpoint:
         """Whether tensors are views of the file's pages, which only safetensors allows."""
         return self.mmap and ".safetensors" in self.weights.name
 
+    def checked_before(self) -> Checkpoint:
+        """The same checkpoint for reading tensors again: mapped, and not searched for NaN again."""
+        return replace(self, mmap=True, check_finite=False)
+
     def read(self, name: str) -> Tensor:
         """Return one tensor, in its own memory or, with `mmap`, in the file's pages.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,9 +164,8 @@ class Golden(HtmlPage):
             ParityError: the arrays were recorded from another checkpoint.
             CompatError: the checkpoint cannot be opened.
         """
-        checkpoint = open_checkpoint(source)
         # The diagnosis reads the weights many times. The hash already verifies their values.
-        checkpoint = replace(checkpoint, check_finite=False, mmap=True)
+        checkpoint = open_checkpoint(source).checked_before()
         if checkpoint_hash(checkpoint) != self.metadata["checkpoint_sha256"]:
             raise ParityError(
                 f"the golden arrays were recorded from {self.source}, but the tensors of "

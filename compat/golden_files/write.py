@@ -129,7 +129,7 @@ class _Recording:
 
     def __post_init__(self) -> None:
         # The weights are read several times. They are checked for NaN once, while they are hashed.
-        self.mapped = replace(self.checkpoint, check_finite=False, mmap=True)
+        self.mapped = self.checkpoint.checked_before()
         self.config = self.checkpoint.config
         self.model: Any = transformers_gpt2.load_reference(self.checkpoint, self.dtype)
         self.taps = transformers_gpt2.taps(self.config.n_layer, "eager")

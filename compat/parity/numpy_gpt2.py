@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -73,8 +72,7 @@ def logits(checkpoint: Checkpoint, dtype: torch.dtype, ids: Tensor) -> Array:
         ids: (B, T), T up to `n_positions`.
     """
     config = checkpoint.config
-    # The values were searched for NaN when the models were loaded, and mapped pages need no copy.
-    checkpoint = replace(checkpoint, check_finite=False, mmap=True)
+    checkpoint = checkpoint.checked_before()  # when the models were loaded
 
     def read(name: str) -> Array:
         return _rounded(_values(checkpoint.read(name)), dtype)
