@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compat import ConfigError, GenerationError, Transpose, generate, load_pretrained
+from compat import (
+    CheckpointError,
+    ConfigError,
+    GenerationError,
+    Transpose,
+    generate,
+    load_pretrained,
+)
 from compat.checkpoint import open_checkpoint
 from compat.decoding import scoring
 from compat.decoding.matrices import Blas
@@ -245,6 +252,11 @@ def test_invalid_arguments_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine.from_pretrained(source, **arguments)
+
+
+def test_options_beside_an_open_checkpoint_are_refused(source: Path) -> None:
+    with pytest.raises(CheckpointError, match="Pass revision to open_checkpoint"):
+        Engine.from_pretrained(open_checkpoint(source), revision="main")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
