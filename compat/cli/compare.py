@@ -47,7 +47,7 @@ def compare_command(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        options.checkpoint(
             metavar="SOURCE",
             help="The checkpoint of the golden file, so that matrices are checked piece by piece.",
         ),
