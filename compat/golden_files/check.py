@@ -152,10 +152,9 @@ class Comparison:
                 value = causal_part(name, value) + (expected - causal_part(name, expected))
             measured.append((error(value, expected), number))
         # Several layouts have the same shape if sizes are equal, such as B and T.
-        best, entry.chosen = measured[0]
-        for other, second in measured[1:]:
-            if not best.rms <= other.rms:
-                best, entry.chosen = other, second
+        best, entry.chosen = min(
+            measured, key=lambda found: (math.isnan(found[0].rms), found[0].rms)
+        )
         if entry.norm is not None:
             self._plain.append(name)
             if (other := error(self._value(name), expected)).rms < best.rms:
