@@ -37,7 +37,7 @@ from compat.user_models.config_object import (
     merged,
     takes_config,
 )
-from compat.user_models.module_sizes import resized
+from compat.user_models.module_sizes import resized, undefined_sizes
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
     SIZES,
@@ -49,6 +49,7 @@ from compat.user_models.synonyms import (
     takes_sizes,
 )
 from compat.user_models.trials import (
+    Code,
     UnknownArguments,
     Value,
     arguments_with,
@@ -56,6 +57,7 @@ from compat.user_models.trials import (
     needed,
     small_config,
     tried,
+    vocabulary,
 )
 from compat.user_models.usage import (
     counts,
@@ -114,7 +116,7 @@ def construct_with_call(
     """The model of `construct`, and the call that built it as text.
 
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
-    dropout.
+    dropout, and names that were assumed, because the code reads and does not define them.
     """
     if not isinstance(target, type) or config_name is not None:
         return _built(target, config, kwargs, config_name)
@@ -122,6 +124,9 @@ def construct_with_call(
         inferred = _inferred(target, config, kwargs)
     kwargs = merged(inferred, kwargs or {})
     more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
+    if undefined := undefined_sizes(target, config):
+        values = _listed_entries(undefined)
+        more += f"; your code reads names that it does not define, so compat set {values}"
     failure: AdaptError | None = None
     try:
         model, described = _built(target, config, kwargs)
@@ -283,7 +288,8 @@ def _inferred(
                     raise
                 return model, False
             # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
-            return model, not isinstance(found, Tensor) or sizes.vocab_size in found.shape
+            words = vocabulary(model, sizes)
+            return model, not isinstance(found, Tensor) or words in found.shape
 
     small, chosen = small_config(config), dict[str, Value]()
     try:
@@ -294,8 +300,8 @@ def _inferred(
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
-        text, enums = modules_text(target), _enums(target)
-        chosen = tried(run, error.names, chosen, text, enums, config)
+        code = Code(modules_text(target), _enums(target), _roles(target))
+        chosen = tried(run, error.names, chosen, code, config)
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)
@@ -303,7 +309,7 @@ def _inferred(
             others = {name: roles for name, roles in others.items() if name not in chosen}
             other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
-                chosen = tried(run, chosen, other, text, enums, config) or chosen
+                chosen = tried(run, chosen, other, code, config) or chosen
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)
@@ -337,6 +343,13 @@ def _width(
             more: dict[str, Value] = {entries[0]: lambda config: config.n_embd}
             return more if width({**chosen, **more}) == sizes.n_embd else {}
     return {}
+
+
+def _roles(target: type[nn.Module]) -> set[str | None]:
+    """The roles of a constructor's arguments, and of the entries that are read from them."""
+    names = list(_parameters(target))
+    names += [entry for name in names for entry in reads(target, name).names]
+    return {role_of(name, names) for name in names}
 
 
 def _enums(target: type[nn.Module]) -> list[type[Enum]]:

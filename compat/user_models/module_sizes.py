@@ -3,19 +3,22 @@
 A number with an unknown name, such as `A = 8` in `Block(n_embd, n_head=A)`, has the role of the
 parameter as which it is passed. Values that were computed from the sizes during the import are
 updated too: other globals, such as `inner = 4 * n_embd`, and default arguments, such as `def
-__init__(self, dim=n_embd)`.
+__init__(self, dim=n_embd)`. Sizes that the code reads and does not define, as in a notebook whose
+cell with the hyperparameters was deleted, are defined.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dataclasses
+import dis
 import inspect
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType, NoneType
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from compat.user_models.usage import source_of, tree_of, user_modules
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
 _ABSENT = object()
+_GLOBAL = "LOAD_GLOBAL"  # the operation that reads a global name in a function
 MOST_ENTRIES = 500  # of a config; a larger dictionary is data, such as a vocabulary
 # The syntax of arithmetic with names, which can be computed again.
 _ARITHMETIC = (
@@ -54,10 +58,38 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                 for owner, entries in _configs(value):
                     changed |= _resize(owner, entries, config, undo)
             changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases)
+            for name, value in _undefined(module, config).items():
+                undo.callback(_write, vars(module), name, _ABSENT)
+                _write(vars(module), name, value)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
         yield
+
+
+def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dict[str, Any]:
+    """The global names that the target's modules read and do not define, with their values."""
+    modules = user_modules(target) if isinstance(target, type) else []
+    return {n: value for m in modules for n, value in _undefined(m, config).items()}
+
+
+def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
+    """Values for the names of sizes that the methods of a module's classes read as globals."""
+    stack = [f.__code__ for f in _functions(module) if "." in f.__qualname__]
+    read: dict[str, None] = {}
+    for code in stack:  # grows
+        stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        read |= {str(i.argval): None for i in dis.get_instructions(code) if i.opname == _GLOBAL}
+    names = [n for n in read if n not in vars(module) and not hasattr(builtins, n)]
+    roles = {n: role_of_number(n, [*names, *vars(module)]) for n in names}
+    return {n: value_of(role, config) for n, role in roles.items() if role}
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The module's functions, and the methods of its classes."""
+    own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
+    methods = (v for c in own if isinstance(c, type) for v in vars(c).values())
+    yield from (v for v in (*own, *methods) if isinstance(v, FunctionType))
 
 
 def _configs(
@@ -189,11 +221,7 @@ def _recompute_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:
 
 def _recompute_defaults(module: ModuleType, undo: contextlib.ExitStack) -> None:
     """Compute the integer defaults of the module's functions and methods from the new sizes."""
-    classes = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-    values = [*classes, *(v for c in classes if isinstance(c, type) for v in vars(c).values())]
-    for function in values:
-        if not isinstance(function, FunctionType):
-            continue
+    for function in _functions(module):
         try:
             node = ast.parse(textwrap.dedent(source_of(function))).body[0]
         except (SyntaxError, IndexError):

@@ -334,7 +334,7 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
 
     These are all that bind or change it, and up to its last definition those that bind or change
     the names which they read, in turn. For names that are bound only after it, these later
-    statements are used.
+    statements are used. An import needs what changes `sys.path`.
     """
     last = max(i for i, statement in enumerate(statements) if name in statement.binds)
     earlier = set[str]().union(*(statement.binds for statement in statements[: last + 1]))
@@ -347,6 +347,8 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
             return found
         found = fresh
         names = names.union(*(statements[i].reads for i in found))
+        if any(isinstance(statements[i].node, (ast.Import, ast.ImportFrom)) for i in found):
+            names |= {"sys"} & bound
         if not names <= bound:
             names.add("*")
 
@@ -393,6 +395,8 @@ def _changed(node: ast.stmt) -> Iterator[str]:
     match node:
         case ast.Assign(targets=targets):
             changed = [target for target in targets if not isinstance(target, ast.Name)]
+        case ast.AugAssign(target=target) if not isinstance(target, ast.Name):
+            changed = [target]
         case ast.FunctionDef(decorator_list=decorators):  # @add_to_class(Model)
             calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
             changed = [argument for call in calls for argument in call.args]

@@ -9,6 +9,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -255,13 +256,13 @@ def _importing(
 ) -> Iterator[None]:
     """Execute a module's code in the body, with its folders on the import path.
 
-    Modules that are not found elsewhere are searched in the folders above them and in their `src`.
+    Modules that are not found elsewhere are searched by `_AboveFinder`.
     `sys.argv` contains only the file's name.
     """
     sys.modules[module.__name__] = module
     before, argv = set(sys.modules), sys.argv
     sys.argv = [str(module.__file__)]
-    above = _AboveFinder(folders[0], Path(str(module.__file__)))
+    above = _AboveFinder(folders, Path(str(module.__file__)))
     sys.meta_path.append(above)
     sys.meta_path.insert(0, deferred)
     try:
@@ -286,15 +287,18 @@ class _AboveFinder:
     """Finds modules in the folders above a file, up to the top folder of its project.
 
     A package with another name than its folder is found too: that of `from package.part import …`
-    in a file beside `part.py`.
+    in a file beside `part.py`. So are modules in the folders that the file adds to sys.path, as in
+    `sys.path.append("../part")`, which is meant for scripts that are run in the file's folder.
 
     Attributes:
         top: the top folder of the project.
     """
 
-    def __init__(self, folder: Path, file: Path) -> None:
+    def __init__(self, folders: list[Path], file: Path) -> None:
+        folder = folders[0]
         self._folders = project_folders(folder)
         self.top = self._folders[-1]
+        self._path = {*sys.path, *map(str, (*folders, Path.cwd()))}
         names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
         self._renamed = {name for name, part in names if (folder / f"{part}.py").is_file()}
 
@@ -303,11 +307,12 @@ class _AboveFinder:
     ) -> importlib.machinery.ModuleSpec | None:
         if path is not None or "." in name:
             return None
-        for folder in self._folders:
-            for place in (folder, folder / "src"):
-                code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
-                if any(any(place.glob(pattern)) for pattern in code):
-                    return importlib.machinery.PathFinder.find_spec(name, [str(place)])
+        added = (self._folders[0] / os.path.relpath(p) for p in sys.path if p not in self._path)
+        above = (place for folder in self._folders for place in (folder, folder / "src"))
+        for place in map(Path.resolve, (*added, *above)):
+            code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
+            if any(any(place.glob(pattern)) for pattern in code):
+                return importlib.machinery.PathFinder.find_spec(name, [str(place)])
         if name not in self._renamed:
             return None
         package = importlib.machinery.ModuleSpec(name, None, is_package=True)

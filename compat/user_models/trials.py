@@ -9,9 +9,9 @@ and a note says what was built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice, product
 from typing import Any
@@ -32,6 +32,7 @@ MOST_BUILDS = 400
 # How much nearer to GPT-2's number of parameters another meaning of a known name must come.
 MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
+OTHER_VOCABULARY = 1e8  # added to that of a model with a vocabulary of its own
 # Sizes for trials, all different. Some code has heads of 64 channels.
 SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=128, n_layer=3, n_head=2, resid_pdrop=0.0,
@@ -40,6 +41,25 @@ SMALL = GPT2Config(
 SIZE_ROLES = (
     "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
 )  # fmt: skip
+
+
+# Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
+NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the user's code says about its arguments.
+
+    Args:
+        text: the source.
+        enums: its enumerations.
+        roles: of the arguments and entries whose values are known.
+    """
+
+    text: str
+    enums: Sequence[type[Enum]]
+    roles: Collection[str | None]
 
 
 class UnknownArguments(AdaptError):
@@ -63,8 +83,7 @@ def tried(
     run: Run,
     names: Iterable[str],
     chosen: Mapping[str, Value],
-    text: str,
-    enums: Sequence[type[Enum]],
+    code: Code,
     config: GPT2Config,
 ) -> dict[str, Value]:
     """Values for unknown entries, or {} if no values work.
@@ -73,16 +92,15 @@ def tried(
         run: builds and calls the user's model.
         names: the arguments, and `argument.entry` for the entries of a config.
         chosen: values of other arguments and entries.
-        text: the source of the user's code.
-        enums: its enumerations.
+        code: the user's.
         config: the config of the checkpoint.
     """
-    every = {name: _candidates(name, text, enums) for name in names}
+    every = {name: _candidates(name, code) for name in names}
     while True:
         best, unknown = _best(run, config, chosen, every)
         if not unknown:
             return {**chosen, **best} if best else {}
-        every |= {name: _candidates(name, text, enums) for name in unknown}
+        every |= {name: _candidates(name, code) for name in unknown}
 
 
 def better(
@@ -187,7 +205,7 @@ def _distance(
 ) -> tuple[float | None, list[str]]:
     """The difference between the model's and GPT-2's numbers of parameters, and unknown names.
 
-    None if the model cannot be built; with `UNCALLABLE` added if it cannot be called.
+    None if the model cannot be built; more if it cannot be called, or has another vocabulary.
     """
     small = small_config(config)
     try:
@@ -197,8 +215,17 @@ def _distance(
     except (Exception, SystemExit):
         return None, []
     found = sum(parameter.numel() for parameter in model.parameters())
-    distance = min(abs(found - expected) for expected in _counts(small))
+    words = vocabulary(model, small)
+    counts = _counts(replace(small, vocab_size=words))
+    distance = min(abs(found - expected) for expected in counts)
+    distance += 0 if words == small.vocab_size else OTHER_VOCABULARY
     return distance + (0 if works else UNCALLABLE), []
+
+
+def vocabulary(model: nn.Module, config: GPT2Config) -> int:
+    """The size of a model's vocabulary, which may be that of a tokenizer instead of the config."""
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return config.vocab_size if config.vocab_size in sizes or not sizes else max(sizes)
 
 
 def _counts(config: GPT2Config) -> Iterable[int]:
@@ -209,10 +236,10 @@ def _counts(config: GPT2Config) -> Iterable[int]:
     return tied, tied + V, tied + V * C, tied + V * C + V
 
 
-def _candidates(entry: str, text: str, enums: Sequence[type[Enum]]) -> list[Value]:
+def _candidates(entry: str, code: Code) -> list[Value]:
     """The possible values of an argument or `argument.entry`, the most likely first."""
-    name = entry.rpartition(".")[2]
-    for enum in enums:  # `norm_type` or `norm: NormType`
+    name, text = entry.rpartition(".")[2], code.text
+    for enum in code.enums:  # `norm_type` or `norm: NormType`
         annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{enum.__name__}\b", text)
         if annotated or plain(name) in plain(enum.__name__):
             return [_constant(member) for member in enum]
@@ -225,7 +252,8 @@ def _candidates(entry: str, text: str, enums: Sequence[type[Enum]]) -> list[Valu
         return [_constant(True), _constant(False)]
     sizes = [_of_role(role) for role in SIZE_ROLES]
     if re.search(rf"\brange\([^()]*\b{re.escape(name)}\b", text):
-        return [_of_role("n_layer"), *sizes, _constant(1)]
+        lacking = [_of_role(role) for role in NECESSARY if role not in code.roles]
+        return [*lacking, _of_role("n_layer"), *sizes, _constant(1)]
     switches = [_constant(False), _constant(True)]
     if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
         return switches

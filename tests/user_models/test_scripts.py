@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_target
+from compat.user_models import construct, construct_with_call, load_target
 from compat.user_models.synonyms import neutral, role_of, role_of_number
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
@@ -45,7 +45,21 @@ if __name__ == "__main__":
     model = build(tmp_path, SIZED.format(signature="") + script)
     assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
     with pytest.raises(AdaptError, match="own"):
-        build(tmp_path, SIZED.format(signature=""))
+        build(tmp_path, SIZED.format(signature="").replace("n_embd", "secret"))
+
+
+def test_sizes_that_nothing_defines(tmp_path: Path) -> None:
+    """As in a notebook whose cell with the hyperparameters was deleted."""
+    path = tmp_path / "own.py"
+    path.write_text(SIZED.format(signature=""))
+    cls = load_target(f"{path}:GPT")
+    model, call = construct_with_call(cls, CONFIG)
+    assert model.wte.weight.shape == (97, 24)  # type: ignore[union-attr]
+    assumed = "vocab_size=97, n_embd=24, n_layer=3"
+    assert f"your code reads names that it does not define, so compat set {assumed}" in call
+    assert "n_embd" not in vars(sys.modules[cls.__module__])  # removed afterwards
+    path.write_text("n_embd, n_layer, vocab_size = 5, 6, 7\n" + SIZED.format(signature=""))
+    assert "does not define" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
 
 
 def test_a_global_that_is_none_until_the_data_is_read(tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> N
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
+@pytest.mark.parametrize(
+    "added",
+    ["sys.path.append('../part_1')", "sys.path += [os.path.abspath('../part_1')]", ""],
+    ids=["relative", "absolute", "none"],
+)
+@pytest.mark.parametrize("lazily", [False, True], ids=["script", "notebook"])
+def test_a_path_from_the_files_folder(tmp_path: Path, added: str, lazily: bool) -> None:
+    """The working directory is another one than the file's folder."""
+    write(tmp_path / "setup.py", "")
+    write(tmp_path / "part_1/own_part.py", GPT.replace("GPT", "Base"))
+    source = f"import os, sys\n{added}\nfrom own_part import Base\n\nclass GPT(Base):\n    pass\n"
+    path = write(tmp_path / "part_2/own_gpt.py", source)
+    if lazily:
+        path = notebook(
+            tmp_path / "part_2", *source.splitlines()[:3], "class GPT(Base):\n    pass\n"
+        )
+    if added:
+        assert load_target(f"{path}:GPT").__mro__[1].__name__ == "Base"  # type: ignore[attr-defined]
+    else:
+        refused(f"{path}:GPT", "own_part")
+
+
 def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
     write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
     write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")

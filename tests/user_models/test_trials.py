@@ -135,3 +135,45 @@ def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: s
     found = size == "vector"
     assert model.tok.embedding_dim == (24 if found else 512)  # type: ignore[union-attr]
     assert ("; found by trying: cfg.vector=24" in call) is found
+
+
+HEADS = """
+import torch
+from torch import nn
+
+class Words:
+    count = COUNT
+
+class Attention(nn.Module):
+    def __init__(self, width, n_hc):
+        super().__init__()
+        heads = range(n_hc)
+        self.heads = nn.ModuleList(nn.Linear(width, 3 * (width // n_hc)) for _ in heads)
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=-1).sum(-1, keepdim=True) + x
+
+class GPT(nn.Module):
+    def __init__(self, width, n_hc, n_layer, n_ctx):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(Words.count, width), nn.Embedding(n_ctx, width)
+        self.blocks = nn.ModuleList(Attention(width, n_hc) for i in range(n_layer))
+        self.head = nn.Linear(width, Words.count, bias=False)
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+"""
+
+
+@pytest.mark.parametrize("words", ["int('300')", "97"])
+def test_the_size_that_no_other_argument_has(tmp_path: Path, words: str) -> None:
+    """The vocabulary may be that of a tokenizer; a loop runs over the layers or the heads."""
+    path = tmp_path / "own.py"
+    path.write_text(HEADS.replace("COUNT", words))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert len(model.blocks[0].heads) == 4  # type: ignore[index,union-attr]
+    assert model.tok.num_embeddings == (300 if "300" in words else 97)
+    assert "found by trying: n_hc=4" in call
