@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
@@ -178,7 +179,7 @@ def _instance(
     if missing:
         return None, missing
     own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
-    made = template(**{**arguments, **own})
+    made = _made(template, {**arguments, **own})
     # Values in the body of a class without parameters, or of its constructor, are replaced as well.
     constants = _constants(template) - {*parameters, *entries}
     for name, value in (known if parameters else {**known, **entries}).items():
@@ -198,6 +199,23 @@ def _instance(
         with contextlib.suppress(*REFUSED):
             made.to_dict = lambda: exported
     return made, []
+
+
+def _made(template: type, arguments: Mapping[str, Any]) -> Any:
+    """An instance of a config class.
+
+    What a data class does after its fields are set may fail, as a check that a data file exists.
+    """
+    if not dataclasses.is_dataclass(template):
+        return template(**arguments)
+    made = object.__new__(template)
+    try:
+        inspect.getattr_static(template, "__init__")(made, **arguments)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(frame.name == "__post_init__" for frame in frames):
+            raise
+    return made
 
 
 def _constants(template: type) -> set[str]:

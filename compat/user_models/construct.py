@@ -120,7 +120,7 @@ def construct_with_call(
     """
     if not isinstance(target, type) or config_name is not None:
         return _built(target, config, kwargs, config_name)
-    with _quietly():
+    with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
         inferred = _inferred(target, config, kwargs)
     kwargs = merged(inferred, kwargs or {})
     more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
@@ -163,6 +163,8 @@ def _built(
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
         with _entries_known(target, arguments, config), resized(target, config):
             model = target(**arguments)
+            for module in getattr(model, "modules", list)():
+                hash(module)  # which torch needs; a class with __eq__ alone has none
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
@@ -310,6 +312,8 @@ def _inferred(
             other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
                 chosen = tried(run, chosen, other, code, config) or chosen
+    except ModuleNotFoundError:
+        raise
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)

@@ -195,6 +195,9 @@ class _UsedError(ModuleNotFoundError):
     """A missing library was used."""
 
 
+_UsedError.__name__ = ModuleNotFoundError.__name__  # in messages
+
+
 class _Missing(type):
     """The type of a name in a missing library: a class, so that it can be an annotation."""
 

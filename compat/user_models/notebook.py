@@ -395,8 +395,8 @@ def _changed(node: ast.stmt) -> Iterator[str]:
     match node:
         case ast.Assign(targets=targets):
             changed = [target for target in targets if not isinstance(target, ast.Name)]
-        case ast.AugAssign(target=target) if not isinstance(target, ast.Name):
-            changed = [target]
+        case ast.AugAssign(target=ast.Attribute() | ast.Subscript() as updated):
+            changed = [updated]
         case ast.FunctionDef(decorator_list=decorators):  # @add_to_class(Model)
             calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
             changed = [argument for call in calls for argument in call.args]

@@ -58,7 +58,10 @@ PARTS = (
     "(?i)head",
 )
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
-OTHER_MODELS = re.compile("Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un")
+OTHER_MODELS = re.compile(
+    "Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
+    "|Choice|Tagg|Question|Sentiment"
+)
 INIT = "__init__"
 
 

@@ -9,11 +9,12 @@ and a note says what was built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice, product
+from itertools import islice
+from time import process_time
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
 Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
+MOST_SECONDS = 60  # of one search
 # How much nearer to GPT-2's number of parameters another meaning of a known name must come.
 MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
@@ -185,11 +187,22 @@ def _best(
 
     A combination is returned only if the model can be called with it and differs from a GPT-2 by at
     most `most` parameters.
+
+    Raises:
+        ModuleNotFoundError: no combination works, at least one because of a missing library.
     """
     best, least = dict[str, Value](), UNCALLABLE if most is None else most
-    for values in islice(product(*every.values()), MOST_BUILDS):
+    errors: list[ModuleNotFoundError] = []
+    end = process_time() + MOST_SECONDS
+    for values in islice(_by_likelihood([*every.values()]), MOST_BUILDS):
+        if process_time() > end:
+            break
         combination = dict(zip(every, values, strict=True))
-        distance, missing = _distance(run, config, {**chosen, **combination})
+        try:
+            distance, missing = _distance(run, config, {**chosen, **combination})
+        except ModuleNotFoundError as error:
+            errors.append(error)
+            continue
         unknown = [name for name in missing if name not in every]
         if unknown and not best:
             return {}, unknown
@@ -197,7 +210,25 @@ def _best(
             best, least = combination, distance
         if least == 0:
             break
+    if errors and not best and most is None:
+        raise errors[0]
     return best, []
+
+
+def _by_likelihood(every: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ...]]:
+    """All combinations, those first whose values stand at the front of their lists."""
+
+    def places(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+        if not sizes:
+            yield from [()] if total == 0 else []
+            return
+        for last in range(min(total + 1, sizes[-1])):
+            yield from ((*rest, last) for rest in places(sizes[:-1], total - last))
+
+    sizes = [len(values) for values in every]
+    for total in range(sum(sizes)):
+        for chosen in places(sizes, total):
+            yield tuple(values[i] for values, i in zip(every, chosen, strict=True))
 
 
 def _distance(
@@ -212,14 +243,16 @@ def _distance(
         model, works = run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         return None, error.names
+    except ModuleNotFoundError:
+        raise
     except (Exception, SystemExit):
         return None, []
     found = sum(parameter.numel() for parameter in model.parameters())
     words = vocabulary(model, small)
     counts = _counts(replace(small, vocab_size=words))
     distance = min(abs(found - expected) for expected in counts)
-    distance += 0 if words == small.vocab_size else OTHER_VOCABULARY
-    return distance + (0 if works else UNCALLABLE), []
+    other = 0 if words == small.vocab_size else OTHER_VOCABULARY
+    return distance + other + (0 if works else UNCALLABLE), []
 
 
 def vocabulary(model: nn.Module, config: GPT2Config) -> int:
@@ -250,7 +283,11 @@ def _candidates(entry: str, code: Code) -> list[Value]:
         return [_constant(value) for value in usual]
     if re.search("flash|sdpa|use_?emb", name):
         return [_constant(True), _constant(False)]
+    if re.search(rf"\b{re.escape(name)}\s*:\s*float\b", text):
+        return [_constant(number) for number in (1.0, 0.0, 10000.0)]
     sizes = [_of_role(role) for role in SIZE_ROLES]
+    if "window" in plain(name):  # GPT-2's attention reaches all tokens before it
+        return [_of_role("n_positions"), _constant(None), *sizes]
     if re.search(rf"\brange\([^()]*\b{re.escape(name)}\b", text):
         lacking = [_of_role(role) for role in NECESSARY if role not in code.roles]
         return [*lacking, _of_role("n_layer"), *sizes, _constant(1)]

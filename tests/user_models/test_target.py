@@ -160,6 +160,13 @@ def test_a_path_from_the_files_folder(tmp_path: Path, added: str, lazily: bool) 
         refused(f"{path}:GPT", "own_part")
 
 
+@pytest.mark.parametrize("name", ["GPTSimilarity", "GPTForSentiment", "GPTWithMore"])
+def test_a_model_for_another_task_is_not_selected(tmp_path: Path, name: str) -> None:
+    task = f"\nclass {name}(nn.Module):\n    def __init__(self):\n        self.gpt = GPT()\n"
+    chosen = load_target(str(write(tmp_path / "own_task.py", GPT + task)))
+    assert chosen.__name__ == (name if name == "GPTWithMore" else "GPT")
+
+
 def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
     write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
     write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")

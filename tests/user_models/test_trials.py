@@ -177,3 +177,44 @@ def test_the_size_that_no_other_argument_has(tmp_path: Path, words: str) -> None
     assert len(model.blocks[0].heads) == 4  # type: ignore[index,union-attr]
     assert model.tok.num_embeddings == (300 if "300" in words else 97)
     assert "found by trying: n_hc=4" in call
+
+
+NEEDS_LIBRARY = """
+import torch
+from torch import nn
+from own_missing_rope import Rotary
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, fuzzy: int):
+        super().__init__()
+        self.tok, self.head = nn.Embedding(vocab_size, n_embd), nn.Linear(n_embd, vocab_size)
+        self.rope = ROPE
+
+    def forward(self, ids):
+        return self.head(self.tok(ids))
+"""
+
+
+def test_a_missing_library_is_named_and_not_the_argument(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(NEEDS_LIBRARY.replace("ROPE", "Rotary(fuzzy)"))
+    with pytest.raises(
+        AdaptError, match=r"ModuleNotFoundError: No module named 'own_missing_rope'"
+    ):
+        construct(load_target(f"{path}:GPT"), CONFIG)
+    path.write_text(NEEDS_LIBRARY.replace("ROPE", "fuzzy and Rotary(fuzzy)"))  # not with 0
+    _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert "found by trying: fuzzy=None" in call
+
+
+@pytest.mark.parametrize(
+    ("signature", "value"), [("reach_window: int", 32), ("scaling: float", 1.0)]
+)
+def test_values_that_fit_an_annotation_or_a_name(
+    tmp_path: Path, signature: str, value: float
+) -> None:
+    path, name = tmp_path / "own.py", signature.partition(":")[0]
+    source = NEEDS_LIBRARY.replace("fuzzy: int", f"{signature}, block_size")
+    path.write_text(source.replace("ROPE", f"[0.0] * int(2 * {name})"))
+    _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert f"found by trying: {name}={value}" in call
