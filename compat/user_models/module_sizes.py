@@ -79,7 +79,8 @@ def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
     read: dict[str, None] = {}
     for code in stack:  # grows
         stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        read |= {str(i.argval): None for i in dis.get_instructions(code) if i.opname == _GLOBAL}
+        globals_ = (i for i in dis.get_instructions(code) if i.opname == _GLOBAL)
+        read |= {str(i.argval): None for i in globals_ if "NULL" not in i.argrepr}  # not called
     names = [n for n in read if n not in vars(module) and not hasattr(builtins, n)]
     roles = {n: role_of_number(n, [*names, *vars(module)]) for n in names}
     return {n: value_of(role, config) for n, role in roles.items() if role}

@@ -369,3 +369,25 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
     own = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}
     expected = {**own, "reversed": torch.ones(5, 5).triu()}.get(kind, seen)
     torch.testing.assert_close(signature(model, IDS), model.mean(IDS, expected))
+
+
+@pytest.mark.parametrize("width", [5, 8])
+def test_a_mask_of_full_length_is_refused_by_a_fused_kernel(width: int) -> None:
+    """The other kernels do not read the mask if `is_causal=True` is passed beside it."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(width)
+            return self.head(self.encoder(self.tok(ids), mask=mask, is_causal=True))
+
+    if width == IDS.shape[1]:
+        assert find_signature(Encoder(), IDS)
+    else:
+        with pytest.raises(AdaptError, match="gives no logits"):
+            find_signature(Encoder(), IDS)

@@ -134,6 +134,17 @@ class SlicedBlock(Block):
         return self.mix(*(torch.cat(heads, dim=-1) for heads in zip(*projected, strict=True)))
 
 
+class ScaledQueries(Block):
+    """The channels of each head's query are multiplied by learned factors."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.factors = nn.Parameter(torch.linspace(0.5, 2.0, emb_dim))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().mix(q * self.factors, k, v)
+
+
 def of_blocks(kind: type[Block]) -> Build:
     def build() -> nn.Module:
         model = GPT()
@@ -496,6 +507,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
+    "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
     "a stacked parameter": (StackedMlp, "cannot be loaded into down"),

@@ -51,12 +51,14 @@ if __name__ == "__main__":
 def test_sizes_that_nothing_defines(tmp_path: Path) -> None:
     """As in a notebook whose cell with the hyperparameters was deleted."""
     path = tmp_path / "own.py"
-    path.write_text(SIZED.format(signature=""))
+    unused = "\n    def grow(self):\n        return MLP(4)\n"  # a class that was deleted
+    path.write_text(SIZED.format(signature="") + unused)
     cls = load_target(f"{path}:GPT")
     model, call = construct_with_call(cls, CONFIG)
     assert model.wte.weight.shape == (97, 24)  # type: ignore[union-attr]
     assumed = "vocab_size=97, n_embd=24, n_layer=3"
     assert f"your code reads names that it does not define, so compat set {assumed}" in call
+    assert "MLP" not in call
     assert "n_embd" not in vars(sys.modules[cls.__module__])  # removed afterwards
     path.write_text("n_embd, n_layer, vocab_size = 5, 6, 7\n" + SIZED.format(signature=""))
     assert "does not define" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]

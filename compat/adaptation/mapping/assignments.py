@@ -286,7 +286,7 @@ def _assign_layer(
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
         attention.kv_heads = _kv_heads(k, n_head) if partial else 0
-        return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head)
+        return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head, layer.qkv)
 
     def out_proj(node: Node) -> dict[str, Assignment]:
         end = view(layer.projected, "the result of attention")
@@ -305,14 +305,14 @@ def _assign_layer(
                     [node],
                 )
             raise _not_linear(graph, i, "attention's output projection", node)
-        return _assign_projection(graph, "attn.c_proj", found, n_head, i)
+        return _assign_projection(graph, "attn.c_proj", found, n_head, i, node)
 
     def mlp(hf: str, start_node: Node, end_node: Node) -> dict[str, Assignment]:
         start, end = view(start_node, f"the input of {hf}"), view(end_node, f"the result of {hf}")
         found = linear_map(graph, start, end)
         if found is None:
             raise _not_linear(graph, i, hf, end_node)
-        return _assign_projection(graph, hf, found, n_head, i)
+        return _assign_projection(graph, hf, found, n_head, i, end_node)
 
     assign("attn.c_attn", layer.x1, layer.qkv_ends, qkv)
     if layer.out_proj is not None:
@@ -476,7 +476,9 @@ def _contents(
     return {node: found[node].view(graph.values[node].shape) for node in found}
 
 
-def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[str, Assignment]:
+def _assign_qkv(
+    graph: Graph, maps: Sequence[LinearMap], n_head: int, nodes: Sequence[Node]
+) -> dict[str, Assignment]:
     assigned: dict[str, Assignment] = {}
     C, N = maps[0].weight.shape
     shared = [x for x, one in zip("qkv", maps, strict=True)
@@ -499,9 +501,14 @@ def _assign_qkv(graph: Graph, maps: Sequence[LinearMap], n_head: int) -> dict[st
         held = sum(content.numel() for content in contents.values())
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
             names = ", ".join(graph.names[node] for node in contents)
-            raise AdaptError(
-                f"q, k and v share the parameters {names} or use only parts of them, as where one "
-                "parameter holds several layers. Give each layer parameters of its own"
+            if not complete:
+                raise AdaptError(
+                    f"q, k and v use only parts of the parameters {names}, as where one parameter "
+                    "holds several layers. Give each layer parameters of its own"
+                )
+            raise UnknownPart(
+                f"the parameters {names} hold q, k and v in a form that compat does not know",
+                nodes,
             )
         assigned[hf] = tuple(contents), op
     return assigned
@@ -526,7 +533,7 @@ def _unused(graph: Graph, maps: Sequence[LinearMap]) -> LinearMap | None:
 
 
 def _assign_projection(
-    graph: Graph, hf: str, found: LinearMap, n_head: int, i: int
+    graph: Graph, hf: str, found: LinearMap, n_head: int, i: int, end: Node
 ) -> dict[str, Assignment]:
     assigned: dict[str, Assignment] = {}
     for part, numbers in (("weight", found.weight), ("bias", found.bias)):
@@ -537,9 +544,15 @@ def _assign_projection(
         op = find_op([contents[node] for node in nodes], numbers.shape, n_head)
         if op is None:
             names = ", ".join(graph.names[node] for node in contents)
-            raise AdaptError(
+            if any(bool((content < 0).any()) for content in contents.values()):
+                raise AdaptError(
+                    f"layer {i}: {hf}.{part} cannot be loaded into {names}, because other layers "
+                    "are in the same parameter"
+                )
+            raise UnknownPart(
                 f"layer {i}: {hf}.{part} cannot be loaded into {names}, because the order of its "
-                "elements there is not known to compat, or other layers are in the same parameter"
+                "elements there is not known to compat",
+                [end],
             )
         assigned[f"{hf}.{part}"] = tuple(nodes), op
     return assigned

@@ -139,6 +139,7 @@ class Probe:
         for node in self.parameters:
             self.first[node] = count
             count += graph.values[node].numel()
+        self.last = count - 1
 
     def __call__(self, x: Tensor, numbered: bool) -> Tensor:
         """The output for x, with parameters that are all 1 or numbered."""
@@ -180,8 +181,8 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
     if not torch.allclose(off, (numbers != 0).double() * factor, rtol=1e-9):
         return None  # the sum of several biases
     weight = _weight(probe, bias, factor, K, d_head or K)
-    if weight is None:
-        return None
+    if weight is None or max(weight.max().item(), numbers.max().item()) > probe.last:
+        return None  # the product of several parameters
     return LinearMap(probe.parameters, weight, numbers.long(), factor)
 
 

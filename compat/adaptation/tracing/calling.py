@@ -280,6 +280,7 @@ def find_signature(
         AdaptError: none returned logits.
     """
     tried: list[str] = []
+    fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
     kinds = (_signatures(model, False), _with_optional_arguments(model), _signatures(model, True))
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
@@ -288,6 +289,9 @@ def find_signature(
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
+                if fused:  # their kernels may refuse a mask that the others do not read
+                    with eval_mode(model):
+                        signature(model, ids)
                 found.append(signature)
             except Exception as error:
                 if not last:
