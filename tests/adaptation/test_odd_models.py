@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,36 @@ class EinsumNorms(GPT):
             block.ln_1, block.ln_2 = EinsumNorm(), EinsumNorm()
 
 
+class WideNorm(nn.Module):
+    """An RMSNorm over tokens and channels, with a weight for each token."""
+
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        self.centred, self.weight = centred, nn.Parameter(torch.ones(32, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean((1, 2), keepdim=True) if self.centred else x
+        rms = torch.linalg.norm(x, dim=(1, 2)) * x[0].numel() ** -0.5
+        return self.weight[: x.shape[1]] * x / rms[:, None, None]
+
+
+class FromWideNorm(GPT):
+    """Residual connections that start from the results of one norm for both branches."""
+
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        named = OrderedDict((f"block_{i}", block) for i, block in enumerate(self.blocks))
+        self.blocks = nn.Sequential(named)
+        for block in self.blocks:
+            block.ln_1 = block.ln_2 = WideNorm(centred)
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = block.ln_1(x)
+        x = x + block.attend(x)
+        x = block.ln_2(x)
+        return x + block.mlp(x)
+
+
 class SummedHeads(Block):
     """Each head has an output projection of its own, and an einsum sums the results."""
 
@@ -507,6 +538,17 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
     "a factor": (Factors, {"random_parameters": "alpha"}),
+    "a norm over tokens": (
+        lambda: FromWideNorm(False),
+        {"norm_axis": "over axes 1 and 2 of 3", "rmsnorm": "RMSNorm",
+         "residual_from_norm": "starts after the norm", "no_ln_bias": "no bias",
+         "random_parameters": "weight"},
+    ),
+    "a centred norm over tokens": (
+        lambda: FromWideNorm(True),
+        {"norm_axis": "over axes 1 and 2 of 3", "no_ln_bias": "no bias",
+         "residual_from_norm": "starts after the norm", "random_parameters": "weight"},
+    ),
     "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {

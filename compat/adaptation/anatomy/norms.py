@@ -6,6 +6,7 @@ to the branch's result.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,9 +22,12 @@ KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".spli
 
 REDUCTIONS = KERNELS | frozenset(
     """
-    mean var std var_mean std_mean sum norm linalg_vector_norm group_norm native_group_norm
+    mean var std var_mean std_mean sum norm linalg_vector_norm linalg_norm linalg_matrix_norm
+    group_norm native_group_norm
     """.split()
 )
+# The path of the first block: `h.0.` or `blocks.block_0.`.
+_FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
     consumed = False  # the current norm has its parameters, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
         piece = _piece(first, last)
-        reduces = any(kind(node) in REDUCTIONS for node in piece if node in graph.live)
+        own = (n for n in piece if n in graph.live and first in graph.ancestors[n])
+        reduces = any(kind(node) in REDUCTIONS for node in own)
         parameters = any(node in graph.names for node in piece)
         if reduces and (not found or consumed):
             found.append((first, last))
@@ -293,8 +298,8 @@ def _belongs_to_first_block(anatomy: Anatomy, branch: _BranchNorms) -> bool:
     fc = graph.parameters_between([layer.fc_end], [layer.x2])
     if scale is None or not fc:
         return False
-    norm, projection = (graph.names[node].partition(".0.") for node in (scale, fc[0]))
-    return norm[0] == projection[0] and bool(norm[1])
+    norm, projection = (_FIRST_BLOCK.match(graph.names[node]) for node in (scale, fc[0]))
+    return norm is not None and projection is not None and norm[0] == projection[0]
 
 
 def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list[Norm]) -> None:

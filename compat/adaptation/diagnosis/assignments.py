@@ -186,8 +186,7 @@ def _unknown(code: str) -> Detector:
 for _code in ("unexplained", "shared_parameters"):
     detects(_code)(_unknown(_code))
 deviation(
-    "q, k or v is projected twice, as in multi-head latent attention, but GPT-2 projects each of "
-    "them once",
+    "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
     code="latent_attention",
 )(_unknown("latent_attention"))
@@ -257,6 +256,9 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
             return None
         if layer.is_gated and unmatched.lacks(f"h.{parts[1]}.mlp.c_fc.bias"):
             return None
+    placed = context.places.named.get(module)
+    if placed is not None and (placed.scale if parts[-1] == "weight" else placed.shift) is not None:
+        return None  # it has another shape, as where tokens have weights of their own
     norm = context.norm_formulas.get(module)
     if parts[-1] == "bias" and norm is not None and not norm.centred:
         return None  # an RMSNorm

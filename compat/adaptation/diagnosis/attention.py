@@ -217,8 +217,10 @@ def rope(layer: LayerAttention) -> Deviation | None:
 
 
 def _rotation(layer: LayerAttention) -> Changes:
-    """The measured rotation."""
+    """The measured rotation; none if the heads are not as wide as the checkpoint's."""
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
+    if math.prod(layer.attention.q.index.shape[1::2]) != context.config.n_embd:
+        return Changes()
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import (
+    KERNELS,
     REDUCTIONS,
     Norm,
     NormFormula,
@@ -22,7 +23,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.tracing.graph import Graph, Place, kind, size, tensor_inputs
-from compat.errors import collapse_layers, listed
+from compat.errors import collapse_layers
 
 PRE_NORM = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
 
@@ -72,10 +73,13 @@ def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
     config = context.config
 
     def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
-        if formula is None or formula.centred:
+        if formula is None and not _axes(context.graph, norm):
+            return None
+        if _is_centred(context.graph, norm) if formula is None else formula.centred:
             return None
         no_bias = "" if norm.shift else " and has no bias"
-        return {"n_embd": config.n_embd, "no_bias": no_bias, **_eps(context, formula)}
+        values = {"n_embd": config.n_embd, "no_bias": no_bias}
+        return {**values, "expected": config.layer_norm_epsilon}
 
     for found in norms_where(context, differs):
         if found.values["no_bias"] and found.changes is not None:
@@ -129,28 +133,34 @@ def eps_value(context: DiagnosisContext) -> Iterator[Deviation]:
 def norm_axis(context: DiagnosisContext) -> Iterator[Deviation]:
     def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
         axes = _axes(context.graph, norm) if formula is None else []
-        return {"found": f"axis {listed(axes)} of {len(size(norm.start))}"} if axes else None
+        noun = "axes" if len(axes) > 1 else "axis"
+        found = f"{noun} {' and '.join(axes)} of {len(size(norm.start))}"
+        return {"found": found} if axes else None
 
     return norms_where(context, differs, *REDUCTIONS)
 
 
+def _is_centred(graph: Graph, norm: Norm) -> bool:
+    """Whether a norm subtracts the mean, over whichever axes."""
+    run, generator = own_formula(graph, norm), torch.Generator().manual_seed(0)
+    x = torch.randn(size(norm.start), generator=generator, dtype=torch.float64)
+    return torch.allclose(run(x), run(x + 1), rtol=1e-6, atol=1e-6)
+
+
 def _axes(graph: Graph, norm: Norm) -> list[str]:
-    """The axes other than the last that a norm reduces."""
-    found: list[str] = []
+    """The axes that a norm reduces; none if it is only the last."""
+    found, last = list[str](), ""
     for node in graph.between([norm.end], [norm.start]):
-        if node in graph.live and kind(node) in (
-            "mean",
-            "var",
-            "std",
-            "var_mean",
-            "std_mean",
-            "sum",
-        ):
-            given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if node in graph.live and kind(node) in REDUCTIONS - KERNELS:
+            place = 2 if "norm" in kind(node) else 1  # after the order of the norm
+            given = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
             n = len(size(tensor_inputs(node)[0]))
-            axes = given if isinstance(given, (list, tuple)) else range(n)
-            found += [str(a % n) for a in axes if isinstance(a, int) and a % n != n - 1]
-    return list(dict.fromkeys(found))
+            axes = list(given) if isinstance(given, (list, tuple)) else [given]
+            if given is None or isinstance(given, bool):  # var(unbiased=False)
+                axes = list(range(n))
+            found += [str(a % n) for a in axes if isinstance(a, int)]
+            last = str(n - 1)
+    return [] if {*found} <= {last} else sorted({*found})
 
 
 @detects("unexplained")

@@ -421,7 +421,9 @@ def _other_projection(
     chain = [n for n in layer.qkv if any(n in graph.ancestors[other] for other in layer.qkv)]
     if chain:
         message = f"q, k and v are projected twice{graph.at(*chain)}"
-        return UnknownPart(message, chain, "latent_attention")
+        narrow = max(size(n)[-1] for n in chain) < x1.index.shape[2]
+        values = {"like": ", as in multi-head latent attention" if narrow else ""}
+        return UnknownPart(message, chain, "latent_attention", values)
     q, (_, H, _, D) = attention.q, attention.q.index.shape
     used = [len(_used_channels(graph, x1, View(q.nodes, q.index[:, h]))) for h in range(H)]
     if max(used) == D < x1.index.shape[2]:
