@@ -146,6 +146,35 @@ class ScaledQueries(Block):
         return super().mix(q * self.factors, k, v)
 
 
+class Sigmoid(Block):
+    """A sigmoid in place of the softmax, with a learned bias of each head."""
+
+    causal = True
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.bias = nn.Parameter(torch.randn(heads, 1, 1))
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return torch.sigmoid(scores + self.bias)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        weights = self.weights(q @ k.mT / q.shape[-1] ** 0.5)
+        y = (weights.tril() if self.causal else weights) @ v
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class NoSoftmax(Sigmoid):
+    """The scores are the weights, and every token attends to all."""
+
+    causal = False
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores
+
+
 def of_blocks(kind: type[Block]) -> Build:
     def build() -> nn.Module:
         model = GPT()
@@ -549,6 +578,14 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
         {"norm_axis": "over axes 1 and 2 of 3", "no_ln_bias": "no bias",
          "residual_from_norm": "starts after the norm", "random_parameters": "weight"},
     ),
+    "a sigmoid": (
+        of_blocks(Sigmoid),
+        {"other_softmax": "the sigmoid of each score", "random_parameters": "bias"},
+    ),
+    "no softmax": (
+        of_blocks(NoSoftmax),
+        {"other_softmax": "there is none, and each score", "no_mask": "no causal mask"},
+    ),
     "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
@@ -600,6 +637,8 @@ def test_findings_name_the_difference(tiny: Path, name: str) -> None:
     if "n_embd_mismatch" in expected and name != "a narrow table":
         assert breaking <= expected.keys()  # consequences of the width are not reported
     assert "unexamined" not in messages
+    if "other_softmax" in expected:
+        assert ("no_mask" in messages) is ("no_mask" in expected) and "unexplained" not in messages
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Operand
+from compat.adaptation.anatomy.dissect import ACTIVATIONS, Operand
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
@@ -112,6 +112,25 @@ class LayerAttention:
             if numbers and numbers[0] > -1e3:
                 return node, float(numbers[0])
         return None
+
+    @cached_property
+    def pairwise(self) -> Tensor | None:
+        """The weights (B, H, T, T) if each depends on its own query and key only, or None.
+
+        So it is with a sigmoid in place of the softmax, or if the scores are the weights.
+        """
+        if self.formula is not None or self.attention.indirect:
+            return None
+        piece = AttentionPiece(self.graph, self.attention)
+        q, k = piece.random(0), piece.keys(1)
+        others = q.clone(), k.clone()
+        for other, fresh in zip(others, (piece.random(2), piece.keys(3)), strict=True):
+            other[..., 0, :] = fresh[..., 0, :]
+        weights = piece.probabilities(q, k)
+        rows, columns = piece.probabilities(others[0], k), piece.probabilities(q, others[1])
+        own = torch.allclose(weights[..., 1:, :], rows[..., 1:, :])
+        own = own and torch.allclose(weights[..., 1:], columns[..., 1:])
+        return weights if own and not torch.allclose(weights, columns) else None
 
     @cached_property
     def shift(self) -> tuple[str, int, Node] | None:
@@ -351,7 +370,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 def unknown_attention(layer: LayerAttention) -> Deviation | None:
     if layer.formula is not None or layer.unsplit or layer.is_normalized:
         return None
-    if layer.mask_value is not None or layer.shift is not None:
+    if layer.mask_value is not None or layer.shift is not None or layer.pairwise is not None:
         return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
@@ -388,6 +407,27 @@ def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     lines = [place, *source.calls(layer.graph, ends, place)]
     found = layer.deviation(place, found="1 is added to the sum of exponentials")
     return replace(found, lines=lines)
+
+
+@detects("other_softmax")
+@each_layer
+def no_softmax(layer: LayerAttention) -> Deviation | None:
+    """Weights that are a function of each score."""
+    if layer.pairwise is None:
+        return None
+    functions = layer.live(ACTIVATIONS)
+    found = f"the {kind(functions[0])} of" if functions else "there is none, and"
+    place = source.running(layer.graph, functions) or layer.scores_line
+    found += " each score is the weight of its value"
+    return layer.deviation(place, layer.own_attention, found=found)
+
+
+@detects("no_mask")
+@each_layer
+def no_mask_without_softmax(layer: LayerAttention) -> Deviation | None:
+    if layer.pairwise is None or (layer.pairwise.triu(1) == 0).all():
+        return None
+    return layer.deviation(layer.softmax_line, layer.own_attention)
 
 
 @deviation(
