@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.blocks import learned_factors
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
@@ -411,6 +412,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for norm in context.places.cross:
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
+    for factors, _ in learned_factors(context).values():  # residual_weights
+        known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
     for i, layer in context.layers:
         if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
             known |= {*graph.parameters_between(layer.qkv_ends, [layer.x1])}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Layer
@@ -19,7 +22,7 @@ from compat.adaptation.diagnosis.formulas import (
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind, tensor_inputs
+from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inputs
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
@@ -242,6 +245,48 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
             only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"
             yield Deviation(at, lines[0], {}, changes, lines=lines, layers=only)
+
+
+@deviation(
+    "the result of the branch is multiplied by learned factors{values}, but GPT-2 adds it unchanged",
+    "x = x + branch(norm(x))",
+)
+def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
+    if found := learned_factors(context):
+        places = [source.running(context.graph, factors) for factors, _ in found.values()]
+        changes = Changes()
+        for branch, (_, value) in found.items():
+            changes.extra_norm[branch] = partial(torch.mul, value)
+        first, (_, value) = next(iter(found.items()))
+        alike = bool((value == value[0]).all())
+        values = {"values": f", here {value[0].item():.4g}" if alike else ""}
+        yield Deviation(first, places[0], values, changes, lines=places)
+
+
+def learned_factors(context: DiagnosisContext) -> dict[str, tuple[list[Node], Tensor]]:
+    """The products of branches with parameters that are not 1, and the factors (C,), by branch."""
+    graph, found = context.graph, dict[str, tuple[list[Node], Tensor]]()
+    for i, layer in context.layers:
+        for branch, end, total in (
+            (f"h.{i}.attn", layer.attn, layer.attn_sum), (f"h.{i}.mlp", layer.mlp, layer.mlp_sum)
+        ):  # fmt: skip
+            inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
+            factors = [n for n in inside if kind(n) == "mul" and _by_parameters(context, n)]
+            if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
+                continue
+            one = torch.ones(size(end), dtype=torch.float64)
+            [value] = graph.run([total.branch], {end: one})
+            value = value.reshape(-1, context.anatomy.width)
+            if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
+                found[branch] = factors, value[0]
+    return found
+
+
+def _by_parameters(context: DiagnosisContext, node: Node) -> bool:
+    """Whether a node has one operand that depends on the ids, and another on parameters."""
+    graph = context.graph
+    dead = [a for a in node.all_input_nodes if a not in graph.live]
+    return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
 
 
 @deviation(

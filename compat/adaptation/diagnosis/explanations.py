@@ -80,6 +80,8 @@ EXPLANATIONS = {
     "mixed_types": "An operation on two data types either fails or converts one of them. The "
     "copy in one type shows whether the code is correct, and the comparison in the model's own "
     "types shows how much accuracy they cost.",
+    "residual_weights": "Some models scale the result of a branch, as with LayerScale or ReZero. "
+    "The checkpoint has no such factors, and its branches are added as they are.",
     "doubled_residual": "x += y changes the tensor in place, and with it every other reference "
     "to it, such as a shortcut that was stored before. A branch that returns x + f(x) has its own "
     "shortcut; added once more in the block, x counts twice.",
