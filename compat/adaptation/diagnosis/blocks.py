@@ -248,7 +248,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the result of the branch is multiplied by learned factors{values}, but GPT-2 adds it unchanged",
+    "the result of the branch is multiplied by learned factors{values}, but GPT-2 adds it as it is",
     "x = x + branch(norm(x))",
 )
 def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
