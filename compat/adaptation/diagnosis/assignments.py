@@ -257,10 +257,11 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
             return None
         if layer.is_gated and unmatched.lacks(f"h.{parts[1]}.mlp.c_fc.bias"):
             return None
-    placed = context.places.named.get(module)
-    if placed is not None and (placed.scale if parts[-1] == "weight" else placed.shift) is not None:
-        return None  # it has another shape, as where tokens have weights of their own
-    norm = context.norm_formulas.get(module)
+    norm, placed = context.norm_formulas.get(module), context.places.named.get(module)
+    if placed is not None and norm is None:
+        has = placed.scale if parts[-1] == "weight" else placed.shift
+        if has is not None:
+            return None  # a norm over several axes, with weights for each token
     if parts[-1] == "bias" and norm is not None and not norm.centred:
         return None  # an RMSNorm
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
