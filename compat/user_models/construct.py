@@ -57,6 +57,7 @@ from compat.user_models.trials import (
     needed,
     small_config,
     tried,
+    unnamed,
     vocabulary,
 )
 from compat.user_models.usage import (
@@ -297,12 +298,15 @@ def _inferred(
     try:
         arguments = _found_arguments(target, small, kwargs, None)
         chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
-        chosen |= _width(target, run, arguments, kwargs or {}, chosen, small)
+        chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
         chosen |= needed(run, _replaceable(target, small, kwargs or {}), chosen, config)
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         code = Code(modules_text(target), _enums(target), _roles(target))
+        sizes = _all_sizes(target, {}, kwargs or {}) | dict.fromkeys(error.names, 0)
+        if found := unnamed(run, sizes, chosen, config):
+            return arguments_with({**chosen, **found}, config)
         chosen = tried(run, error.names, chosen, code, config)
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
@@ -312,41 +316,12 @@ def _inferred(
             other = better(run, others, chosen, config)
             if other:  # what was found beside the wrong meaning may be wrong too
                 chosen = tried(run, chosen, other, code, config) or chosen
+            chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
     except ModuleNotFoundError:
         raise
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)
-
-
-def _width(
-    target: type[nn.Module],
-    run: Callable[..., tuple[nn.Module, bool]],
-    arguments: Mapping[str, Any],
-    given: Mapping[str, Any],
-    chosen: Mapping[str, Value],
-    sizes: GPT2Config,
-) -> dict[str, Value]:
-    """The one entry without a role whose value is the width of the model that was built, or {}.
-
-    It becomes the checkpoint's width, if that makes the model's table of tokens so wide.
-    """
-    defaults = {name: p.default for name, p in _parameters(target).items() if name not in arguments}
-
-    def width(more: Mapping[str, Value]) -> int:
-        model, _ = run(sizes, arguments_with(more, sizes))
-        tables = [list(p.shape) for p in model.parameters() if p.ndim == 2]
-        found = {n for table in tables if sizes.vocab_size in table for n in table}
-        return sizes.n_embd if sizes.n_embd in found else max(found - {sizes.vocab_size})
-
-    with contextlib.suppress(Exception, SystemExit):
-        wrong = width(chosen)
-        names = _sizes_named({**defaults, **arguments}, given)
-        entries = [n for n, v in names.items() if v == wrong and role_of(_last(n)) is None]
-        if wrong != sizes.n_embd and len(entries) == 1:
-            more: dict[str, Value] = {entries[0]: lambda config: config.n_embd}
-            return more if width({**chosen, **more}) == sizes.n_embd else {}
-    return {}
 
 
 def _roles(target: type[nn.Module]) -> set[str | None]:
@@ -379,6 +354,14 @@ def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
         found |= {each: size for each, size in names.items() if type(size) is int}
     return {name: size for name, size in found.items() if name.partition(".")[0] not in given}
+
+
+def _all_sizes(
+    target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, int]:
+    """The integers of `_sizes_named`, and the constructor's defaults."""
+    defaults = {name: p.default for name, p in _parameters(target).items()}
+    return _sizes_named({**defaults, **arguments}, given)
 
 
 def _last(name: str) -> str:

@@ -30,7 +30,8 @@ _PATTERNS = {
     rf"|(use)?(weight|{_EMB})(tie|tying)",
     "init": r"(weight)?init(ializer)?(range|std|scale)",
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
-    "pre_norm": r"(is|use)?pre(layer)?(norm(ali[sz]ation)?|ln)|normfirst|normali[sz]ebefore",
+    "pre_norm": r"(is|use)?pre(layer)?(norm(ali[sz]ation)?|ln)|normfirst"
+    r"|((en|de)coder)?normali[sz]ebefore",
     "causal": r"(is|use)?causal(mask)?|masked",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",

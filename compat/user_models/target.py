@@ -477,11 +477,15 @@ def _builder(
 ) -> str | None:
     """The function with sizes that builds a class, if the constructor takes only its parts.
 
-    An example is `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`.
+    Examples are `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`, or
+    for `class GPT(nn.Sequential)` without a constructor.
     """
-    inits = [n for n in getattr(classes.get(name), "body", []) if getattr(n, "name", "") == INIT]
+    definition = classes.get(name)
+    inits = [n for n in getattr(definition, "body", []) if getattr(n, "name", "") == INIT]
     parameters = [arg for init in inits for arg in init.args.args[1:]]
-    if not parameters or any(plain(arg.arg) in CONFIG_NAMES for arg in parameters):
+    bases = [ast.unparse(base) for base in getattr(definition, "bases", [])]
+    contains = not inits and any(base.endswith(("Sequential", "ModuleList")) for base in bases)
+    if not (parameters or contains) or any(plain(a.arg) in CONFIG_NAMES for a in parameters):
         return None
     if not all(_is_module(a.annotation, classes, module) for a in parameters if a.annotation):
         return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
+from itertools import combinations, islice, permutations, product
 from time import process_time
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
-from compat.user_models.synonyms import plain, value_of
+from compat.user_models.synonyms import meanings, neutral, plain, role_of, value_of
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
@@ -47,6 +47,8 @@ SIZE_ROLES = (
 
 # Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
 NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
+# The same in the order of their usual values.
+ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def tried(
     """
     every = {name: _candidates(name, code) for name in names}
     while True:
-        best, unknown = _best(run, config, chosen, every)
+        best, unknown = _best(run, config, chosen, _by_likelihood(every))
         if not unknown:
             return {**chosen, **best} if best else {}
         every |= {name: _candidates(name, code) for name in unknown}
@@ -124,8 +126,45 @@ def better(
         return {}
     every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
     most = None if first is None else first / MUCH_BETTER
-    best, _ = _best(run, config, chosen, every, most)
+    best, _ = _best(run, config, chosen, _by_likelihood(every), most)
     return best
+
+
+def unnamed(
+    run: Run, sizes: Mapping[str, int], chosen: Mapping[str, Value], config: GPT2Config
+) -> dict[str, Value]:
+    """Roles for integers whose names have none, as in code in another language.
+
+    Each gets a role that no other name has, if that fits the number of parameters better, or, of a
+    model that cannot be built otherwise, exactly.
+
+    Args:
+        run: builds and calls the user's model.
+        sizes: the integers among the arguments and the entries of configs; 0 for a missing one.
+        chosen: values of other arguments and entries.
+        config: the config of the checkpoint.
+    """
+    small = small_config(config)
+    names = sorted((n for n in sizes if n not in chosen and _has_no_role(n)), key=sizes.__getitem__)
+    known = {role_of(name.rpartition(".")[2]) for name in sizes}
+    values = [value(small) for value in chosen.values()]
+    roles = [r for r in ASCENDING if r not in known and value_of(r, small) not in values]
+    first, _ = _distance(run, config, chosen) if names and roles else (0.0, [])
+    if first == 0:
+        return {}
+    count = min(len(names), len(roles))
+    assigned = (
+        dict(zip(some, map(_of_role, order), strict=True))
+        for some, order in product(permutations(names, count), combinations(roles, count))
+    )
+    most = 1.0 if first is None else first / MUCH_BETTER
+    best, _ = _best(run, config, chosen, assigned, most)
+    return best
+
+
+def _has_no_role(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return role_of(last) is None and not meanings(last) and not neutral(last)[0]
 
 
 def needed(
@@ -180,7 +219,7 @@ def _best(
     run: Run,
     config: GPT2Config,
     chosen: Mapping[str, Value],
-    every: Mapping[str, list[Value]],
+    tries: Iterable[dict[str, Value]],
     most: float | None = None,
 ) -> tuple[dict[str, Value], list[str]]:
     """The best combination of values, or {} and further unknown names.
@@ -194,16 +233,15 @@ def _best(
     best, least = dict[str, Value](), UNCALLABLE if most is None else most
     errors: list[ModuleNotFoundError] = []
     end = process_time() + MOST_SECONDS
-    for values in islice(_by_likelihood([*every.values()]), MOST_BUILDS):
+    for combination in islice(tries, MOST_BUILDS):
         if process_time() > end:
             break
-        combination = dict(zip(every, values, strict=True))
         try:
             distance, missing = _distance(run, config, {**chosen, **combination})
         except ModuleNotFoundError as error:
             errors.append(error)
             continue
-        unknown = [name for name in missing if name not in every]
+        unknown = [name for name in missing if name not in combination]
         if unknown and not best:
             return {}, unknown
         if distance is not None and distance < least:
@@ -215,8 +253,8 @@ def _best(
     return best, []
 
 
-def _by_likelihood(every: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ...]]:
-    """All combinations, those first whose values stand at the front of their lists."""
+def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
+    """All combinations of the values, those first whose values stand at the front of the lists."""
 
     def places(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
         if not sizes:
@@ -225,10 +263,11 @@ def _by_likelihood(every: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ..
         for last in range(min(total + 1, sizes[-1])):
             yield from ((*rest, last) for rest in places(sizes[:-1], total - last))
 
-    sizes = [len(values) for values in every]
+    sizes = [len(values) for values in every.values()]
     for total in range(sum(sizes)):
         for chosen in places(sizes, total):
-            yield tuple(values[i] for values, i in zip(every, chosen, strict=True))
+            pairs = zip(every.items(), chosen, strict=True)
+            yield {name: values[i] for (name, values), i in pairs}
 
 
 def _distance(

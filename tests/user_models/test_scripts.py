@@ -278,6 +278,7 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["layers_num", "block_count", "N_stack"], ["n_layer", "n_layer", "n_layer"]),
         (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
+        (["decoder_normalize_before"], ["pre_norm"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
         (["window", "dim"], ["n_positions", "n_embd"]),
         (["window_size", "max_len"], [None, "n_positions"]),

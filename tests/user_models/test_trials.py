@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["vector", "n_vectors"], ids=["one entry", "two entries"])
 def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: str) -> None:
-    """An entry whose name says nothing is the width if it alone has the width that was built."""
+    """An entry whose name says nothing, also beside another one of the same size."""
     own = f"CONFIG = dict(vocab_size=65, block_size=16, n_layer=2, vector=512, {size}=512)\n"
     source = own + MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     for name in ("vocab_size", "block_size", "n_layer", "WIDTH"):
@@ -132,9 +133,27 @@ def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: s
     model, call = construct_with_call(
         load_target(written(tmp_path, "vector", "4 * width", source)), CONFIG
     )
-    found = size == "vector"
-    assert model.tok.embedding_dim == (24 if found else 512)  # type: ignore[union-attr]
-    assert ("; found by trying: cfg.vector=24" in call) is found
+    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
+    assert re.search(r"; found by trying: .*\bcfg\.vector=24", call)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["parole, contesto, larghezza=64, strati=8", "parole=65, contesto=16, larghezza=64, strati=8"],
+)
+def test_sizes_whose_names_are_in_another_language(tmp_path: Path, arguments: str) -> None:
+    """They are found by trial, with or without defaults."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace("self, cfg)", f"self, {arguments})").replace(
+        "self.cfg, width = cfg,", "width ="
+    )
+    own = {"vocab_size": "parole", "block_size": "contesto", "n_layer": "strati"}
+    for name, size in {**own, "WIDTH": "larghezza"}.items():
+        source = source.replace(f"cfg.{name}", size)
+    model = construct(load_target(written(tmp_path, "", "4 * width", source)), CONFIG)
+    assert model.tok.weight.shape == (97, 24)  # type: ignore[union-attr]
+    assert model.pos.weight.shape == (32, 24)  # type: ignore[union-attr]
+    assert len(model.blocks) == 3  # type: ignore[arg-type]
 
 
 HEADS = """

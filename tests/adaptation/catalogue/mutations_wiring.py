@@ -163,5 +163,10 @@ MUTATIONS = [
       "F.gelu(x @ self.up_weight[0] + self.up_bias[0]", "x @ self.up_weight[0]"),
     M("mha_seq_first", "shared_parameters", "self.mlp(self.ln_2(x))", "self.mlp(self.ln_1(x))",
       "self.mlp(self.ln_1(x))"),
+    # residual_weights
+    M("nano", "residual_weights", NANO_BLOCK, NANO_BLOCK.replace("self.attn(", "0.5 * self.attn("),
+      "x = x + 0.5 * self.attn(self.ln_1(x))"),
+    M("interleaved", "residual_weights", "return self.mlp(self.norm_2(x)) + x",
+      "return self.mlp(self.norm_2(x)) + 0.25 * x", "+ 0.25 * x"),
 ]
 # fmt: on
