@@ -66,6 +66,7 @@ from compat.adaptation.tracing.calling import (
     eval_mode,
     find_signature,
 )
+from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.graph import Graph, size
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
@@ -221,7 +222,7 @@ def adapt(
     """
     if not isinstance(model, nn.Module):
         check_model(model)
-    with registered(model) as lists:
+    with registered(model) as lists, plain_flex_attention():
         check_model(model)
         checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
         options = _Options(forward, example_length, progress or (lambda stage: None))

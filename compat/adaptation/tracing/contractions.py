@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any
@@ -53,6 +54,8 @@ def contraction(node: Node) -> Contraction | None:
         return _matmul(node, args[1], args[2])
     if name in ("conv1d", "convolution") and len(size(args[0])) == 3 and size(args[1])[-1:] == (1,):
         return Contraction(node, args[0], args[1], "aYb", "ZYi", "aZb")
+    if name == "tensordot":
+        return _tensordot(node, *args)
     if name == "einsum" and len(args[1]) == 2:
         return _einsum(node, str(args[0]), *args[1])
     return None
@@ -69,6 +72,18 @@ def _matmul(node: Node, a: Node, b: Node) -> Contraction | None:
     if n == 1:
         return Contraction(node, a, b, "Y", batch_b + "YZ", batch_b + "Z")
     return Contraction(node, a, b, batch_a + "XY", batch_b + "YZ", longer + "XZ")
+
+
+def _tensordot(
+    node: Node, a: Node, b: Node, a_summed: Sequence[int], b_summed: Sequence[int]
+) -> Contraction:
+    """The axes of a that are not summed over, followed by those of b."""
+    n, m = len(size(a)), len(size(b))
+    a_axes, b_axes = list(ascii_letters[:n]), list(ascii_letters[n : n + m])
+    for i, j in zip(a_summed, b_summed, strict=True):
+        b_axes[j] = a_axes[i]
+    out = [x for x in a_axes if x not in b_axes] + [x for x in b_axes if x not in a_axes]
+    return Contraction(node, a, b, "".join(a_axes), "".join(b_axes), "".join(out))
 
 
 def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
