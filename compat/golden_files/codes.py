@@ -97,12 +97,6 @@ ARRAYS_ONLY = {
         "A bias of another layer, or one that the checkpoint does not have, shifts all tokens by "
         "the same vector.",
     ),
-    "residual_weights": (
-        "the residual sum is {found} · x + {branch} · branch(x), but GPT-2 computes x + branch(x)",
-        "x = x + branch(norm(x))",
-        "Some models scale the output of a branch, for example by LayerScale. GPT-2 only scales "
-        "the initial values of its weights.",
-    ),
     "head_order": (
         "the heads are merged in the order {found}",
         "heads.transpose(1, 2).reshape(B, T, C)  # head 0 first",

@@ -326,7 +326,178 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "scaled_embedding",
         "x = x + self.tok_emb(ids)",
     ),
+    "half of a branch": (
+        [("self.att(x)\n", "0.5 * self.att(x)\n")],
+        "residual_weights",
+        "x = 0.5 * self.att(x)",
+    ),
+    "half of a shortcut": (
+        [
+            (
+                "        shortcut = x\n        x = self.norm1",
+                "        shortcut = x * 0.5\n        x = self.norm1",
+            )
+        ],
+        "residual_weights",
+        "shortcut = x * 0.5",
+    ),
+    "the mean of all blocks": (
+        [
+            (LOOP, "        every = []\n" + LOOP),
+            (
+                "x = block(x)\n",
+                "x = block(x)\n            every.append(x)\n        x = sum(every) / len(every)\n",
+            ),
+        ],
+        "unexplained",
+        "x = sum(every) / len(every)",
+    ),
+    "positions in every block": (
+        [("x = block(x)\n", "x = block(x) + self.pos_emb.weight[:T]\n")],
+        "unexplained",
+        "x = block(x) + self.pos_emb.weight[:T]",
+    ),
+    "a convolution before q, k and v": (
+        [
+            (
+                "        self.drop = nn",
+                "        self.conv = nn.Conv1d(dim, dim, 3, groups=dim)\n        self.drop = nn",
+            ),
+            (
+                ATTENTION,
+                f"{ATTENTION}        x = F.pad(x.transpose(1, 2), (2, 0))\n"
+                "        x = self.conv(x).transpose(1, 2)\n",
+            ),
+        ],
+        "unexplained",
+        "x = F.pad(",
+    ),
+    "gated heads": (
+        [
+            (
+                "        self.drop = nn",
+                "        self.gate = nn.Linear(dim, dim)\n        self.drop = nn",
+            ),
+            ("self.out_proj(out)", "self.out_proj(out * self.gate(x).sigmoid())"),
+        ],
+        "unexplained",
+        "self.out_proj(out * self.gate(x).sigmoid())",
+    ),
+    "mixed heads": (
+        [
+            (
+                "        self.drop = nn",
+                "        self.mix = nn.Parameter(torch.rand(heads, heads))\n        self.drop = nn",
+            ),
+            (
+                "        scores = scores.masked",
+                '        scores = torch.einsum("bhij,hg->bgij", scores, self.mix)\n'
+                "        scores = scores.masked",
+            ),
+        ],
+        "extra_projection",
+        "scores = torch.einsum(",
+    ),
+    "scores of an earlier layer": (
+        [
+            ("def forward(self, x):\n        B", "def forward(self, x, before):\n        B"),
+            (" ** 0.5\n", " ** 0.5\n        before.append(scores)\n        scores = sum(before)\n"),
+            (
+                "def forward(self, x):\n        shortcut",
+                "def forward(self, x, before):\n        shortcut",
+            ),
+            ("self.att(x)", "self.att(x, before)"),
+            (LOOP, "        before = []\n" + LOOP),
+            ("block(x)", "block(x, before)"),
+        ],
+        "changed_scores",
+        "scores = sum(before)",
+    ),
+    "values of an earlier layer": (
+        [
+            ("def forward(self, x):\n        B", "def forward(self, x, before):\n        B"),
+            (
+                "        keys = keys.view",
+                "        before.append(values)\n"
+                "        values = values + before[0] if len(before) > 1 else values\n"
+                "        keys = keys.view",
+            ),
+            (
+                "def forward(self, x):\n        shortcut",
+                "def forward(self, x, before):\n        shortcut",
+            ),
+            ("self.att(x)", "self.att(x, before)"),
+            (LOOP, "        before = []\n" + LOOP),
+            ("block(x)", "block(x, before)"),
+        ],
+        "unexplained",
+        "values = values + before[0]",
+    ),
+    "values without a norm": (
+        [
+            ("def forward(self, x):\n        B", "def forward(self, x, other):\n        B"),
+            ("values = self.W_value(x)", "values = self.W_value(other)"),
+            ("self.att(x)", "self.att(x, shortcut)"),
+        ],
+        "missing_ln",
+        "values = self.W_value(other)",
+    ),
+    "the MLP before attention": (
+        [
+            (
+                "x = self.norm1(x)\n        x = self.att(x)",
+                "x = self.norm2(x)\n        x = self.ff( x)",
+            ),
+            (
+                "x = self.norm2(x)\n        x = self.ff(x)",
+                "x = self.norm1(x)\n        x = self.att(x)",
+            ),
+        ],
+        "unexplained",
+        "x = block(x)",
+    ),
+    "a projection of the embedding": (
+        [
+            (HEAD, f"        self.wide = nn.Linear(emb_dim, emb_dim)\n{HEAD}"),
+            (LOOP, f"        x = self.wide(x)\n{LOOP}"),
+        ],
+        "extra_projection",
+        "x = self.wide(x)",
+    ),
+    "vectors before the tokens": (
+        [
+            (HEAD, f"        self.prompt = nn.Parameter(torch.rand(1, 3, emb_dim))\n{HEAD}"),
+            (LOOP, f"        x = torch.cat([self.prompt.expand(B, -1, -1), x], dim=1)\n{LOOP}"),
+            ("self.final_norm(x)", "self.final_norm(x[:, 3:])"),
+        ],
+        "unexplained",
+        "x = torch.cat(",
+    ),
+    "attention from head to head": (
+        [
+            (
+                ".view(B, T, self.heads, self.head_dim).transpose(1, 2)",
+                ".view(B, T, self.heads, -1)",
+            ),
+            ('        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n', ""),
+            ("(weights @ values).transpose(1, 2).contiguous()", "(weights @ values)"),
+        ],
+        "no_head_split_transpose",
+        "scores = queries @ keys",
+    ),
+    "a softmax over the heads after a finite mask": (
+        [('float("-inf")', "-1e9"), ("softmax(scores, dim=-1)", "softmax(scores, dim=1)")],
+        "softmax_dim",
+        "torch.softmax(",
+    ),
 }
+# Whose numbers are computed by the model's own operations, to confirm the finding.
+BY_OWN_OPERATIONS = [
+    "half of a branch", "half of a shortcut", "the mean of all blocks", "positions in every block",
+    "a convolution before q, k and v", "gated heads", "mixed heads", "scores of an earlier layer",
+    "values of an earlier layer", "values without a norm", "attention from head to head",
+    "a softmax over the heads after a finite mask", "masked scores of 1e-9",
+]  # fmt: skip
 
 EQUAL: dict[str, Edits] = {
     "no mistake": [],
@@ -340,6 +511,15 @@ EQUAL: dict[str, Edits] = {
     ],
     "a device that the machine lacks": [("device=ids.device", 'device="mps"')],
     "logits with another axis": [("return self.head(x)", "return self.head(x)[None]")],
+    "a projection with tensordot": [
+        ("self.W_key(x)", "torch.tensordot(x, self.W_key.weight, ([2], [1])) + self.W_key.bias"),
+        (
+            "return self.out_proj(out)",
+            "w = self.out_proj.weight.view(C, self.heads, -1)\n"
+            "        out = out.view(B, T, self.heads, -1)\n"
+            "        return torch.tensordot(out, w, ([2, 3], [1, 2])) + self.out_proj.bias",
+        ),
+    ],
     "two data types": [
         ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False).double()"),
         ("self.head(x)", "self.head(x.double())"),
@@ -396,6 +576,34 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
     if name == "attention over the batch":
         consequences |= {"no_mask"}  # the rest is examined as with batch_first=True
     assert {f.code for f in adaptation.deviations} <= {code, *consequences}
+    if name in BY_OWN_OPERATIONS:
+        assert found.evidence.startswith("confirmed")
+
+
+def test_the_scale_beside_a_mask_with_another_value(tiny: Path, tmp_path: Path) -> None:
+    edits = [('float("-inf")', "-0.5"), ("self.head_dim ** 0.5", "self.head_dim")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = [only(adaptation, code) for code in ("mask_value", "wrong_scale")]
+    assert "set to -0.5," in found[0].message
+    assert all(finding.evidence.startswith("confirmed") for finding in found)
+    assert len(adaptation.deviations) == 2
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_flex_attention(tiny: Path, tmp_path: Path, window: int) -> None:
+    """It is traced in plain operations, with the functions of the user's code."""
+    start = GPT.index("        scores = queries")
+    attention = GPT[start : GPT.index("        out = (weights")]
+    seen = "i >= j" if not window else f"(i >= j) & (i - j < {window})"
+    edits = [
+        ("class LayerNorm", "from torch.nn.attention.flex_attention import create_block_mask\n"
+         "from torch.nn.attention.flex_attention import flex_attention\n\n\n"
+         f"def seen(b, h, i, j):\n    return {seen}\n\n\nclass LayerNorm"),
+        (attention, '        mask = create_block_mask(seen, None, None, T, T, device="cpu")\n'),
+        ("(weights @ values)", "flex_attention(queries, keys, values, block_mask=mask)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == ({"sliding_window"} if window else set())
 
 
 @pytest.mark.parametrize("name", EQUAL)

@@ -17,6 +17,7 @@ from torch.fx import Node
 from compat.adaptation.tracing.contractions import SDPA, Contraction, contraction
 from compat.adaptation.tracing.graph import (
     MOVES,
+    REDUCTIONS,
     SHIFTS,
     Graph,
     aten,
@@ -135,6 +136,7 @@ class Layer:
     qkv: list[Node]  # the projections that compute q, k and v
     qkv_ends: list[Node]  # their results, with biases that are added in operations of their own
     x1: Node  # ln_1: their input
+    raw: Node | None  # where some of them have another input, from which x1 is computed
     out_proj: Node | None
     heads: Node  # the input of the output projection; without one, the result of attention
     projected: Node  # the result of the output projection
@@ -186,6 +188,8 @@ class Anatomy:
         logits: the output.
         width: C.
         vocabulary: rows of the token table.
+        leading: projections between the embeddings and the first attention, of which GPT-2 has
+            none.
     """
 
     graph: Graph
@@ -197,6 +201,7 @@ class Anatomy:
     logits: Node
     width: int
     vocabulary: int
+    leading: list[Node]
 
 
 class GraphIndex:
@@ -223,6 +228,8 @@ class GraphIndex:
                 live = [x in graph.live for x in (found.a, found.b)]
                 if all(live):
                     self.mixers.add(node)
+                elif size(node).count(graph.shape[1]) > 1:
+                    continue  # the scores or the probabilities of the heads are mixed
                 elif graph.parameters_of[found.b if live[0] else found.a]:
                     self.projections.add(node)
 
@@ -366,7 +373,11 @@ class _Dissection:
             layers.append(self._layer(i, cores, *inputs[i], until, after))
         rows = prod(size(self._table(tokens))) // self.width
         xf = self.index.input_of(head)
-        return Anatomy(graph, tokens, embed, layers, xf, head, graph.output, self.width, rows)
+        first = set() if not layers else {*graph.between([layers[0].x1], [embed])}
+        leading = [n for n in self.index.live if n in first & self.index.projections]
+        return Anatomy(
+            graph, tokens, embed, layers, xf, head, graph.output, self.width, rows, leading
+        )
 
     def _cores(self) -> list[Core]:
         found: list[Core] = []
@@ -442,9 +453,12 @@ class _Dissection:
         index = self.index
         for probs, v in ((product.a, product.b), (product.b, product.a)):
             firsts = index.frontier(probs) & index.mixers
-            if len(firsts) != 1 or index.frontier(v) & index.mixers:
+            if not firsts or index.frontier(v) & index.mixers:
                 continue
-            first = index.products.get(next(iter(firsts)))
+            last = max(firsts, key=self.graph.order.__getitem__)
+            if not firsts - {last} <= self.graph.ancestors[last]:
+                continue  # not the scores of an earlier layer
+            first = index.products.get(last)
             if first is not None:
                 return split_core(first, product, probs, v)
         return None
@@ -514,20 +528,23 @@ class _Dissection:
         cores: list[Core],
         qkv: list[Node],
         x1: Node,
+        raw: Node | None,
         until: list[Node],
         after: set[Node],
     ) -> Layer:
         """The layer of these cores, before the products `until` and the projections `after`."""
         graph, index, above = self.graph, self.index, self.graph.ancestors
         products = {core.product for core in cores}
+        gates = self._gates(products, {*qkv}, x1) if self.partial else set()
         out_projs = [
             n for n in index.live
-            if n in index.projections - after and index.sources(n) <= products
+            if n in index.projections - after and index.sources(n) <= products | gates
+            and index.sources(n) & products
         ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
         projections = index.projections - self._of_cross_attention()
-        mlp = (following & projections) - {*qkv, *out_projs, *after}
+        mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
         if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
@@ -564,7 +581,9 @@ class _Dissection:
             act = index.input_of(last) if mlp_proj else self._activated(fc_end)
             end = self._with_bias(last) if mlp_proj else act
             mlp_sum = self._with_own_input(self._sum(end, {last}, until), x2)
-            if attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
+            if attn_sum.node is mlp_sum.node and products & above[fc]:
+                attn_sum = Sum(attn, attn, None)  # x + mlp(attn(x))
+            elif attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
                 attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
         elif unknown:
             x2 = act = fc_end = index.input_of(unknown[0])
@@ -578,6 +597,7 @@ class _Dissection:
             qkv=qkv,
             qkv_ends=[self._with_bias(node) for node in qkv],
             x1=x1,
+            raw=raw,
             out_proj=out_projs[-1] if out_projs else None,
             heads=index.operands(out_projs[-1])[0] if out_projs else attn,
             projected=projected,
@@ -596,6 +616,17 @@ class _Dissection:
             unknown=unknown,
         )
 
+    def _gates(self, products: set[Node], qkv: set[Node], x1: Node) -> set[Node]:
+        """Other projections of attention's input, by which the results of heads are multiplied."""
+        index, above = self.index, self.graph.ancestors
+        others = {n for n in index.projections - qkv if index.input_of(n) is x1}
+        multiplied = [
+            index.frontier(n) for n in index.live
+            if kind(n) == "mul" and products & above[n] and not index.projections & above[n] - qkv
+            - others - above[x1]
+        ]  # fmt: skip
+        return others & set().union(*multiplied) if products else set()
+
     def _of_cross_attention(self) -> set[Node]:
         """The projections of cross-attention."""
         index = self.index
@@ -612,8 +643,11 @@ class _Dissection:
             return self._activated(end) is not end
         return following == 1 and size(projection)[-1] != self.width
 
-    def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node]:
-        """The projections that compute q, k and v, and the one tensor that they project."""
+    def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node, Node | None]:
+        """The projections that compute q, k and v, and the one tensor that they project.
+
+        Some may project the tensor from which the others' input is computed, as without the norm.
+        """
         index = self.index
         qkv = set().union(*(index.frontier(o.node) for c in cores for o in (c.q, c.k, c.v)))
         ordered = sorted(qkv, key=self.graph.order.__getitem__)
@@ -625,6 +659,20 @@ class _Dissection:
                 [operand.node for core in cores for operand in (core.q, core.k, core.v)],
             )
         inputs = {index.input_of(n) for n in qkv}
+        if len(inputs) == 2 and self.partial:
+            raw, x1 = sorted(inputs, key=self.graph.order.__getitem__)
+            inner = self.graph.between([x1], [raw])
+            is_norm = any(kind(n) in REDUCTIONS for n in inner)
+            is_norm = is_norm and not {*inner} & (index.projections | index.mixers)
+            if raw in self.graph.ancestors[x1] and is_norm:
+                return ordered, x1, raw
+        if self.partial and len(inputs) > 1:  # values of earlier layers may be added
+            x1 = max(inputs, key=self.graph.order.__getitem__)
+            own = [n for n in ordered if index.input_of(n) is x1]
+            operands = [o.node for c in cores for o in (c.q, c.k, c.v)]
+            above = self.graph.ancestors
+            if all(above[o] & {*own} for o in operands) and inputs - {x1} <= above[x1]:
+                return own, x1, None
         if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
             between = self.graph.between([o.node for c in cores for o in (c.q, c.k, c.v)], [start])
             inputs = {index.before_moves(start)}
@@ -635,7 +683,7 @@ class _Dissection:
                 f"{self.graph.at(*ordered)}, as in cross-attention, but one was expected",
                 ordered,
             )
-        return ordered, inputs.pop()
+        return ordered, inputs.pop(), None
 
     def _meeting(self, nodes: set[Node]) -> Node | None:
         """The last node that all of these are computed from; None if that is before attention."""

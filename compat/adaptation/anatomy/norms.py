@@ -10,24 +10,29 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
-from compat.adaptation.tracing.graph import MOVES, SHAPE_ONLY, Graph, kind, size, tensor_inputs
-
-KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
-
-REDUCTIONS = KERNELS | frozenset(
-    """
-    mean var std var_mean std_mean sum norm linalg_vector_norm linalg_norm linalg_matrix_norm
-    group_norm native_group_norm
-    """.split()
+from compat.adaptation.tracing.contractions import contraction
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    NORM_KERNELS,
+    REDUCTIONS,
+    SHAPE_ONLY,
+    Graph,
+    kind,
+    size,
+    tensor_inputs,
 )
+
 # The path of the first block: `h.0.` or `blocks.block_0.`.
 _FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
+
+CONVOLUTIONS = frozenset("conv1d convolution conv2d".split())
 
 
 @dataclass(frozen=True)
@@ -70,25 +75,28 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
     found: list[tuple[Node, Node]] = []
     consumed = False  # the current norm has its parameters, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
-        piece = _piece(first, last)
+        piece = _piece(graph, first, last)
         own = (n for n in piece if n in graph.live and first in graph.ancestors[n])
         reduces = any(kind(node) in REDUCTIONS for node in own)
-        parameters = any(node in graph.names for node in piece)
+        reduces = reduces and prod(size(last)) >= prod(size(first))  # not a mean of several tensors
+        projects = any(kind(n) in CONVOLUTIONS or contraction(n) is not None for n in piece)
+        parameters = any(node in graph.names for node in piece) and not projects
         if reduces and (not found or consumed):
             found.append((first, last))
-            consumed = parameters or any(kind(node) in KERNELS for node in piece)
-        elif found and (reduces or parameters or not consumed):
+            consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)
+        elif found and (reduces or parameters or not consumed) and not projects:
             found[-1] = found[-1][0], last
             consumed = consumed or parameters
     return [_with_parameters(graph, first, last) for first, last in found]
 
 
-def _piece(first: Node, last: Node) -> set[Node]:
+def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
     """The nodes whose values, not only shapes, are needed to compute `last` from `first`."""
     stack, seen = [last], set()
     while stack:
         node = stack.pop()
-        if node not in seen and node is not first:
+        beside = node in graph.live and first not in graph.ancestors[node]
+        if node not in seen and not beside:
             seen.add(node)
             stack += [] if kind(node) in SHAPE_ONLY else node.all_input_nodes
     return seen
@@ -225,7 +233,7 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     """Find all norms and name each by its position in the data flow."""
     graph = anatomy.graph
     branches: dict[int, _BranchNorms] = {}  # by number; without those of missing MLPs
-    stream = anatomy.embed
+    stream = anatomy.leading[-1] if anatomy.leading else anatomy.embed
     for i, layer in enumerate(anatomy.layers):
         branches[2 * i] = _branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum)
         if layer.has_mlp:

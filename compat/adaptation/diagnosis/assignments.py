@@ -420,9 +420,18 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
             known |= {*graph.parameters_between(layer.qkv_ends, [layer.x1])}
         if layer.cross_sum is not None:
             known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
+        ln_1 = context.places.named.get(f"h.{i}.ln_1")
+        if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
+            known |= {*graph.parameters_between([layer.x1], [ln_1.end])}
+        if context.mapping.attentions[i].changed_heads:
+            projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
+            known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
         own_finding = [layer.gate] if layer.gate else []  # gated_mlp
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))
+    if context.anatomy.leading:  # extra_projection, or an MLP before attention
+        x1 = context.anatomy.layers[0].x1
+        known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
     by_name = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])

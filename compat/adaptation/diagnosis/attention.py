@@ -25,9 +25,12 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, causal, combine
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_ids, shifted_tokens
+from compat.adaptation.mapping.assignments import JOINS
 from compat.adaptation.mapping.by_calls import ROLES
-from compat.adaptation.tracing.contractions import SDPA
-from compat.adaptation.tracing.graph import MOVES, SHIFTS, Place, kind, size
+from compat.adaptation.mapping.linear_maps import merged, token_view
+from compat.adaptation.tracing.contractions import SDPA, contraction
+from compat.adaptation.tracing.graph import MOVES, SHIFTS, Place, kind, live_inputs, size
+from compat.errors import listed
 from compat.ops import Fused
 from compat.user_models.synonyms import role_of
 
@@ -63,8 +66,9 @@ class LayerAttention:
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
         operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
-        found = self.graph.between(operands, self.layer.qkv_ends)
-        return [n for n in found if n in self.graph.live]
+        ends, above = self.layer.qkv_ends, self.graph.ancestors
+        found = self.graph.between(operands, ends)
+        return [n for n in found if n in self.graph.live and {*ends} & above[n]]
 
     @cached_property
     def unsplit(self) -> str:
@@ -89,6 +93,32 @@ class LayerAttention:
         return any(each.module == module for each in self.context.mapping.unknown)
 
     @cached_property
+    def mixing(self) -> list[Node]:
+        """The products of parameters with the scores or the probabilities of all heads."""
+        T = self.graph.shape[1]
+        return [
+            n for n in self.inside
+            if n in self.graph.live and contraction(n) is not None and size(n).count(T) > 1
+            and len(live_inputs(self.graph, n)) == 1
+            and self.core.scores in self.graph.ancestors[n]
+        ]  # fmt: skip
+
+    @cached_property
+    def added_scores(self) -> Node | None:
+        """The operation on the scores that reads those of an earlier layer."""
+        above, core = self.graph.ancestors, self.core
+        layers = self.context.anatomy.layers[: self.i]
+        others = {c.scores for layer in layers for c in layer.cores if c.scores is not None}
+        operands = {core.q.node, core.k.node, core.v.node}
+        for n in self.inside:
+            if n in self.graph.live and core.scores in above[n]:
+                for a in live_inputs(self.graph, n):
+                    own = operands & (above[a] | {a})
+                    if not own and others & (above[a] | {a}):
+                        return n
+        return None
+
+    @cached_property
     def is_normalized(self) -> bool:
         """Whether the result does not depend on the norms of q and k."""
         if not self.attention.indirect:
@@ -101,7 +131,9 @@ class LayerAttention:
     @cached_property
     def mask_value(self) -> tuple[Node, float] | None:
         """The node that masks scores with a value that is too high, and this value."""
-        if self.formula is not None or self.attention.indirect:
+        if self.attention.indirect:
+            return None
+        if self.formula and (self.formula.hidden is None or self.formula.axis != -1):
             return None
         for node in self.live(frozenset({"masked_fill", "where"})):
             constants = [
@@ -163,7 +195,7 @@ class LayerAttention:
     @property
     def own_attention(self) -> Changes:
         """The model's own function of q, k and v, as a change to the reference."""
-        return Changes(attention={self.i: AttentionPiece(self.graph, self.attention).heads})
+        return Changes(attention={self.i: AttentionPiece(self.graph, self.attention).projected})
 
     @property
     def scores_line(self) -> Place | None:
@@ -258,6 +290,23 @@ def shared_kv(layer: LayerAttention) -> Deviation | None:
     return layer.deviation(layer.scores_line, changes) if layer.attention.shared_kv else None
 
 
+@detects("missing_ln")
+@each_layer
+def unnormed(layer: LayerAttention) -> Deviation | None:
+    if not (letters := layer.attention.raw):
+        return None
+    verb = "is" if len(letters) == 1 else "are"
+    message = (
+        f"{listed([*letters])} {verb} projected from the residual stream itself, but GPT-2 "
+        "projects q, k and v from its norm, ln_1"
+    )
+    nodes = [n for n in layer.layer.qkv if layer.layer.x1 not in layer.graph.ancestors[n]]
+    values = {"tensors": f"h.{layer.i}.ln_1", "raw": letters}
+    changes = Changes(unnormed={layer.i: letters})
+    place = source.running(layer.graph, nodes)
+    return replace(layer.deviation(place, changes, tap="q", **values), message=message)
+
+
 @deviation(
     "the heads are merged without transposing them back, but GPT-2 concatenates the heads of each "
     "token",
@@ -274,6 +323,36 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     return layer.deviation(place or layer.scores_line, changes, tap="attn")
 
 
+@detects("unexplained")
+@each_layer
+def changed_heads(layer: LayerAttention) -> Deviation | None:
+    if not layer.attention.changed_heads:
+        return None
+    graph, start, end = layer.graph, merged(layer.attention.heads), layer.layer.heads
+    ends = [core.out.node for core in layer.layer.cores]
+    nodes = [
+        n for n in graph.between([end], ends)
+        if n in graph.live and {*ends} & graph.ancestors[n] and kind(n) not in MOVES | JOINS
+    ]  # fmt: skip
+    view = token_view(graph, end)
+    if view is None:
+        return None
+
+    def function(x: Tensor) -> Tensor:
+        given = dict(zip(start.nodes, start.write(x), strict=True))
+        return view.read(graph.run(view.nodes, given))
+
+    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
+    found = (
+        f"the code computes {kinds} between the heads and their projection, but GPT-2 projects "
+        "the heads unchanged"
+    )
+    lines = [graph.place(node) for node in nodes]
+    changes = Changes(heads={layer.i: function})
+    deviation = layer.deviation(lines[0], changes, tap="attn", found=found, passed_on=True)
+    return replace(deviation, lines=lines)
+
+
 @deviation(
     "q, k or v is reshaped from (B, T, C) to heads without a transpose, which mixes tokens and "
     "heads, but GPT-2 splits the channels of each token",
@@ -281,6 +360,14 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
 )
 @each_layer
 def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
+    if layer.attention.over_heads:
+        message = (
+            "q, k and v are passed to attention as (B, T, H, D), so each token attends from head "
+            "to head and reads no other token, but GPT-2's heads attend to tokens"
+        )
+        return replace(
+            layer.deviation(layer.scores_line, layer.own_attention, tap="heads"), message=message
+        )
     if not layer.unsplit:
         return None
     operand = {"q": layer.core.q, "k": layer.core.k, "v": layer.core.v}[layer.unsplit[0]]
@@ -332,7 +419,8 @@ def mask_value(layer: LayerAttention) -> Deviation | None:
         return None
     node, value = layer.mask_value
     place = source.running(layer.graph, [node])
-    return layer.deviation(place, layer.own_attention, found=value)
+    changes = layer.own_attention if layer.formula is None else None
+    return layer.deviation(place, changes, found=value)
 
 
 @deviation(
@@ -369,6 +457,8 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 @each_layer
 def unknown_attention(layer: LayerAttention) -> Deviation | None:
     if layer.formula is not None or layer.unsplit or layer.is_normalized:
+        return None
+    if layer.attention.over_heads or layer.mixing or layer.added_scores:
         return None
     if layer.mask_value is not None or layer.shift is not None or layer.pairwise is not None:
         return None
@@ -441,6 +531,35 @@ def changed_scores(layer: LayerAttention, formula: AttentionFormula) -> Deviatio
     place = source.running(layer.graph, layer.live(frozenset({"tanh"}))) or layer.scores_line
     found = f"a soft cap at ±{formula.cap:.6g}"
     return layer.deviation(place, found=found, d_head=layer.context.config.d_head)
+
+
+@detects("changed_scores")
+@each_layer
+def added_scores(layer: LayerAttention) -> Deviation | None:
+    if layer.added_scores is None:
+        return None
+    message = (
+        "the scores of an earlier layer are added to the attention scores, but GPT-2's softmax "
+        "reads those of its own layer"
+    )
+    place, d_head = layer.graph.place(layer.added_scores), layer.context.config.d_head
+    found = layer.deviation(place, layer.own_attention, found="a sum", d_head=d_head)
+    return replace(found, message=message)
+
+
+@detects("extra_projection")
+@each_layer
+def mixed_heads(layer: LayerAttention) -> Deviation | None:
+    if not layer.mixing:
+        return None
+    message = (
+        "the attention scores or probabilities of different heads are mixed (talking heads), but "
+        "GPT-2's heads are independent of each other"
+    )
+    lines = [layer.graph.place(node) for node in layer.mixing]
+    values = {"branch": "attention", "next": "the MLP"}
+    found = layer.deviation(lines[0], layer.own_attention, **values)
+    return replace(found, message=message, lines=lines)
 
 
 @deviation(

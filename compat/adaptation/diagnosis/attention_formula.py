@@ -27,6 +27,7 @@ class AttentionFormula:
         total: what the probabilities of a query sum up to, if they are multiplied by a number.
         bias: (H, T, T), what is added to the scores; or None.
         cap: c, if the scores s become c · tanh(s / c); or None.
+        hidden: what the scores of hidden keys are set to, if the softmax does not exclude them.
         plus_one: 1 is added to the sum of exponentials, either as it is or after the highest
             score was subtracted from the scores ("max"); False in GPT-2.
     """
@@ -38,6 +39,7 @@ class AttentionFormula:
     total: float = 1.0
     bias: Tensor | None = None
     cap: float | None = None
+    hidden: float | None = None
     plus_one: bool | str = False
 
     def probabilities(self, scores: Tensor) -> Tensor:
@@ -49,13 +51,14 @@ class AttentionFormula:
         if self.bias is not None:
             scores = scores + self.bias
         if not self.after:
-            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+            lowest = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(hidden, lowest if self.hidden is None else self.hidden)
         if self.plus_one == "max":
             scores = scores - scores.amax(-1, keepdim=True)
         if self.plus_one:
             return F.pad(scores, (1, 0)).softmax(-1)[..., 1:]
         probs = scores.softmax(self.axis) * self.total
-        if self.after or self.axis != -1:
+        if self.after or (self.axis != -1 and self.hidden is None):
             # Where every score is hidden, the softmax is uniform, and its values do not count.
             return probs.masked_fill(hidden, 0)
         return probs
@@ -77,6 +80,10 @@ class AttentionPiece:
                 # A node that holds several of them, as a fused projection does, is their sum.
                 given[node] = given[node] + part if node in given else part
         return self.attention.heads.read(self.graph.run(self.attention.heads.nodes, given))
+
+    def projected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The result for the projections, whose factors `heads` does not apply."""
+        return self.heads(self.attention.q_factor * q, self.attention.k_factor * k, v)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """The weight of every value, (B, H, T, T), measured with one-hot values."""
@@ -126,7 +133,43 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
                 if _agrees(piece, fitted):
                     # The views of q and k contain a factor that is applied before the product.
                     return replace(fitted, scale=attention.prescale * fitted.scale)
-    return _unusual(piece, seen) or _biased(piece, even * total)
+    found = _with_other_mask(piece) or _over_heads(piece) or _unusual(piece, seen)
+    return found or _biased(piece, even * total)
+
+
+def _with_other_mask(piece: AttentionPiece) -> AttentionFormula | None:
+    """The formula of a mask that sets scores to a value that the softmax does not exclude."""
+    zero, high = piece.random(0, 0.0), piece.random(0, 0.0)
+    high[..., 0] = 1e3  # all products are high, so the softmax excludes what they are replaced by
+    allowed = piece.probabilities(high, high)[0, 0] > 1e-9
+    probs = piece.probabilities(zero, zero)[0, 0]
+    if allowed.all() or not (allowed.any(-1).all() and (probs > 0).all()):
+        return None
+    row = int((~allowed).any(-1).nonzero()[0])
+    value = (probs[row][~allowed[row]][0] / probs[row][allowed[row]][0]).log().item()
+    formula = AttentionFormula(allowed, 1.0, hidden=value)
+    formula = replace(formula, scale=_fit_scale(piece, formula))
+    if not _agrees(piece, formula):
+        return None
+    return replace(formula, scale=piece.attention.prescale * formula.scale)
+
+
+def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
+    """The formula of a softmax over the heads or the batch, after a mask with a finite value.
+
+    It is the same value for all of them, so hidden keys have the same probability everywhere.
+    """
+    q, k = piece.random(1), piece.keys(2)
+    probs = piece.probabilities(q, k)
+    for axis in (-3, -4):
+        allowed = (probs - 1 / probs.shape[axis]).abs().amax((0, 1)) > 1e-6
+        if allowed.any() and not allowed.all():
+            lowest = torch.finfo(probs.dtype).min
+            formula = AttentionFormula(allowed, 1.0, axis, hidden=lowest)
+            formula = replace(formula, scale=_fit_scale(piece, formula))
+            if _agrees(piece, formula):
+                return replace(formula, scale=piece.attention.prescale * formula.scale)
+    return None
 
 
 def _unusual(piece: AttentionPiece, seen: Tensor) -> AttentionFormula | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Layer
+from compat.adaptation.anatomy.dissect import Layer, Operand
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -19,10 +19,22 @@ from compat.adaptation.diagnosis.formulas import (
     called_activation,
     canonical_activation,
 )
-from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM
-from compat.adaptation.diagnosis.registry import Detector, Deviation, deviation
-from compat.adaptation.tracing.graph import MOVES, Place, kind, size, tensor_inputs
+from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.diagnosis.shifts import shifted_tokens
+from compat.adaptation.mapping.linear_maps import token_view
+from compat.adaptation.tracing.contractions import SDPA, contraction
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    SHIFTS,
+    Place,
+    kind,
+    live_inputs,
+    size,
+    tensor_inputs,
+)
+from compat.errors import listed
 
 # Activations with a code of their own where the tanh approximation of GELU is expected.
 CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
@@ -146,6 +158,33 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
             return
 
 
+@detects("extra_projection")
+def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
+    leading = context.anatomy.leading
+    if leading and not _mlp_first(context):
+        message = (
+            "a projection is applied to the embeddings before the first block, but GPT-2's first "
+            "block reads the sum of wte and wpe"
+        )
+        values = {"found": "a projection", "branch": "the embeddings", "next": "the first block"}
+        place = source.running(context.graph, leading)
+        yield Deviation("embed", place, values, message=message)
+
+
+@detects("unexplained")
+def mlp_before_attention(context: DiagnosisContext) -> Iterator[Deviation]:
+    if _mlp_first(context):
+        found = "each block runs its MLP before attention, but GPT-2's blocks run attention first"
+        place = next(iter(context.graph.places(context.anatomy.leading[0])), None)
+        yield Deviation("h.0.ln_1", place, {"found": found})
+
+
+def _mlp_first(context: DiagnosisContext) -> bool:
+    """Whether each block begins with its MLP, so that none follows the last attention."""
+    leading, layers = context.anatomy.leading, context.anatomy.layers
+    return len(leading) > 1 and not layers[-1].has_mlp
+
+
 @deviation(
     "the block attends to another sequence as well (cross-attention), but GPT-2 has no encoder and "
     "no cross-attention",
@@ -169,7 +208,8 @@ def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
     "x = x + mlp(ln_2(x))",
 )
 def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
-    if layers := [i for i, layer in context.layers if not layer.has_mlp]:
+    layers = [i for i, layer in context.layers if not layer.has_mlp]
+    if layers and not _mlp_first(context):
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.mid])
         if layer.attn_sum.shortcut is None:
@@ -248,48 +288,6 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the result of the branch is multiplied by learned factors{values}, but GPT-2 adds it as it is",
-    "x = x + branch(norm(x))",
-)
-def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
-    if found := learned_factors(context):
-        places = [source.running(context.graph, factors) for factors, _ in found.values()]
-        changes = Changes()
-        for branch, (_, value) in found.items():
-            changes.extra_norm[branch] = partial(torch.mul, value)
-        first, (_, value) = next(iter(found.items()))
-        alike = bool((value == value[0]).all())
-        values = {"values": f", here {value[0].item():.4g}" if alike else ""}
-        yield Deviation(first, places[0], values, changes, lines=places)
-
-
-def learned_factors(context: DiagnosisContext) -> dict[str, tuple[list[Node], Tensor]]:
-    """The products of branches with parameters that are not 1, and the factors (C,), by branch."""
-    graph, found = context.graph, dict[str, tuple[list[Node], Tensor]]()
-    for i, layer in context.layers:
-        for branch, end, total in (
-            (f"h.{i}.attn", layer.attn, layer.attn_sum), (f"h.{i}.mlp", layer.mlp, layer.mlp_sum)
-        ):  # fmt: skip
-            inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
-            factors = [n for n in inside if kind(n) == "mul" and _by_parameters(context, n)]
-            if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
-                continue
-            one = torch.ones(size(end), dtype=torch.float64)
-            [value] = graph.run([total.branch], {end: one})
-            value = value.reshape(-1, context.anatomy.width)
-            if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
-                found[branch] = factors, value[0]
-    return found
-
-
-def _by_parameters(context: DiagnosisContext, node: Node) -> bool:
-    """Whether a node has one operand that depends on the ids, and another on parameters."""
-    graph = context.graph
-    dead = [a for a in node.all_input_nodes if a not in graph.live]
-    return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
-
-
-@deviation(
     "{found}, but GPT-2 adds each branch to the residual stream once", "x = x + branch(norm(x))"
 )
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -301,7 +299,7 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     doubled = [
         node for node in graph.nodes
         if node in graph.live and kind(node) == "add" and len(tensor_inputs(node)) == 2
-        and len(set(tensor_inputs(node))) == 1
+        and len(set(tensor_inputs(node))) == 1 and size(node)[-1:] == (context.anatomy.width,)
     ]  # fmt: skip
     if doubled:
         lines = [graph.place(node) for node in doubled]
@@ -334,3 +332,179 @@ def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
             lines.append(source.running(context.graph, [total.node]))
         changes = Changes(residual_from_norm=set(names))
         yield Deviation("h.0.resid_mid", lines[0], {}, changes, lines=lines)
+
+
+@deviation(
+    "the residual sum is {found} · x + {branch} · branch(x), but GPT-2 computes x + branch(x)",
+    "x = x + branch(norm(x))",
+)
+def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
+    found: dict[str, tuple[str, float, float, list[Node]]] = {}
+    stream = context.anatomy.embed
+    for i, layer in context.layers:
+        for name, end, total, tap in (
+            ("attn", layer.attn, layer.attn_sum, f"h.{i}.resid_mid"),
+            ("mlp", layer.mlp, layer.mlp_sum, f"h.{i}.out"),
+        ):
+            branch = _factor(context, end, total.branch)
+            kept = None
+            if total.shortcut is not None:
+                norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
+                own = norm is not None and norm.start is not total.shortcut
+                kept = _factor(context, stream, total.shortcut) if own else None
+            if (branch or 1.0) != 1.0 or (kept or 1.0) != 1.0:
+                starts = [(end, total.branch), (stream, total.shortcut or total.node)]
+                between = [n for start, to in starts for n in context.graph.between([to], [start])]
+                factors = [n for n in between if kind(n) in ("mul", "div")]
+                found[tap] = f"h.{i}.{name}", kept or 1.0, branch or 1.0, factors or [total.node]
+            stream = total.node
+    if found:
+        first = next(iter(found))
+        _, kept, branch, _ = found[first]
+        changes = Changes(
+            branch_factor={name: branch for name, _, branch, _ in found.values()},
+            shortcut_factor={tap: kept for tap, (_, kept, _, _) in found.items()},
+        )
+        lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
+        values = {"found": f"{kept:.6g}", "branch": f"{branch:.6g}"}
+        yield Deviation(first, lines[0], values, changes, lines=lines)
+
+
+@detects("residual_weights")
+def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
+    if found := learned_factors(context):
+        places = [source.running(context.graph, factors) for factors, _ in found.values()]
+        changes = Changes(branch_factor={branch: value for branch, (_, value) in found.items()})
+        first, (_, value) = next(iter(found.items()))
+        alike = f", here {value[0].item():.4g}" if (value == value[0]).all() else ""
+        message = (
+            f"the result of the branch is multiplied by learned factors{alike}, but GPT-2 adds it "
+            "as it is"
+        )
+        yield Deviation(first, places[0], {}, changes, lines=places, message=message)
+
+
+def learned_factors(context: DiagnosisContext) -> dict[str, tuple[list[Node], Tensor]]:
+    """The products of branches with parameters that are not 1, and the factors (C,), by branch."""
+    graph, found = context.graph, dict[str, tuple[list[Node], Tensor]]()
+    for i, layer in context.layers:
+        for branch, end, total in (
+            (f"h.{i}.attn", layer.attn, layer.attn_sum), (f"h.{i}.mlp", layer.mlp, layer.mlp_sum)
+        ):  # fmt: skip
+            inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
+            factors = [n for n in inside if kind(n) == "mul" and _by_parameters(context, n)]
+            if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
+                continue
+            one = torch.ones(size(end), dtype=torch.float64)
+            [value] = graph.run([total.branch], {end: one})
+            value = value.reshape(-1, context.anatomy.width)
+            if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
+                found[branch] = factors, value[0]
+    return found
+
+
+def _by_parameters(context: DiagnosisContext, node: Node) -> bool:
+    """Whether a node has one operand that depends on the ids, and another on parameters."""
+    graph = context.graph
+    dead = [a for a in node.all_input_nodes if a not in graph.live]
+    return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
+
+
+def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
+    """The factor between two nodes; None if one is not a multiple of the other by a constant."""
+    graph = context.graph
+    every = graph.between([end], [start])
+    between = [n for n in every if n in graph.live]
+    if not {*graph.dropouts}.isdisjoint(every):  # a part of dropout, which has its own finding
+        return None
+    if (
+        start is end
+        or start not in graph.ancestors[end]
+        or graph.parameters_between([end], [start])
+    ):
+        return None
+    if any(len(live_inputs(graph, n)) > 1 for n in between):
+        return None
+    x = torch.randn(size(start), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    [y] = graph.run([end], {start: x})
+    if y.numel() != x.numel():
+        return None
+    factor = ((x.flatten() @ y.flatten()) / x.square().sum()).item()
+    same = torch.allclose(y.flatten(), factor * x.flatten(), rtol=1e-9, atol=1e-9)
+    return factor if same and abs(factor - 1) > 1e-9 else None
+
+
+@detects("unexplained")
+def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Operations between two parts of GPT-2, other than norms; one finding for all layers."""
+    found: dict[str, list[Deviation]] = {}
+    for start, end, after, tap, before in _connections(context):
+        if (each := _operations(context, start, end, after, before)) is not None:
+            each.tap = tap
+            kind_of_place = before if "projection" in before else "stream"
+            found.setdefault(f"{each.values['computed']} {kind_of_place}", []).append(each)
+    for same in found.values():
+        changes = combine(each.changes for each in same if each.changes is not None)
+        lines = [line for each in same for line in each.lines]
+        yield replace(same[0], changes=changes, lines=lines)
+
+
+def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, str, str]]:
+    """Nodes that have the same value in GPT-2, the taps from and at which it is read, and by what.
+
+    They are connections of the residual stream with norms, and of norms with projections.
+    """
+    places = context.places
+    stream, tap = context.anatomy.embed, "embed"
+    for i, layer in context.layers:
+        for number, total, x, after in (
+            (1, layer.attn_sum, layer.x1, f"h.{i}.resid_mid"),
+            (2, layer.mlp_sum, layer.x2, f"h.{i}.out"),
+        ):
+            name = f"h.{i}.ln_{number}"
+            norm = places.named.get(name)
+            usual = not (places.post or places.from_norm or places.on_output or places.extra)
+            if norm is not None and usual and total.shortcut is not None and not layer.parallel:
+                if tap != "embed" or not context.anatomy.leading:
+                    yield stream, norm.start, tap, name, name
+                if layer.raw is None and norm.end is not norm.start:
+                    at, reader = ("q", "q, k and v") if number == 1 else ("fc", "the MLP")
+                    yield norm.end, x, name, f"h.{i}.{at}", f"the projection of {reader}"
+            stream, tap = total.node, after
+    if "ln_f" in places.named and not (places.post or places.extra):
+        yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
+
+
+def _operations(
+    context: DiagnosisContext, start: Node, end: Node, after: str, before: str
+) -> Deviation | None:
+    """The deviation that is all that runs between two nodes; None if nothing does."""
+    graph = context.graph
+    if start not in graph.ancestors[end]:
+        return None
+    nodes = [
+        n for n in graph.between([end], [start])
+        if n in graph.live and start in graph.ancestors[n] and kind(n) not in MOVES | {"getitem"}
+    ]  # fmt: skip
+    if not nodes or (len(nodes) == 1 and len({*tensor_inputs(nodes[0])}) == 1):
+        return None  # nothing, or a tensor that is added to itself
+    if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):
+        return None  # extra_projection, or cross_attention
+    if any(kind(n) in SHIFTS for n in nodes) and shifted_tokens(
+        graph, start, Operand(end, (), 1, 2)
+    ):
+        return None  # time_shift
+    source_view, view = token_view(graph, start), token_view(graph, end)
+    if source_view is None or view is None:
+        return None
+
+    def function(x: Tensor) -> Tensor:
+        given = dict(zip(source_view.nodes, source_view.write(x), strict=True))
+        return view.read(graph.run(view.nodes, given))
+
+    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
+    found = f"the code computes {kinds} between {after} and {before}, but GPT-2 computes nothing"
+    lines = [graph.place(node) for node in nodes]
+    changes = Changes(stream={after: function})
+    values = {"found": f"{found} there", "passed_on": True, "computed": kinds}
+    return Deviation(None, lines[0], values, changes, lines=lines)

@@ -97,7 +97,10 @@ class DiagnosisContext:
     @cached_property
     def attention_formulas(self) -> list[AttentionFormula | None]:
         """The formula of attention in each layer; None if it is unknown."""
-        return [attention_of(self.graph, attention) for attention in self.mapping.attentions]
+        return [
+            None if attention.over_heads else attention_of(self.graph, attention)
+            for attention in self.mapping.attentions
+        ]
 
     @cached_property
     def has_rotations(self) -> bool:

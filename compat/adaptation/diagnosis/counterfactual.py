@@ -93,7 +93,8 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 def _trace(context: DiagnosisContext, changes: Sequence[Changes], ids: Tensor) -> Trace | None:
     """The taps of the reference with these changes; None if it cannot run with them."""
     try:
-        return ModifiedReference(context.config, context.weights, combine(changes)).trace(ids)
+        trace = ModifiedReference(context.config, context.weights, combine(changes)).trace(ids)
+        return trace if trace["logits"].shape[:-1] == ids.shape else None
     except (RuntimeError, LookupError, ValueError, TypeError):
         return None
 

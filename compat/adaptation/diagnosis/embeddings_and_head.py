@@ -92,6 +92,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None or found.rows:
         return
+    if context.anatomy.leading:
+        return  # the positions may be added after these projections
     if found.from_tokens:
         tables = context.mapping.by_tensor["wte.weight"][0]
         after = [n for n in _path(context) if n not in context.graph.live and n not in tables]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from compat.adaptation.diagnosis.registry import CODES, Code
 
 EXPLANATIONS = {
+    "residual_weights": "Some models scale the output of a branch, for example by 1/√(2 n_layer), "
+    "or by learned factors as in LayerScale and ReZero. GPT-2 only scales the initial values of "
+    "its weights.",
     "n_embd_mismatch": "Every tensor of the checkpoint has this width in its shape, so none of "
     "them fits into a model of another width.",
     "vocab_mismatch": "Each row of wte.weight is the embedding of one token. In a table of "
@@ -80,8 +83,6 @@ EXPLANATIONS = {
     "mixed_types": "An operation on two data types either fails or converts one of them. The "
     "copy in one type shows whether the code is correct, and the comparison in the model's own "
     "types shows how much accuracy they cost.",
-    "residual_weights": "Some models scale the result of a branch, as with LayerScale or ReZero. "
-    "The checkpoint has no such factors, and its branches are added as they are.",
     "doubled_residual": "x += y changes the tensor in place, and with it every other reference "
     "to it, such as a shortcut that was stored before. A branch that returns x + f(x) has its own "
     "shortcut; added once more in the block, x counts twice.",

@@ -39,6 +39,7 @@ class Changes:
         activation: activation functions, by layer.
         attention: attention functions, by layer.
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
+        unnormed: which of q, k and v are projected from the input of ln_1, by layer.
         value_as_key: layers that use the value as the key.
         unmerged_heads: layers that merge the heads without transposing them back.
         no_mlp: layers without an MLP.
@@ -47,6 +48,10 @@ class Changes:
         mlp_residual_from_input: layers that add the MLP to the input of the block.
         own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
         doubled: taps `resid_mid` and `out` after which the residual stream is multiplied by two.
+        heads: functions of the merged heads, before their projection, by layer.
+        branch_factor: factors of the results of branches, numbers or (C,), by tap.
+        shortcut_factor: factors of the shortcuts, by the tap of the sum.
+        stream: functions of the residual stream, or of the result of a norm, after a tap.
         token_scale, position_scale: factors of the embeddings.
         position_offset: the position of the first token.
         added: a constant (T, C) that is added to the embedding.
@@ -63,6 +68,7 @@ class Changes:
     activation: dict[int, Function] = field(default_factory=dict)
     attention: dict[int, AttentionFormula | OwnAttention] = field(default_factory=dict)
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    unnormed: dict[int, str] = field(default_factory=dict)
     value_as_key: set[int] = field(default_factory=set)
     unmerged_heads: set[int] = field(default_factory=set)
     no_mlp: set[int] = field(default_factory=set)
@@ -72,6 +78,10 @@ class Changes:
     mlp_residual_from_input: set[int] = field(default_factory=set)
     own_input: set[str] = field(default_factory=set)
     doubled: set[str] = field(default_factory=set)
+    heads: dict[int, Function] = field(default_factory=dict)
+    branch_factor: dict[str, float | Tensor] = field(default_factory=dict)
+    shortcut_factor: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, Function] = field(default_factory=dict)
     token_scale: float = 1.0
     position_scale: float = 1.0
     position_offset: int = 0
@@ -113,11 +123,11 @@ class ModifiedReference:
         """The value of every tap of `compat.tap`, in float64, for ids of shape (B, T)."""
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
-        x = self._extra_norm("embed", x)
+        x = self._stream("embed", self._extra_norm("embed", x))
         n_layer = self.changes.n_layer
         for i in range(self.config.n_layer if n_layer is None else n_layer):
             x = self.taps[f"h.{i}.out"] = self._block(i, x)
-            x = 2 * x if f"h.{i}.out" in self.changes.doubled else x
+            x = self._stream(f"h.{i}.out", x)
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
@@ -134,21 +144,24 @@ class ModifiedReference:
     def _block(self, i: int, x: Tensor) -> Tensor:
         """(B, T, C) → (B, T, C)."""
         changes, ln_1, ln_2 = self.changes, f"h.{i}.ln_1", f"h.{i}.ln_2"
-        mid = self._branch(ln_1, f"h.{i}.resid_mid", x, lambda y: self._attention(i, y))
-        mid = self._extra_norm(f"h.{i}.attn", mid)
+        mid = self._branch(ln_1, f"h.{i}.resid_mid", x, lambda y: self._attention(i, y, x))
+        mid = self._extra_norm(f"h.{i}.attn", mid) * changes.branch_factor.get(f"h.{i}.attn", 1)
         if i not in changes.no_attn_residual:
-            mid = self._shortcut(ln_1, x) + mid
+            factor = changes.shortcut_factor.get(f"h.{i}.resid_mid", 1)
+            mid = factor * self._shortcut(ln_1, x) + mid
         if ln_1 in changes.post_norm:
             mid = self._norm(ln_1, mid)
         self.taps[f"h.{i}.resid_mid"] = mid
-        mid = 2 * mid if f"h.{i}.resid_mid" in changes.doubled else mid
+        mid = self._stream(f"h.{i}.resid_mid", mid)
         if i in changes.no_mlp:
             return mid
-        start = x if i in changes.parallel else mid
-        out = self._branch(ln_2, f"h.{i}.out", start, lambda y: self._mlp(i, y))
-        out = self._extra_norm(f"h.{i}.mlp", out)
+        source = x if i in changes.parallel else mid
+        out = self._branch(ln_2, f"h.{i}.out", source, lambda y: self._mlp(i, y))
+        out = self._extra_norm(f"h.{i}.mlp", out) * changes.branch_factor.get(f"h.{i}.mlp", 1)
         if i not in changes.no_mlp_residual:
-            out = self._shortcut(ln_2, x if i in changes.mlp_residual_from_input else mid) + out
+            start = x if i in changes.mlp_residual_from_input else mid
+            factor = changes.shortcut_factor.get(f"h.{i}.out", 1)
+            out = factor * self._shortcut(ln_2, start) + out
         return self._norm(ln_2, out) if ln_2 in changes.post_norm else out
 
     def _branch(self, norm: str, tap: str, x: Tensor, function: Function) -> Tensor:
@@ -164,10 +177,15 @@ class ModifiedReference:
             return self._norm(norm, function(x))
         if norm not in self.changes.post_norm:
             x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
+            x = self._stream(norm, x)
         return x + function(x) if tap in self.changes.own_input else function(x)
 
     def _shortcut(self, norm: str, x: Tensor) -> Tensor:
         return self._norm(norm, x) if norm in self.changes.residual_from_norm else x
+
+    def _stream(self, tap: str, x: Tensor) -> Tensor:
+        x = 2 * x if tap in self.changes.doubled else x
+        return self.changes.stream[tap](x) if tap in self.changes.stream else x
 
     def _extra_norm(self, position: str, x: Tensor) -> Tensor:
         norm = self.changes.extra_norm.get(position)
@@ -186,10 +204,15 @@ class ModifiedReference:
     def _bias(self, name: str) -> Tensor | float:
         return self.weights.get(f"{name}.bias", 0.0)
 
-    def _attention(self, i: int, x: Tensor) -> Tensor:
+    def _attention(self, i: int, x: Tensor, raw: Tensor) -> Tensor:
         (B, T, C), H = x.shape, self.changes.n_head or self.config.n_head
         name, taps = f"h.{i}.attn", self.taps
-        q, k, v = self._linear(f"{name}.c_attn", x).chunk(3, dim=-1)
+        both = (self._linear(f"{name}.c_attn", y).chunk(3, dim=-1) for y in (x, raw))
+        unnormed = self.changes.unnormed.get(i, "")
+        q, k, v = (
+            other if letter in unnormed else own
+            for letter, own, other in zip("qkv", *both, strict=True)
+        )
         if i in self.changes.value_as_key:
             k = v
         taps[f"h.{i}.q"], taps[f"h.{i}.k"], taps[f"h.{i}.v"] = q, k, v
@@ -205,9 +228,12 @@ class ModifiedReference:
             heads = probs @ v
         else:
             heads = formula(q, k, v)
+        context: Tensor
         context = taps[f"h.{i}.heads"] = heads.transpose(1, 2).reshape(B, T, C)
         if i in self.changes.unmerged_heads:
             context = heads.reshape(B, T, C)
+        if i in self.changes.heads:
+            context = self.changes.heads[i](context)
         if f"{name}.c_proj.weight" in self.weights:
             context = self._linear(f"{name}.c_proj", context)
         taps[name] = context

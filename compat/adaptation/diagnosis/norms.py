@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import (
-    KERNELS,
-    REDUCTIONS,
     Norm,
     NormFormula,
     formula_of,
@@ -22,7 +20,15 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
-from compat.adaptation.tracing.graph import Graph, Place, kind, size, tensor_inputs
+from compat.adaptation.tracing.graph import (
+    NORM_KERNELS,
+    REDUCTIONS,
+    Graph,
+    Place,
+    kind,
+    size,
+    tensor_inputs,
+)
 from compat.errors import collapse_layers
 
 PRE_NORM = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
@@ -151,7 +157,7 @@ def _axes(graph: Graph, norm: Norm) -> list[str]:
     """The axes that a norm reduces; none if it is only the last."""
     found, last = list[str](), ""
     for node in graph.between([norm.end], [norm.start]):
-        if node in graph.live and kind(node) in REDUCTIONS - KERNELS:
+        if node in graph.live and kind(node) in REDUCTIONS - NORM_KERNELS:
             place = 2 if "norm" in kind(node) else 1  # after the order of the norm
             given = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
             n = len(size(tensor_inputs(node)[0]))

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
 from math import prod
+from operator import eq
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Anatomy, Layer, UnknownPart
+from compat.adaptation.anatomy.dissect import Anatomy, Core, Layer, Operand, UnknownPart
 from compat.adaptation.anatomy.norms import Norm, NormPlaces
 from compat.adaptation.mapping.linear_maps import (
     LinearMap,
@@ -28,13 +29,15 @@ from compat.adaptation.mapping.linear_maps import (
     merged,
     token_view,
 )
-from compat.adaptation.tracing.graph import Graph, kind, size
+from compat.adaptation.tracing.graph import MOVES, Graph, kind, size, tensor_inputs
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
 from compat.errors import AdaptError, NameMapError
 from compat.ops import Fused, Op, Rearrange, Rows, Same, Transpose
 
+# Operations that put tensors side by side.
+JOINS = frozenset("cat stack getitem".split())
 # The parameters that one tensor of the checkpoint is loaded into, and the operation.
 Assignment = tuple[tuple[Node, ...], Op]
 
@@ -55,6 +58,9 @@ class Attention:
         unmerged: the input of the output projection is not the concatenation of each token's heads.
         indirect: q, k or v of a token is not a projection of this token. The views are then the
             results of the projections, split into heads as in GPT-2.
+        changed_heads: operations other than a merge run between the heads and their projection.
+        raw: which of q, k and v are projected from the residual stream and not from its norm.
+        over_heads: attention runs over the heads of each token instead of over the tokens.
         kv_heads: the number of key heads if several query heads share a key head; otherwise 0.
     """
 
@@ -68,6 +74,9 @@ class Attention:
     shared_kv: bool = False
     unmerged: bool = False
     indirect: bool = False
+    changed_heads: bool = False
+    raw: str = ""
+    over_heads: bool = False
     kv_heads: int = 0
 
     @property
@@ -183,13 +192,21 @@ def find_assignments(
 
 
 def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
-    graph, cores = anatomy.graph, layer.cores
+    graph = anatomy.graph
+    cores = [_with_tokens_as_time(core, *graph.shape) for core in layer.cores]
     q, k, v, heads = (
         head_view(cores, [getattr(core, name) for core in cores], graph.shape)
         for name in ("q", "k", "v", "out")
     )
     B, T = graph.shape
     where = graph.at(cores[0].product)
+    joined = _joined_tokens(anatomy, layer)
+    if joined is not None:
+        raise UnknownPart(
+            f"{size(joined)[1] - T} vectors are put beside the {T} tokens{graph.at(joined)}, as in "
+            "prompt tuning, but GPT-2 reads nothing but the embeddings of the ids",
+            [joined],
+        )
     if size(cores[0].q.node)[cores[0].q.time] == B != T:
         raise BatchFirst(
             f"layer {i}: attention{where} runs over the sequences of the batch, not over the "
@@ -204,7 +221,35 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
             "keys and values as queries",
             [cores[0].product],
         )
-    return Attention(q, k, v, heads)
+    return Attention(q, k, v, heads, over_heads=cores != layer.cores)
+
+
+def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:
+    """Where other vectors are concatenated with the tokens before a layer, or None."""
+    graph = anatomy.graph
+    B, T = graph.shape
+    for node in graph.between([layer.x1], [graph.input]):
+        shape = size(node)
+        if kind(node) == "cat" and node in graph.live and len(shape) == 3 and shape[0] == B:
+            if shape[1] > T and any(size(a)[1:2] == (T,) for a in tensor_inputs(node)):
+                return node
+    return None
+
+
+def _with_tokens_as_time(core: Core, B: int, T: int) -> Core:
+    """The core with the axes of heads and tokens exchanged, if attention runs over the heads."""
+
+    def exchanged(operand: Operand) -> Operand:
+        batch, *others = operand.groups
+        if len(others) != 1 or size(operand.node)[batch] != B or size(operand.node)[others[0]] != T:
+            return operand
+        return replace(operand, groups=(batch, operand.time), time=others[0])
+
+    operands = core.q, core.k, core.v, core.out
+    q, k, v, out = (exchanged(operand) for operand in operands)
+    if size(core.q.node)[core.q.time] == T or any(map(eq, operands, (q, k, v, out))):
+        return core
+    return replace(core, q=q, k=k, v=v, out=out)
 
 
 def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | None:
@@ -274,6 +319,10 @@ def _assign_layer(
         x1 = view(layer.x1, "the input of q, k and v")
         operands = (attention.q, attention.k, attention.v)
         maps = _qkv_maps(graph, x1, attention)
+        if maps is None and layer.raw is not None:
+            maps = _maps_of_two_inputs(
+                graph, x1, view(layer.raw, "the input of q, k or v"), attention
+            )
         if maps is None and partial and _start_at_projections(anatomy, layer, attention):
             maps = _qkv_maps(graph, x1, attention)
         if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
@@ -290,13 +339,18 @@ def _assign_layer(
 
     def out_proj(node: Node) -> dict[str, Assignment]:
         end = view(layer.projected, "the result of attention")
-        found = linear_map(graph, merged(attention.heads), end, d_head)
+        ends = {core.out.node for core in layer.cores}
+        between = [n for n in graph.between([layer.heads], ends) if n in graph.live]
+        gated = any(not ends & graph.ancestors[n] for n in between)
+        found = None if gated else linear_map(graph, merged(attention.heads), end, d_head)
         if found is None:
-            attention.unmerged = True
             start = token_view(graph, layer.heads)
             found = None if start is None else linear_map(graph, start, end)
+            if found is not None and all(kind(n) in MOVES | JOINS for n in between):
+                attention.unmerged = True
+            elif found is not None:
+                attention.changed_heads = True
         if found is None:
-            attention.unmerged = False
             narrow, C = size(node)[-1], anatomy.width
             if narrow < C:
                 raise UnknownPart(
@@ -342,6 +396,23 @@ def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] |
             attention.rotated = False
             return None
         maps.append(found)
+    return maps
+
+
+def _maps_of_two_inputs(
+    graph: Graph, x1: View, raw: View, attention: Attention
+) -> list[LinearMap] | None:
+    """The maps to q, k and v, some of which are projected from x1 and the others from `raw`."""
+    maps, letters = [], ""
+    for letter, operand in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
+        found = linear_map(graph, x1, merged(operand))
+        if found is None:
+            letters += letter
+            found = linear_map(graph, raw, merged(operand))
+        if found is None:
+            return None
+        maps.append(found)
+    attention.raw = letters
     return maps
 
 

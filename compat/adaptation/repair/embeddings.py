@@ -436,6 +436,13 @@ def _position_name(token: str) -> str:
 PRODUCTS = ("mul", "div", "multiply", "divide")
 
 
+@fixes("residual_weights")
+def removed_factors(site: Site) -> Iterator[Edits]:
+    """Remove the factors of all branches at once."""
+    every = [next(removed_factor(each), []) for each in site.everywhere]
+    yield [edit for edits in every for edit in edits]
+
+
 @fixes("scaled_embedding", "scaled_logits")
 def removed_factor(site: Site) -> Iterator[Edits]:
     """Remove a multiplication or a division."""
@@ -450,6 +457,21 @@ def removed_factor(site: Site) -> Iterator[Edits]:
             for tensor, factor in _factors(product):
                 gone = unused(site, [factor])
                 yield [*_only(source, product, tensor), *gone]
+
+
+@fixes("unexplained")
+def without_assignment(site: Site) -> Iterator[Edits]:
+    """Remove the statements that change a tensor that GPT-2 passes on."""
+    if site.finding.values.get("passed_on"):
+        every = {each.statement: each.source for each in site.everywhere}
+        assigned = [(s, node) for node, s in every.items() if isinstance(node, ast.Assign)]
+        yield [removed(source, node) for source, node in assigned]
+        for node in site.source.nodes(ast.BinOp, site.statement):
+            for part in (node.left, node.right):
+                yield _only(site.source, node, part)
+        for call in site.calls:
+            if len(call.args) == 1:
+                yield [site.source.replace(call, site.source.code(call.args[0]))]
 
 
 @fixes("scaled_embedding", "position_bias")

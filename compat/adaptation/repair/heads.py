@@ -38,6 +38,17 @@ def split_with_transpose(site: Site) -> Iterator[Edits]:
     own = [edit for call in site.calls for edit in _exchanged(site, call)]
     yield every
     yield own
+    yield from _exchanged_around_sdpa(site)
+
+
+def _exchanged_around_sdpa(site: Site) -> Iterator[Edits]:
+    """`scaled_dot_product_attention(q, k, v)` with heads and tokens exchanged, and back."""
+    for call in site.source.nodes(ast.Call, site.function or site.statement):
+        if called(call) == SDPA and len(call.args) >= 3:
+            code = [f"{site.source.operand(each)}.transpose(1, 2)" for each in call.args[:3]]
+            edits = [site.source.replace(a, c) for a, c in zip(call.args, code, strict=False)]
+            close = site.source.span(call)[1]
+            yield [*edits, Edit(site.source.file, close, close, ".transpose(1, 2)")]
 
 
 def _exchanged(site: Site, call: ast.Call) -> Edits:

@@ -47,6 +47,16 @@ SHAPE_ONLY = frozenset(
     "rand_like randint_like".split()
 )
 
+# Norms, and the other operations that norms are written with.
+NORM_KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
+
+REDUCTIONS = NORM_KERNELS | frozenset(
+    """
+    mean var std var_mean std_mean sum norm linalg_vector_norm linalg_norm linalg_matrix_norm
+    group_norm native_group_norm
+    """.split()
+)
+
 # Operations that can move values from one position to another.
 SHIFTS = frozenset(
     "slice cat roll pad constant_pad_nd narrow select_scatter slice_scatter copy index_put".split()
