@@ -467,7 +467,8 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         found = "q, k or v of a token is not a projection of this token only"
         changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
         place = source.running(layer.graph, changing) or place
-    return layer.deviation(place, layer.own_attention, found=found)
+    own = layer.attention.indirect
+    return layer.deviation(place, layer.own_attention, found=found, passed_on=own)
 
 
 @deviation(

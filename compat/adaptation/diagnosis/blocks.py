@@ -505,6 +505,7 @@ def _operations(
     kinds = listed(list(dict.fromkeys(map(kind, nodes))))
     found = f"the code computes {kinds} between {after} and {before}, but GPT-2 computes nothing"
     lines = [graph.place(node) for node in nodes]
+    lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
     changes = Changes(stream={after: function})
     values = {"found": f"{found} there", "passed_on": True, "computed": kinds}
     return Deviation(None, lines[0], values, changes, lines=lines)

@@ -78,7 +78,12 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     if "wpe.weight" not in context.mapping.by_tensor:
         changes.weights["wpe.weight"] = None
     values = {"n_positions": context.config.n_positions, "n_embd": context.config.n_embd}
-    line = _sum_line(context)
+    graph = context.graph
+    fixed = [
+        node for node in _path(context) if node in graph.live and kind(node) == "add"
+        and any(a not in graph.live and not graph.parameters_of[a] for a in node.all_input_nodes)
+    ]  # fmt: skip
+    line = source.running(graph, fixed) or _sum_line(context)
     computing = source.mentions(context.model, r"\b(sin|cos)\(")  # also where the buffer is filled
     lines = [line, *(computing if len(computing) <= 4 else [])]
     yield Deviation("embed", line, values, changes, lines=lines)

@@ -466,15 +466,16 @@ def without_assignment(site: Site) -> Iterator[Edits]:
         every = {each.statement: each.source for each in site.everywhere}
         assigned = [(s, node) for node, s in every.items() if isinstance(node, ast.Assign)]
         yield [removed(source, node) for source, node in assigned]
-        for node in site.source.nodes(ast.BinOp, site.statement):
-            for part in (node.left, node.right):
-                yield _only(site.source, node, part)
-        for call in site.calls:
-            if len(call.args) == 1:
-                yield [site.source.replace(call, site.source.code(call.args[0]))]
+        for each in site.everywhere:
+            for node in each.source.nodes(ast.BinOp, each.statement):
+                for part in (node.left, node.right):
+                    yield _only(each.source, node, part)
+            for call in each.calls:
+                if len(call.args) == 1:
+                    yield [each.source.replace(call, each.source.code(call.args[0]))]
 
 
-@fixes("scaled_embedding", "position_bias")
+@fixes("scaled_embedding", "position_bias", "sinusoidal_pos", "low_rank_term")
 def counted_once(site: Site) -> Iterator[Edits]:
     """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
     for node in site.source.nodes(ast.BinOp, site.statement):

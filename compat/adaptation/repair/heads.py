@@ -184,6 +184,22 @@ def _unused_projections(site: Site) -> Iterator[Edits]:
                     yield [source.replace(other, f"self.{node.attr}")]
 
 
+@fixes("missing_ln")
+def projected_from_the_norm(site: Site) -> Iterator[Edits]:
+    """Project what the other projections of q, k and v project."""
+    if "raw" not in site.finding.values:
+        return
+    source = site.source
+    within = source.nodes(ast.Call, site.function or site.statement)
+    names = [c.args[0].id for c in within if len(c.args) == 1 and isinstance(c.args[0], ast.Name)]
+    for call in site.calls:
+        for argument in call.args:
+            if isinstance(argument, ast.Name):
+                for name in dict.fromkeys(names):
+                    if name != argument.id:
+                        yield [source.replace(argument, name)]
+
+
 # Heads that are not split.
 
 

@@ -630,6 +630,21 @@ def dropout_in_function(site: Site) -> Iterator[Edits]:
 # Parameters without a counterpart
 
 
+@fixes("dropout_always_on")
+def called_in_training(site: Site) -> Iterator[Edits]:
+    """Call a function that drops at random only in training: `f(x, p) if self.training else x`."""
+    edits: Edits = []
+    for each in site.everywhere:
+        named = each.function is not None and [a.arg for a in each.function.args.args[:1]] == [
+            "self"
+        ]
+        for call in each.calls if named else ():
+            if isinstance(call.func, ast.Name) and call.args and "drop" in call.func.id.lower():
+                own, given = each.source.code(call), each.source.code(call.args[0])
+                edits.append(each.source.replace(call, f"({own} if self.training else {given})"))
+    yield edits
+
+
 @fixes("random_parameters")
 def remove_parameter(site: Site) -> Iterator[Edits]:
     """Remove a parameter, or a module with it, and its uses."""
