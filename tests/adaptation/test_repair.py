@@ -444,6 +444,51 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_head"],
         '            "logits": x @ self.tok_emb.weight.T,\n            "hidden": x,\n',
     ),
+    "half of every branch": (
+        [("x = self.att(x)", "x = 0.5 * self.att(x)"), ("x = self.ff(x)", "x = self.ff(x) / 2")],
+        ["residual_weights"],
+        "        x = self.att(x)\n        x = x + shortcut\n",
+    ),
+    "the mean of all blocks": (
+        [("        for block in self.blocks:\n            x = block(x)\n",
+          "        every = []\n        for block in self.blocks:\n            x = block(x)\n"
+          "            every.append(x)\n        x = torch.stack(every).mean(0)\n")],
+        ["unexplained"],
+        "            every.append(x)\n        x = self.final_norm(x)\n",
+    ),
+    "a convolution before q, k and v": (
+        [("        self.norm1 = LayerNorm(dim)\n",
+          "        self.norm1 = LayerNorm(dim)\n        self.conv = Conv(dim)\n"),
+         ("x = self.att(x)", "x = self.att(self.conv(x))"),
+         ("class Block(nn.Module):",
+          "class Conv(nn.Conv1d):\n    def __init__(self, dim):\n"
+          "        super().__init__(dim, dim, 3, groups=dim)\n\n    def forward(self, x):\n"
+          "        x = F.pad(x.transpose(1, 2), (2, 0))\n"
+          "        return super().forward(x).transpose(1, 2)\n\n\nclass Block(nn.Module):")],
+        ["unexplained"],
+        "        x = self.att(x)\n",
+    ),
+    "attention from head to head": (
+        [(SPLIT, SPLIT.replace(".transpose(1, 2)", "")),
+         (ATTEND, f"        out = {FUSED}.reshape(B, T, C)\n")],
+        ["no_head_split_transpose"],
+        "queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True)",
+    ),
+    "values without a norm": (
+        [("def forward(self, x):\n        B", "def forward(self, x, other):\n        B"),
+         ("values = self.W_value(x)", "values = self.W_value(other)"),
+         ("self.att(x)", "self.att(x, shortcut)")],
+        ["missing_ln"],
+        "values = self.W_value(x)",
+    ),
+    "a function that drops branches": (
+        [("class Block(nn.Module):",
+          "def drop_path(x, p):\n    kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - p)\n"
+          "    return x * kept / (1 - p)\n\n\nclass Block(nn.Module):"),
+         ("x = self.att(x)", "x = drop_path(self.att(x), 0.1)")],
+        ["dropout_always_on"],
+        "x = (drop_path(self.att(x), 0.1) if self.training else self.att(x))",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],
