@@ -161,6 +161,26 @@ def test_a_function_assembles_the_parts(tmp_path: Path, name: str | None) -> Non
     assert model.words.weight.shape == (97, 24)
 
 
+CONTAINER = """
+from torch import nn
+
+class Tower(nn.Sequential):
+    BODY
+
+def assemble(vocab, N=6, d_model=512):
+    layers = [nn.Linear(d_model, d_model) for _ in range(N)]
+    return Tower(nn.Embedding(vocab, d_model), *layers)
+"""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_function_assembles_a_container(tmp_path: Path, own: bool) -> None:
+    """A container without a constructor of its own has no sizes."""
+    sized = "def __init__(self, n_layer, n_embd, vocab): super().__init__(nn.Linear(n_layer, 1))"
+    model = build(tmp_path, CONTAINER.replace("BODY", sized if own else "pass"), None)
+    assert type(model).__name__ == "Tower" and len(model) == (1 if own else 4)
+
+
 @pytest.mark.parametrize(
     ("constructor", "layers"),
     [("decoder, words", 3), ("decoder: Decoder, words", 3), ("n_layer, n_embd, vocab", None)],
