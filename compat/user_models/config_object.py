@@ -204,14 +204,14 @@ def _instance(
 def _made(template: type, arguments: Mapping[str, Any]) -> Any:
     """An instance of a config class.
 
-    What a data class does after its fields are set may fail, as a check that a data file exists.
+    After its fields are set, a data class may look for a file with data that the machine lacks.
     """
     if not dataclasses.is_dataclass(template):
         return template(**arguments)
     made = object.__new__(template)
     try:
         inspect.getattr_static(template, "__init__")(made, **arguments)
-    except Exception as error:
+    except OSError as error:
         frames = traceback.extract_tb(error.__traceback__)
         if not any(frame.name == "__post_init__" for frame in frames):
             raise

@@ -566,7 +566,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "no layers": (sized(layers=0), {"n_layer_mismatch": "layers is 0"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),
     "returns hidden states": (HiddenOnly, {"no_head": "returns hidden states"}),
-    "a factor": (Factors, {"residual_weights": "multiplied by learned factors"}),
+    "a factor": (Factors, {"random_parameters": "multiplied by learned factors"}),
     "a norm over tokens": (
         lambda: FromWideNorm(False),
         {"norm_axis": "over axes 1 and 2 of 3", "rmsnorm": "RMSNorm",

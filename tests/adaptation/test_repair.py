@@ -423,7 +423,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     ),
     "an attention that adds its own input": (
         [("return self.out_proj(out)", "return x + self.out_proj(out)")],
-        ["residual_from_norm"],
+        ["doubled_residual"],
         "return self.out_proj(out)",
     ),
     "an option that names another MLP": (

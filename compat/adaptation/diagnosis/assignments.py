@@ -413,7 +413,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for norm in context.places.cross:
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
-    for factors, _ in learned_factors(context).values():  # residual_weights
+    for factors, _ in learned_factors(context).values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
     for i, layer in context.layers:
         if context.mapping.attentions[i].kv_heads:  # grouped_query_attention

@@ -370,18 +370,27 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(first, lines[0], values, changes, lines=lines)
 
 
-@detects("residual_weights")
+@detects("random_parameters")
 def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Parameters by which branches are multiplied, as with LayerScale."""
+    graph = context.graph
     if found := learned_factors(context):
-        places = [source.running(context.graph, factors) for factors, _ in found.values()]
+        factors = {a for nodes, _ in found.values() for n in nodes for a in n.all_input_nodes}
+        parameters = {p for a in factors - graph.live for p in graph.parameters_of[a]}
+        names = sorted({name for node in parameters for name in graph.parameter_names(node)})
+        lines = [source.built(context.model, names[0])]
+        lines += [source.running(graph, products) for products, _ in found.values()]
         changes = Changes(branch_factor={branch: value for branch, (_, value) in found.items()})
         first, (_, value) = next(iter(found.items()))
-        alike = f", here {value[0].item():.4g}" if (value == value[0]).all() else ""
+        values = {
+            "found": listed(names, 4),
+            "factor": f" (here {value[0].item():.4g})" if (value == value[0]).all() else "",
+        }
         message = (
-            f"the result of the branch is multiplied by learned factors{alike}, but GPT-2 adds it "
-            "as it is"
+            "the result of the branch is multiplied by learned factors{factor}; {found} have no "
+            "counterpart in GPT-2 and keep their initial values"
         )
-        yield Deviation(first, places[0], {}, changes, lines=places, message=message)
+        yield Deviation(first, None, values, changes, lines=lines, message=message)
 
 
 def learned_factors(context: DiagnosisContext) -> dict[str, tuple[list[Node], Tensor]]:
