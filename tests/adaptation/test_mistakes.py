@@ -151,6 +151,11 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "time_shift",
         "ids = torch.cat(",
     ),
+    "a mask whose result is not used": (
+        [("scores = scores.masked_fill(", "scores.masked_fill(")],
+        "no_mask",
+        "scores.masked_fill(",
+    ),
     "masked scores of 0": ([('float("-inf")', "0.0")], "mask_value", "masked_fill("),
     "masked scores of 1e-9": ([('float("-inf")', "1e-9")], "mask_value", "masked_fill("),
     "padding hidden by its id": (

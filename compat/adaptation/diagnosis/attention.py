@@ -678,11 +678,21 @@ def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]
 
 @deviation(
     "there is no causal mask, so every token attends to the tokens after it, but GPT-2 masks them",
-    'scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))',
+    'scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))',
 )
 @with_formula
 def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-    return layer.deviation(layer.softmax_line) if formula.allowed.all() else None
+    if not formula.allowed.all():
+        return None
+    found = layer.deviation(layer.softmax_line)
+    unused = found.place and source.unused_result(found.place, "masked_fill")
+    if unused is None:
+        return found
+    message = (
+        "masked_fill does not change the scores in place, and its result is not used, so every "
+        "token attends to the tokens after it, but GPT-2 masks them"
+    )
+    return replace(found, place=unused, lines=[unused, found.place], message=message)
 
 
 @deviation(

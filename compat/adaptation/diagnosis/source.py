@@ -311,6 +311,22 @@ def matching(model: nn.Module, pattern: str) -> Place | None:
     return next((line for line in lines if re.search(pattern, line.text)), None)
 
 
+def unused_result(place: Place, method: str) -> Place | None:
+    """The statement that calls a method and drops its result, in the function with a line."""
+    with suppress(SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(place.file)))
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not function.lineno <= place.line <= (function.end_lineno or 0):
+                continue
+            for node in ast.walk(function):
+                match node:
+                    case ast.Expr(ast.Call(ast.Attribute(attr=attr))) if attr == method:
+                        return Place(place.file, node.lineno)
+    return None
+
+
 def named(message: str) -> Place | None:
     """The line that a tracer's error message names."""
     line = re.search(r" at (\S+):(\d+) ", message)
