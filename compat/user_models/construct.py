@@ -450,6 +450,8 @@ def _shown(value: object) -> str:
     if type(value).__repr__ is object.__repr__:
         attributes = ", ".join(f"{name}={each!r}" for name, each in _attributes(value).items())
         return f"{type(value).__name__}({attributes})"
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}(…)"
     return value.__name__ if isinstance(value, FunctionType) else repr(value)
 
 
@@ -478,6 +480,9 @@ def _found_arguments(
             failed = f"{target.__name__} has no argument that could be a config"
             raise AdaptError(f"{failed}. {MAKE_MODEL}")
         named[first] = merged(_config_named(target, config_name), given.pop(first, {}))
+    for name, cls in _modules_taken(target, parameters):
+        if name not in given:
+            named[name] = _built(cls, config, None)[0]
     with translated(f"the arguments of {target.__name__} cannot be determined"):
         if isinstance(target, type) or takes_sizes(parameters):
             arguments, missing = _arguments(target, parameters, config, given, named)
@@ -486,6 +491,21 @@ def _found_arguments(
     if missing:
         raise UnknownArguments(_unknown(target, missing, config), missing)
     return arguments
+
+
+def _modules_taken(
+    target: Callable[..., nn.Module], parameters: Mapping[str, Parameter]
+) -> Iterator[tuple[str, type[nn.Module]]]:
+    """The required arguments with the name of a class of the user's modules: `gpt` for `GPT`."""
+    classes = {
+        plain(name): value
+        for module in user_modules(target) for name, value in list(vars(module).items())
+        if isinstance(value, type) and issubclass(value, nn.Module) and value is not target
+    }  # fmt: skip
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and role_of(name, parameters) is None:
+            if plain(name) in classes:
+                yield name, classes[plain(name)]
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:

@@ -70,6 +70,7 @@ _KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|keysize")
 _TWO_ROLES = [
     (_WIDE, "n_embd", "d_inner"),
     (re.compile("nx"), "n_embd", "n_layer"),
+    (re.compile("nblock"), "n_layer", "n_positions"),
     (re.compile("numembeddings"), "n_embd", "vocab_size"),
 ]
 # The size of the vocabulary beside the width, if no other name denotes it; otherwise the width.

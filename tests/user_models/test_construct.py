@@ -896,6 +896,36 @@ def _written(path: Path, source: str) -> Path:
     return path
 
 
+def test_an_argument_with_the_name_of_a_class_is_an_instance_of_it(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+class Body(nn.Module):
+    def __init__(self, n_vocab, n_block, n_embd, n_layer):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(n_vocab, n_embd), nn.Embedding(n_block, n_embd)
+        self.n_layer = n_layer
+
+class GPT(nn.Module):
+    def __init__(self, body, n_embd, norm):
+        super().__init__()
+        self.body, self.norm = body, norm
+        self.head = nn.Linear(n_embd, body.wte.num_embeddings)
+
+class Norm(nn.LayerNorm):
+    def __init__(self, n_embd):
+        super().__init__(n_embd)
+"""
+    path = _written(tmp_path / "own.py", source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert call == "GPT(body=Body(…), norm=Norm(…), n_embd=24)"
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    assert shapes == [(97, 24), (32, 24), (24,), (24,), (97, 24), (97,)]
+    path.write_text(source.replace("class Norm(", "class Norm2("))
+    with pytest.raises(AdaptError, match="norm"):
+        construct(load_target(f"{path}:GPT"), CONFIG)
+
+
 def test_a_closure_has_the_defaults_of_its_function(tmp_path: Path) -> None:
     source = """
 from torch import nn

@@ -304,6 +304,8 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["window", "dim"], ["n_positions", "n_embd"]),
         (["window_size", "max_len"], [None, "n_positions"]),
         (["norm_layer", "n_layer"], [None, "n_layer"]),
+        (["n_block", "n_embd"], ["n_layer", "n_embd"]),
+        (["n_block", "n_layer"], ["n_positions", "n_layer"]),
         (
             ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
             ["d_inner", "d_inner", None, None, None],

@@ -84,7 +84,11 @@ def _rows(context: DiagnosisContext, hf: str) -> int | None:
 )
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = len(context.anatomy.layers), context.config.n_layer
-    if found == expected:
+    own = {
+        frozenset(context.graph.parameters_between(layer.qkv_ends, [layer.x1]))
+        for layer in context.anatomy.layers
+    }
+    if expected in (found, len(own)):  # or an attention is called again: shared_parameters
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
     first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")

@@ -61,8 +61,8 @@ def no_head(graph: Graph, missing: NoHead) -> Finding:
     """The finding for a model that returns hidden states."""
     by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
     node = by_name.get(missing.node.name)
-    place = graph.place(node) if node is not None else None
-    deviation = Deviation("logits", place, {"table": missing.table}, code="no_head")
+    lines = graph.places(node) if node is not None else []  # first that of the model's own forward
+    deviation = Deviation("logits", None, {"table": missing.table}, code="no_head", lines=lines)
     return finding(deviation, "breaks", "compat added this head to compare the logits")
 
 

@@ -228,7 +228,9 @@ def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         last = anatomy.layers[-1].out if anatomy.layers else anatomy.embed
         place = source.calling(context.graph, context.model, anatomy.head, last)
         lines = [place, source.module_call(context.graph, context.model, anatomy.head)]
-        yield Deviation("ln_f", place, {}, _without(["ln_f"]), lines=lines)
+        if not any(lines):  # the model returns hidden states
+            lines = context.graph.places(last)[:1]
+        yield Deviation("ln_f", lines[0], {}, _without(["ln_f"]), lines=lines)
 
 
 def _without(norms: list[str]) -> Changes:
