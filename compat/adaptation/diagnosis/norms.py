@@ -229,8 +229,8 @@ def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.calling(context.graph, context.model, anatomy.head, last)
         lines = [place, source.module_call(context.graph, context.model, anatomy.head)]
         if not any(lines):  # the model returns hidden states
-            lines = context.graph.places(last)[:1]
-        yield Deviation("ln_f", lines[0], {}, _without(["ln_f"]), lines=lines)
+            lines = [*context.graph.places(last)[:1]]
+        yield Deviation("ln_f", None, {}, _without(["ln_f"]), lines=lines)
 
 
 def _without(norms: list[str]) -> Changes:
