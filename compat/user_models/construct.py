@@ -480,10 +480,10 @@ def _found_arguments(
             failed = f"{target.__name__} has no argument that could be a config"
             raise AdaptError(f"{failed}. {MAKE_MODEL}")
         named[first] = merged(_config_named(target, config_name), given.pop(first, {}))
-    for name, cls in _modules_taken(target, parameters):
-        if name not in given:
-            named[name] = _built(cls, config, None)[0]
     with translated(f"the arguments of {target.__name__} cannot be determined"):
+        for name, cls in _modules_taken(target, parameters):
+            if name not in given:
+                named[name] = _built(cls, config, None)[0]
         if isinstance(target, type) or takes_sizes(parameters):
             arguments, missing = _arguments(target, parameters, config, given, named)
         else:

@@ -924,6 +924,9 @@ class Norm(nn.LayerNorm):
     path.write_text(source.replace("class Norm(", "class Norm2("))
     with pytest.raises(AdaptError, match="norm"):
         construct(load_target(f"{path}:GPT"), CONFIG)
+    path.write_text(source.replace("__init__(self, n_vocab", "__init__(self, gpt, n_vocab"))
+    with pytest.raises(AdaptError, match="RecursionError"):  # each takes the other
+        construct(load_target(f"{path}:GPT"), CONFIG)
 
 
 def test_a_closure_has_the_defaults_of_its_function(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from compat.adaptation.tracing.graph import (
     kind,
     live_inputs,
     live_users,
+    reads_parameter,
     size,
     tensor_inputs,
 )
@@ -773,7 +774,7 @@ class _Dissection:
         end = node
         while len(users := live_users(self.graph, node)) == 1:
             [node] = users
-            if kind(node) == "add" and self._adds_parameter(node):
+            if kind(node) == "add" and reads_parameter(self.graph, node):
                 end = node
             elif kind(node) not in MOVES and kind(node) != "getitem":
                 break
@@ -790,10 +791,6 @@ class _Dissection:
             if kind(inner) not in MOVES:
                 break
         return node
-
-    def _adds_parameter(self, node: Node) -> bool:
-        dead = [a for a in node.all_input_nodes if a not in self.graph.live]
-        return len(dead) == 1 and bool(self.graph.parameters_of[dead[0]])
 
     def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
         """The first sum of a branch with a tensor that is not computed from the branch's roots.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis import source
-from compat.adaptation.diagnosis.blocks import learned_factors
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
@@ -84,11 +83,13 @@ def _rows(context: DiagnosisContext, hf: str) -> int | None:
 )
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = len(context.anatomy.layers), context.config.n_layer
+    if found == expected:
+        return
     own = {
         frozenset(context.graph.parameters_between(layer.qkv_ends, [layer.x1]))
         for layer in context.anatomy.layers
     }
-    if expected in (found, len(own)):  # or an attention is called again: shared_parameters
+    if len(own) == expected:  # an attention is called again: shared_parameters
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
     first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")
@@ -417,7 +418,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for norm in context.places.cross:
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
-    for factors, _ in learned_factors(context).values():
+    for factors, _ in context.learned_factors.values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
     for i, layer in context.layers:
         if context.mapping.attentions[i].kv_heads:  # grouped_query_attention

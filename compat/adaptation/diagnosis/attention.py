@@ -27,7 +27,7 @@ from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, d
 from compat.adaptation.diagnosis.shifts import shifted_ids, shifted_tokens
 from compat.adaptation.mapping.assignments import JOINS
 from compat.adaptation.mapping.by_calls import ROLES
-from compat.adaptation.mapping.linear_maps import merged, token_view
+from compat.adaptation.mapping.linear_maps import function_between, merged, token_view
 from compat.adaptation.tracing.contractions import SDPA, contraction
 from compat.adaptation.tracing.graph import MOVES, SHIFTS, Place, kind, live_inputs, size
 from compat.errors import listed
@@ -338,17 +338,13 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     if view is None:
         return None
 
-    def function(x: Tensor) -> Tensor:
-        given = dict(zip(start.nodes, start.write(x), strict=True))
-        return view.read(graph.run(view.nodes, given))
-
     kinds = listed(list(dict.fromkeys(map(kind, nodes))))
     found = (
         f"the code computes {kinds} between the heads and their projection, but GPT-2 projects "
         "the heads unchanged"
     )
     lines = [graph.place(node) for node in nodes]
-    changes = Changes(heads={layer.i: function})
+    changes = Changes(heads={layer.i: function_between(graph, start, view)})
     deviation = layer.deviation(lines[0], changes, tap="attn", found=found, passed_on=True)
     return replace(deviation, lines=lines)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Layer, Operand
@@ -23,7 +22,7 @@ from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_tokens
-from compat.adaptation.mapping.linear_maps import token_view
+from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.contractions import SDPA, contraction
 from compat.adaptation.tracing.graph import (
     MOVES,
@@ -374,7 +373,7 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
 def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
     """Parameters by which branches are multiplied, as with LayerScale."""
     graph = context.graph
-    if found := learned_factors(context):
+    if found := context.learned_factors:
         factors = {a for nodes, _ in found.values() for n in nodes for a in n.all_input_nodes}
         parameters = {p for a in factors - graph.live for p in graph.parameters_of[a]}
         names = sorted({name for node in parameters for name in graph.parameter_names(node)})
@@ -391,32 +390,6 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
             "counterpart in GPT-2 and keep their initial values"
         )
         yield Deviation(first, None, values, changes, lines=lines, message=message)
-
-
-def learned_factors(context: DiagnosisContext) -> dict[str, tuple[list[Node], Tensor]]:
-    """The products of branches with parameters that are not 1, and the factors (C,), by branch."""
-    graph, found = context.graph, dict[str, tuple[list[Node], Tensor]]()
-    for i, layer in context.layers:
-        for branch, end, total in (
-            (f"h.{i}.attn", layer.attn, layer.attn_sum), (f"h.{i}.mlp", layer.mlp, layer.mlp_sum)
-        ):  # fmt: skip
-            inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
-            factors = [n for n in inside if kind(n) == "mul" and _by_parameters(context, n)]
-            if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
-                continue
-            one = torch.ones(size(end), dtype=torch.float64)
-            [value] = graph.run([total.branch], {end: one})
-            value = value.reshape(-1, context.anatomy.width)
-            if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
-                found[branch] = factors, value[0]
-    return found
-
-
-def _by_parameters(context: DiagnosisContext, node: Node) -> bool:
-    """Whether a node has one operand that depends on the ids, and another on parameters."""
-    graph = context.graph
-    dead = [a for a in node.all_input_nodes if a not in graph.live]
-    return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
@@ -507,14 +480,10 @@ def _operations(
     if source_view is None or view is None:
         return None
 
-    def function(x: Tensor) -> Tensor:
-        given = dict(zip(source_view.nodes, source_view.write(x), strict=True))
-        return view.read(graph.run(view.nodes, given))
-
     kinds = listed(list(dict.fromkeys(map(kind, nodes))))
     found = f"the code computes {kinds} between {after} and {before}, but GPT-2 computes nothing"
     lines = [graph.place(node) for node in nodes]
     lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
-    changes = Changes(stream={after: function})
+    changes = Changes(stream={after: function_between(graph, source_view, view)})
     values = {"found": f"{found} there", "passed_on": True, "computed": kinds}
     return Deviation(None, lines[0], values, changes, lines=lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -23,7 +24,7 @@ from compat.adaptation.mapping.assignments import (
     Unmatched,
     embedding_of,
 )
-from compat.adaptation.tracing.graph import Graph, Place
+from compat.adaptation.tracing.graph import MOVES, Graph, Place, kind, reads_parameter, size
 from compat.config import GPT2Config
 from compat.ops import Rows
 
@@ -126,6 +127,29 @@ class DiagnosisContext:
             if layer.unknown else activation_of(self.graph, layer.fc_end, layer.act)
             for _, layer in self.layers
         ]  # fmt: skip
+
+    @cached_property
+    def learned_factors(self) -> dict[str, tuple[list[Node], Tensor]]:
+        """The products of branches with parameters that are not 1, and the factors (C,), by branch.
+
+        The branches are the taps `h.0.attn` and `h.0.mlp`.
+        """
+        graph, found = self.graph, dict[str, tuple[list[Node], Tensor]]()
+        for i, layer in self.layers:
+            for branch, end, total in (
+                (f"h.{i}.attn", layer.attn, layer.attn_sum),
+                (f"h.{i}.mlp", layer.mlp, layer.mlp_sum),
+            ):
+                inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
+                factors = [n for n in inside if kind(n) == "mul" and reads_parameter(graph, n)]
+                if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
+                    continue
+                one = torch.ones(size(end), dtype=torch.float64)
+                [value] = graph.run([total.branch], {end: one})
+                value = value.reshape(-1, self.anatomy.width)
+                if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
+                    found[branch] = factors, value[0]
+        return found
 
     def owner_of(self, hf: str) -> Place | None:
         """The line that builds the module that holds a tensor, or that is in its place."""

@@ -207,12 +207,12 @@ class ModifiedReference:
     def _attention(self, i: int, x: Tensor, raw: Tensor) -> Tensor:
         (B, T, C), H = x.shape, self.changes.n_head or self.config.n_head
         name, taps = f"h.{i}.attn", self.taps
-        both = (self._linear(f"{name}.c_attn", y).chunk(3, dim=-1) for y in (x, raw))
-        unnormed = self.changes.unnormed.get(i, "")
-        q, k, v = (
-            other if letter in unnormed else own
-            for letter, own, other in zip("qkv", *both, strict=True)
-        )
+        projected = self._linear(f"{name}.c_attn", x).chunk(3, dim=-1)
+        if letters := self.changes.unnormed.get(i, ""):
+            others = self._linear(f"{name}.c_attn", raw).chunk(3, dim=-1)
+            pairs = zip("qkv", projected, others, strict=True)
+            projected = tuple(other if one in letters else own for one, own, other in pairs)
+        q, k, v = projected
         if i in self.changes.value_as_key:
             k = v
         taps[f"h.{i}.q"], taps[f"h.{i}.k"], taps[f"h.{i}.v"] = q, k, v

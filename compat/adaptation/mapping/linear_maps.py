@@ -10,7 +10,7 @@ the name map.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -51,6 +51,16 @@ class View:
         flat[self.index.reshape(-1)] = value.reshape(-1) * self.factor
         pieces = torch.split(flat, [prod(size(node)) for node in self.nodes])
         return [piece.reshape(size(n)) for piece, n in zip(pieces, self.nodes, strict=True)]
+
+
+def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor], Tensor]:
+    """What the graph computes from the values of one view to those of another."""
+
+    def function(x: Tensor) -> Tensor:
+        given = dict(zip(start.nodes, start.write(x), strict=True))
+        return end.read(graph.run(end.nodes, given))
+
+    return function
 
 
 def token_view(graph: Graph, node: Node) -> View | None:

@@ -301,6 +301,12 @@ def live_inputs(graph: Graph, node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if a in graph.live]
 
 
+def reads_parameter(graph: Graph, node: Node) -> bool:
+    """Whether a node has one operand that does not depend on the ids, and it is of parameters."""
+    dead = [a for a in node.all_input_nodes if a not in graph.live]
+    return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
+
+
 def live_users(graph: Graph, node: Node) -> list[Node]:
     """The operations that read a node and depend on the ids."""
     return [user for user in node.users if user in graph.live]
