@@ -14,7 +14,7 @@ from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config, as_config
 from compat.dialects import dialect_of
 from compat.errors import ConfigError, NameMapError, listed
-from compat.name_map import NameMap, as_name_map
+from compat.name_map import NameMap, all_parameters, as_name_map, names_of, sliced
 from compat.sharding import whole
 from compat.validation import as_module, check_names, check_own_weights, is_dropped
 
@@ -60,9 +60,9 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
             must be zero is not, or PEFT or torchao replaced parameters.
     """
     model = as_module(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    check_own_weights(model, parameters)
+    check_own_weights(model, all_parameters(model))
     name_map = map_of(model, name_map)
+    parameters = sliced(all_parameters(model), names_of(name_map.rows))
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
     check_names(model, rows, parameters, zeros)

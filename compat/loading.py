@@ -18,7 +18,7 @@ from compat.config import as_device, as_dtype
 from compat.dialects import Block, Model, get_dialect
 from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
-from compat.name_map import NameMap, Row, as_name_map
+from compat.name_map import NameMap, Row, all_parameters, as_name_map, names_of, sliced
 from compat.ops import Same, views
 from compat.sharding import (
     as_divided,
@@ -252,7 +252,7 @@ def fill(
             checkpoint has different tensors.
     """
     reshard(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = sliced(all_parameters(model), names_of(rows))
     divided = any(map(is_divided, parameters.values()))
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
@@ -299,6 +299,11 @@ def fill(
     for name in zeros:
         old = parameters[name]
         loaded[id(old)] = name, _convert(name, torch.zeros(local(old).shape), old, dtype, device)
+    for name, whole in all_parameters(model).items():
+        if name not in parameters:  # its slices are loaded
+            slices = [parameters[f"{name}[{i}]"] for i in range(len(whole))]
+            shares = [loaded.get(id(part), (name, part.detach()))[1] for part in slices]
+            loaded[id(whole)] = name, torch.stack(shares)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):

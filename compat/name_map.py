@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compat.errors import NameMapError, described, listed, short_repr
 from compat.ops import Op
@@ -19,7 +20,8 @@ class Row:
 
     Args:
         hf: name of the tensor, without `transformer.`; `{i}` stands for the layer.
-        ours: names of the parameters, in which `{i}` stands for the layer too.
+        ours: names of the parameters, in which `{i}` stands for the layer too. `name[{i}]` is a
+            slice of a parameter that holds all layers along its first axis.
         op: how the tensor becomes the parameters, such as `Transpose()`; see `compat.ops`.
 
     Raises:
@@ -119,6 +121,34 @@ class NameMap:
         while any(_at(n_layer, name) in parameters for name in names):
             n_layer += 1
         return n_layer
+
+
+def all_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by name, each under all of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def names_of(rows: Iterable[Row]) -> list[str]:
+    """The names of all parameters in rows."""
+    return [name for row in rows for name in row.ours]
+
+
+def sliced(parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The parameters with those of which slices are named, such as `w[3]`, cut into slices.
+
+    Such a parameter is replaced by all of its slices along the first axis, which share its memory.
+    """
+    parameters = dict(parameters)
+    slices_named = (name for name in names if name not in parameters and name.endswith("]"))
+    wholes = {name.rpartition("[")[0] for name in slices_named}
+    patterns = [re.escape(name).replace(r"\{i\}", r"\d+") for name in wholes]
+    slices: dict[int, list[Tensor]] = {}  # by the parameter's id, so that ties are kept
+    for name, parameter in list(parameters.items()):
+        if parameter.ndim and any(re.fullmatch(pattern, name) for pattern in patterns):
+            layers = slices.setdefault(id(parameter), [parameter[i] for i in range(len(parameter))])
+            del parameters[name]
+            parameters |= {f"{name}[{i}]": layer for i, layer in enumerate(layers)}
+    return parameters
 
 
 def as_name_map(name_map: object) -> NameMap:

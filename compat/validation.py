@@ -20,7 +20,7 @@ from compat.errors import (
     lines,
     listed,
 )
-from compat.name_map import NameMap, Row
+from compat.name_map import NameMap, Row, all_parameters, names_of, sliced
 
 
 def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
@@ -157,7 +157,7 @@ def check_fit(
         NameMapError: Names or shapes do not fit, or buffers lack values.
         CheckpointError: The model lacks biases that are not zero.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = sliced(all_parameters(model), names_of(rows))
     check_own_weights(model, parameters)
     check_names(model, rows, parameters, zeros)
     if faults := [fault for row in rows for fault in _shape_faults(row, parameters, checkpoint)]:

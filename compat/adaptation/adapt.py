@@ -77,6 +77,7 @@ from compat.adaptation.tracing.rewrites import (
     lift_derived_weights,
     merge_stacked_products,
     remove_output_softmax,
+    split_stacked_parameters,
 )
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import HEAD, saved_name
@@ -320,6 +321,7 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
     """
     config = checkpoint.config
     try:
+        split_stacked_parameters(graph)
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
         anatomy = dissect(graph, partial)

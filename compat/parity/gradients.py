@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.layout import EMBEDDING, HEAD
-from compat.name_map import NameMap, Row
+from compat.name_map import NameMap, Row, all_parameters, names_of, sliced
 from compat.parity.compare import compare_accumulated
 from compat.parity.reference import Reference
 from compat.parity.report import GradientResult, GradientsProof
@@ -57,11 +57,12 @@ def prove_gradients(
     """
     proof = GradientsProof()
     config = reference.checkpoint.config
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = name_map.expand(config.n_layer)
+    wholes = all_parameters(model)
+    parameters = sliced(wholes, names_of(rows))
     check_names(model, rows, parameters, name_map.expand_zeros(config.n_layer))
     rows = [row for row in rows if not is_dropped(row, parameters)]
-    proof.frozen = [name for name, p in parameters.items() if not p.requires_grad]
+    proof.frozen = [name for name, p in wholes.items() if not p.requires_grad]
     positions = 0
 
     def loss(ids: Tensor) -> Tensor:
@@ -71,12 +72,14 @@ def prove_gradients(
         return next_token_loss(logits, ids)
 
     try:
-        ours = _own_gradients(parameters, loss, ids)
+        gradients = sliced(_own_gradients(wholes, loss, ids), names_of(rows))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # such as exit() in the user's code
         proof.error = exception_summary(error).rstrip(".")
         return proof
+
+    ours = {id(parameter): gradients.get(name) for name, parameter in parameters.items()}
 
     def theirs(exact: bool, work: torch.dtype = torch.float64) -> dict[int, Tensor | None]:
         last = reference.gradients(lambda x: next_token_loss(x[:, -positions:], ids), ids, exact)
@@ -145,9 +148,9 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _own_gradients(
-    parameters: Mapping[str, nn.Parameter], loss: Callable[[Tensor], Tensor], ids: Tensor
-) -> dict[int, Tensor | None]:
-    """The gradients of the parameters by their id; None where the backward pass does not reach.
+    parameters: Mapping[str, Tensor], loss: Callable[[Tensor], Tensor], ids: Tensor
+) -> dict[str, Tensor]:
+    """The gradients of the parameters by name, without those that the backward pass does not reach.
 
     `backward` is called, as in training; reentrant checkpointing refuses `torch.autograd.grad`.
     """
@@ -159,7 +162,7 @@ def _own_gradients(
             parameter.grad = None
         with torch.enable_grad():
             loss(ids).backward()  # type: ignore[no-untyped-call]
-        return {key: parameter.grad for key, parameter in unique.items()}
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
     finally:
         for parameter, requires_grad, gradient in before:
             parameter.requires_grad_(requires_grad)
@@ -169,7 +172,7 @@ def _own_gradients(
 def _pulled_back(
     gradients: dict[str, Tensor],
     rows: Sequence[Row],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
     work: torch.dtype,
 ) -> dict[int, Tensor | None]:
@@ -203,7 +206,7 @@ def _pulled_back(
 
 
 def _by_first_row(
-    rows: Sequence[Row], parameters: Mapping[str, nn.Parameter], n_layer: int
+    rows: Sequence[Row], parameters: Mapping[str, Tensor], n_layer: int
 ) -> dict[str, list[str]]:
     """The parameters of each tensor, each parameter once, in the order of the backward pass."""
     seen: set[int] = set()

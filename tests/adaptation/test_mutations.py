@@ -9,7 +9,7 @@ import pytest
 from compat import Adaptation, Finding, adapt
 from compat.adaptation import CODES
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
-from tests.adaptation.common import REFUSED, build
+from tests.adaptation.common import build
 from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
@@ -20,8 +20,6 @@ def tiny(make_checkpoint: MakeCheckpoint) -> Path:
     """Two layers are enough for a deviation in one of them."""
     return make_checkpoint(n_layer=2)
 
-
-TRIED = [mutation for mutation in MUTATIONS if mutation.style not in REFUSED]
 
 # Deviations that the reference cannot be changed to reproduce, or that have nothing to reproduce.
 NOT_CONFIRMED = {
@@ -96,7 +94,7 @@ def check(mutation: Mutation, path: Path, found: Adaptation) -> None:
         assert findings[0].evidence.startswith("confirmed: ")
 
 
-@pytest.mark.parametrize("mutation", TRIED, ids=name_of)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
 def test_a_deviation_is_reported_at_its_line(
     tiny: Path, tmp_path: Path, mutation: Mutation
 ) -> None:
@@ -109,7 +107,7 @@ def test_a_deviation_is_reported_at_its_line(
 
 def test_every_code_is_tested_in_at_least_two_styles() -> None:
     styles: dict[str, set[str]] = {code: set() for code in CODES}
-    for mutation in TRIED:
+    for mutation in MUTATIONS:
         styles[mutation.code].add(mutation.style)
     assert {code for code, found in styles.items() if len(found) < 2} <= FEW_STYLES.keys()
 

@@ -557,8 +557,8 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     ),
     "one block's inner width": (lambda: another_block(inner=48), {"inner_dim": "48 wide"}),
     "one block's heads": (lambda: another_block(heads=2), {"unexplained": "h.1.heads"}),
-    "stacked norms": (StackedNorms, {"no_ln_weight": "h.{0…2}.ln_1.weight"}),
     "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
+    "a stacked parameter": (StackedMlp, {"no_mlp_bias": "no bias"}),
     "a norm made in forward": (NormInForward, {"no_ln_weight": "ln_f.weight"}),
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (NarrowTable, {"n_embd_mismatch": "is 8, but the checkpoint has 24"}),
@@ -589,7 +589,6 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
-    "a stacked parameter": (StackedMlp, "cannot be loaded into down"),
     "a head made in forward": (HeadInForward, "no language-model head"),
     "no parameters": (NoParameters, "parameters"),
     "returns None": (ANone, "returned no tensor"),
@@ -612,6 +611,7 @@ EQUAL: dict[str, Build] = {
     "four full sequences": FixedShape,
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,
+    "one parameter for all norms": StackedNorms,
     "heads summed by an einsum": SummedHeadsGPT,
 }
 

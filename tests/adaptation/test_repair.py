@@ -17,7 +17,7 @@ from compat.adaptation.repair.write import write
 from compat.checkpoint import Checkpoint, open_checkpoint
 from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
-from tests.adaptation.common import REFUSED, build
+from tests.adaptation.common import build
 from tests.adaptation.test_mistakes import GPT as BOOK
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
@@ -41,7 +41,7 @@ UNKNOWN_ARGUMENTS = {"conv_proj", "head_loop"}
 NO_DEVIATION = {("hub_style", "eps_value")}  # the constructor is called with the checkpoint's eps
 REPAIRABLE = [
     mutation for mutation in MUTATIONS
-    if mutation.code in REPAIRED and mutation.style not in {*REFUSED, *UNKNOWN_ARGUMENTS}
+    if mutation.code in REPAIRED and mutation.style not in UNKNOWN_ARGUMENTS
     and (mutation.style, mutation.code) not in NO_DEVIATION
 ]  # fmt: skip
 # One style of each deviation, or all of them where COMPAT_ALL_REPAIRS is set.

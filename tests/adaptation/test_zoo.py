@@ -10,12 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compat import AdaptError, NameMap, adapt, load_into, to_hf_state_dict
+from compat import NameMap, NameMapError, load_into, to_hf_state_dict
 from compat.ops import Op
 from tests.adaptation.catalogue import MODELS
 from tests.adaptation.common import (
-    ACCEPTED,
-    REFUSED,
     adapted,
     build_style,
     error_of,
@@ -27,20 +25,7 @@ from tests.loading_common import identical
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
-each = pytest.mark.parametrize("style", ACCEPTED)
-
-
-def test_one_model_of_28_is_not_mapped() -> None:
-    assert (len(MODELS), len(ACCEPTED)) == (28, 27)
-
-
-@pytest.mark.parametrize("style", REFUSED)
-def test_a_gpt2_without_a_map_raises_with_a_reason(tiny: Path, style: str) -> None:
-    model = build_style(style, tiny)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(AdaptError, match=REFUSED[style]):
-        adapt(model, tiny)
-    identical(model.state_dict(), before)
+each = pytest.mark.parametrize("style", MODELS)
 
 
 @each
@@ -147,3 +132,28 @@ def test_a_small_error_in_one_parameter_changes_the_logits(tiny: Path) -> None:
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "h.1.mlp.c_fc.bias" in name)[3] += 0.05
     assert error_of(model) > 1e-5
+
+
+def test_slices_of_one_parameter_are_loaded_on_the_meta_device(tiny: Path) -> None:
+    name_map = adapted("stacked", tiny).adaptation.name_map
+    with torch.device("meta"):
+        fresh = build_style("stacked", tiny)
+    load_into(fresh, name_map, tiny)
+    assert fresh.get_parameter("qkv_weight").is_leaf
+    assert error_of(fresh) < 1e-5
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_map_with_a_wrong_slice_is_refused(tiny: Path, number: int) -> None:
+    """The slice of layer 2 is named twice or does not exist, so that one has no row."""
+    name_map = adapted("stacked", tiny).adaptation.name_map
+    rows = [row.at(i) for row in name_map.rows for i in range(3 if "{i}" in row.hf else 1)]
+    wrong = [
+        replace(row, ours=(f"up_weight[{number}]",)) if "up_weight[2]" in row.ours else row
+        for row in rows
+    ]
+    fresh = build_style("stacked", tiny)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(NameMapError, match=r"up_weight\[(1|2)\]"):
+        load_into(fresh, NameMap(tuple(wrong)), tiny)
+    identical(fresh.state_dict(), before)

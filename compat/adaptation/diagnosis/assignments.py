@@ -20,6 +20,7 @@ from compat.adaptation.result import Severity
 from compat.adaptation.tracing.graph import Place
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
+from compat.name_map import all_parameters, sliced
 from compat.ops import Rows
 from compat.user_models.synonyms import role_of
 from compat.user_models.usage import reads
@@ -351,6 +352,9 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         layer = context.anatomy.layers[int(hf.split(".")[1])]
         head = context.anatomy.head
         place = source.calling(context.graph, context.model, layer.attn, head) or place
+        parameter = context.mapping.by_tensor[other][0][0]
+        if context.graph.names[parameter].endswith("]"):  # a wrong slice
+            place = context.graph.place(context.graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     whole = [i for i in blocks if _block_tensors(context, i) <= shared.keys()]
     lines = [place]
@@ -437,12 +441,13 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
         x1 = context.anatomy.layers[0].x1
         known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    by_name = sliced(all_parameters(model), graph.names.values())
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
-    rest = [name for name, p in model.named_parameters()
-            if id(p) not in filled and (name in in_use) is used]  # fmt: skip
+    once = {id(p): name for name, p in reversed(by_name.items())}
+    rest = [name for name, p in by_name.items() if once[id(p)] == name
+            and id(p) not in filled and (name in in_use) is used]  # fmt: skip
     masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
     others = [name for name in rest if name not in masks]
     groups: tuple[tuple[list[str], Severity | None], ...] = (others, None), (masks, "info")

@@ -94,8 +94,11 @@ def _is_users(module: nn.Module) -> bool:
 
 
 def building(model: nn.Module, path: str) -> Place | None:
-    """The line that builds a module or parameter, such as `blocks.0.attn.qkv.weight`."""
-    parts = path.split(".")
+    """The line that builds a module or parameter, such as `blocks.0.attn.qkv.weight`.
+
+    That of a slice, such as `weights[3]`, builds the whole parameter.
+    """
+    parts = path.partition("[")[0].split(".")
     for end in range(len(parts), 0, -1):
         owner: nn.Module | None = model
         for part in parts[: end - 1]:

@@ -2,10 +2,9 @@
 
 A `View` is a value of the graph in the reference's shape. `linear_map` measures a projection
 between two views: every element of every parameter is replaced by a unique number. For an input
-    that is 1 in one channel and 0 in all others, each output is the number of the element that
-    connects the two channels. Neither layouts nor names need to be known. `find_op` expresses the
-    result as an operation of
-the name map.
+that is 1 in one channel and 0 in all others, each output is the number of the element that connects
+the two channels. Neither layouts nor names need to be known. `find_op` expresses the result as an
+operation of the name map.
 """
 
 from __future__ import annotations

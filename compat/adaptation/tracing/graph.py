@@ -220,6 +220,15 @@ class Graph:
                 stack += node.all_input_nodes
         return sorted(seen, key=self.order.__getitem__)
 
+    def first_reader(self, nodes: Iterable[Node]) -> Node:
+        """The first operation on values of the ids that reads one of the nodes of parameters."""
+        below, readers = [*nodes], set[Node]()
+        while below:
+            users = set(below.pop().users)
+            readers |= users & self.live
+            below += users - self.live
+        return min(readers, key=self.order.__getitem__)
+
     def parameters_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         return [node for node in self.between(targets, cuts) if node in self.names]
 

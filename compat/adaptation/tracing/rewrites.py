@@ -1,12 +1,13 @@
 """Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
 
-Weights that are computed from parameters become inputs. A softmax on the logits and a slice of the
-last position are removed. Products that are stacked head by head become one product, and terms that
-are zero are dropped.
+The slices of parameters that hold several layers, and weights that are computed from parameters,
+become inputs. A softmax on the logits and a slice of the last position are removed. Products that
+are stacked head by head become one product, and terms that are zero are dropped.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -219,6 +220,52 @@ def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
         factors.append(whole)
     a, b = factors
     return (a, b) if 0 <= dim < len(size(a)) - 2 else None
+
+
+def split_stacked_parameters(graph: Graph) -> None:
+    """Make `parameter[0]`, `parameter[1]`, … inputs of the graph, as if each were a parameter.
+
+    This is done for parameters that hold the weights of several layers, or of several parts of one
+    layer: they are read as slices only, one after the other. Slices that are read side by side are
+    those of a fused projection of q, k and v.
+    """
+    stacked = []
+    for parameter in list(graph.names):
+        slices = _slices(parameter)
+        readers = [graph.first_reader(nodes) for nodes in slices.values()]
+        in_turn = all(before in graph.ancestors[after] for before, after in pairwise(readers))
+        if not slices or not in_turn:
+            continue
+        name, values = graph.names.pop(parameter), graph.values[parameter]
+        for i, nodes in slices.items():
+            with nodes[0].graph.inserting_before(nodes[0]):
+                layer = nodes[0].graph.placeholder(f"{parameter.name}_{i}")
+            layer.meta = dict(nodes[0].meta)
+            graph.names[layer], graph.values[layer] = f"{name}[{i}]", values[i]
+            for node in nodes:
+                node.replace_all_uses_with(layer)
+        stacked.append(parameter)
+    if stacked:
+        drop_dead_code(graph.output.graph, graph.output)
+        graph.invalidate()
+
+
+def _slices(parameter: Node) -> dict[int, list[Node]]:
+    """The nodes of each `parameter[i]`, in the order of i; none if anything else reads it."""
+    found: dict[int, list[Node]] = {}
+    if len(size(parameter)) < 2 or size(parameter)[0] == 1:
+        return found
+    for user in parameter.users:
+        args: Any = user.args
+        if kind(user) == "select" and args[1] == 0:
+            found.setdefault(args[2] % size(parameter)[0], []).append(user)
+        elif kind(user) == "unbind" and not any(args[1:]):
+            parts: Any = [(part.args[1], part) for part in user.users]
+            for i, part in parts:
+                found.setdefault(i, []).append(part)
+        else:
+            return {}
+    return dict(sorted(found.items()))
 
 
 def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:

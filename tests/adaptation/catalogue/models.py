@@ -187,9 +187,10 @@ MODELS: dict[str, Model] = {
     "stacked": Model(
         "stacked.py", "StackedGPT",
         positional("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"),
-        table("embed", "places", "", ("norm1_scale", "norm1_shift"), ("qkv_weight", "qkv_bias"),
-            ("mix_weight", "mix_bias"), ("norm2_scale", "norm2_shift"), ("up_weight", "up_bias"),
-            ("down_weight", "down_bias"), ("norm_scale", "norm_shift")),
+        table("embed", "places", "", ("norm1_scale[{i}]", "norm1_shift[{i}]"),
+            ("qkv_weight[{i}]", "qkv_bias[{i}]"), ("mix_weight[{i}]", "mix_bias[{i}]"),
+            ("norm2_scale[{i}]", "norm2_shift[{i}]"), ("up_weight[{i}]", "up_bias[{i}]"),
+            ("down_weight[{i}]", "down_bias[{i}]"), ("norm_scale", "norm_shift")),
     ),
     "hub_style": Model(
         "hub_style.py", "GPTForCausalLM",
