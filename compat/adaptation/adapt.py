@@ -71,6 +71,7 @@ from compat.adaptation.tracing.graph import Graph, size
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
+    add_biases_to_projections,
     drop_low_rank_terms,
     drop_zero_terms,
     keep_every_position,
@@ -322,6 +323,7 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
     config = checkpoint.config
     try:
         split_stacked_parameters(graph)
+        add_biases_to_projections(graph)
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
         anatomy = dissect(graph, partial)

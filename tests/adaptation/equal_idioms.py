@@ -472,6 +472,16 @@ class MlpInWidthChunks(Block):
         return out
 
 
+class BiasAfterSum(Block):
+    """`x + y @ w + b`, which Python reads as `(x + y @ w) + b`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.mix(*self.heads(self.ln_1(x))).transpose(1, 2).reshape(x.shape)
+        x = x + heads @ self.proj.weight.t() + self.proj.bias
+        up = F.gelu(self.up(self.ln_2(x)), approximate="tanh")
+        return x + up @ self.down.weight.t() + self.down.bias
+
+
 class VmapOverRows(GPT):
     def run_blocks(self, x: Tensor) -> Tensor:
         return torch.vmap(lambda row: GPT.run_blocks(self, row[None])[0])(x)
@@ -823,7 +833,8 @@ CLASSES: list[type[nn.Module]] = [
     with_block(OutputPerHead), with_block(OutputColumnsPerHead), with_block(InterleavedHeads),
     with_block(LoopOverQueries),
     with_block(LoopOverQueriesEinsum), with_block(LoopOverPositions), with_block(QueryChunks),
-    with_block(MlpInWidthChunks), VmapOverRows, with_block(VmapOverHeads), VmapEverything,
+    with_block(MlpInWidthChunks), with_block(BiasAfterSum), VmapOverRows,
+    with_block(VmapOverHeads), VmapEverything,
     UnusedSecondCall, UnusedFirstCall, with_block(DeadAttention), DeadHead, TimesZero,
     with_block(FrozenMask), with_block(FrozenMaskFilled), with_block(LayerScaleOne),
     with_block(ResidualBiasZero), with_block(ResidualGateOne), with_block(Lora),

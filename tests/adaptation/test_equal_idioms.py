@@ -15,6 +15,7 @@ from tests.adaptation.common import error_of
 from tests.adaptation.equal_idioms import (
     GPT,
     IDIOMS,
+    BiasAfterSum,
     GainBesideNorm,
     L,
     LayerScaleOne,
@@ -140,6 +141,11 @@ class GainTwice(GainBesideNorm):
         return super().ln_2(x) * (1 + 0.01 * self.gain)
 
 
+class BiasOfOtherChannels(BiasAfterSum):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.down.bias + self.down.bias.roll(1)
+
+
 FAULTS: dict[str, Callable[[], nn.Module]] = {
     cls.__name__: cls
     for cls in (
@@ -147,6 +153,7 @@ FAULTS: dict[str, Callable[[], nn.Module]] = {
         SecondRowDiffers, with_block(QueriesSeeTwoKeysLess), with_block(HeadsOutOfOrder),
         with_block(GainTwice), with_block(LayerScaleOne), with_block(ResidualBiasZero),
         with_block(Lora), with_block(ValuesOfTheNextHead), GuardThatCuts,
+        with_block(BiasOfOtherChannels),
     )
 }  # fmt: skip
 

@@ -1,13 +1,16 @@
 """Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
 
 The slices of parameters that hold several layers, and weights that are computed from parameters,
-become inputs. A softmax on the logits and a slice of the last position are removed. Products that
-are stacked head by head become one product, and terms that are zero are dropped.
+become inputs. A bias is added to its projection before the residual stream is. A softmax on the
+logits and a slice of the last position are removed. Products that are stacked head by head become
+one product, and terms that are zero are dropped.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -266,6 +269,47 @@ def _slices(parameter: Node) -> dict[int, list[Node]]:
         else:
             return {}
     return dict(sorted(found.items()))
+
+
+def add_biases_to_projections(graph: Graph) -> None:
+    """Change `(x + h @ w) + b`, which is how Python reads `x + h @ w + b`, to `x + (h @ w + b)`."""
+    changed = False
+    for node in [node for node in graph.nodes if node in graph.live and _is_sum(node)]:
+        total, bias = sorted(tensor_inputs(node), key=graph.live.__contains__, reverse=True)
+        if bias in graph.live or not _is_sum(total) or len(total.users) > 1:
+            continue
+        if size(total) != size(node) or not graph.parameters_of[bias]:
+            continue
+        if prod(size(bias)) != size(node)[-1]:  # not one vector for all tokens
+            continue
+        stream, branch = sorted(tensor_inputs(total), key=partial(_is_bare_projection, graph))
+        if stream not in graph.live or size(branch) != size(node):
+            continue
+        if _is_bare_projection(graph, stream) or not _is_bare_projection(graph, branch):
+            continue
+        with node.graph.inserting_before(node):
+            with_bias = node.graph.call_function(aten.add.Tensor, (branch, bias))
+        with_bias.meta = dict(node.meta)
+        node.args = (stream, with_bias)
+        changed = True
+    if changed:
+        drop_dead_code(graph.output.graph, graph.output)
+        graph.invalidate()
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether a node adds two tensors without a factor."""
+    return kind(node) == "add" and len(tensor_inputs(node)) == 2 and "alpha" not in node.kwargs
+
+
+def _is_bare_projection(graph: Graph, node: Node) -> bool:
+    """Whether a node is the product of a live tensor and a weight, without a bias."""
+    while kind(node) in MOVES and tensor_inputs(node)[0] in graph.live:
+        node = tensor_inputs(node)[0]
+    product = contraction(node)
+    if product is None or len(tensor_inputs(node)) > 2:
+        return False
+    return (product.a in graph.live) != (product.b in graph.live)
 
 
 def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:
