@@ -160,6 +160,22 @@ class _Run:
         )
 
 
+@dataclass(frozen=True)
+class _WithHead:
+    """The call of a model that returns hidden states, with the token embedding as its head.
+
+    Args:
+        call: of the model; returns hidden states.
+        table: the name of the token embedding.
+    """
+
+    call: Forward
+    table: str
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return self.call(model, ids) @ model.get_parameter(self.table).T
+
+
 @dataclass
 class _Mapped:
     """What stages 2 and 3 found in a graph."""
@@ -295,12 +311,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
 
 def _judge_with_head(run: _Run, error: NoHead) -> Adaptation:
     """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
-    call = run.call
-
-    def with_head(model: nn.Module, ids: Tensor) -> Tensor:
-        return call(model, ids) @ model.get_parameter(error.table).T
-
-    run.call = with_head
+    run.call = _WithHead(run.call, error.table)
     graph = to_graph(run.model, run.call, run.ids)
     adaptation = _examined(run, graph)
     return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
@@ -350,6 +361,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     """Load the weights, compare hidden states and logits, and diagnose what differs."""
     model, config, graph = run.model, run.config, mapped.anatomy.graph
     training = model.training
+    call = run.call.call if isinstance(run.call, _WithHead) else run.call
     name_map = to_name_map(graph, mapped.assignments, config)
     with _timed(run.seconds, "load"):
         fill(model, name_map.expand(config.n_layer), run.checkpoint, zeros=name_map.zeros)
@@ -367,7 +379,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         mapped.unmatched,
         last_only=mapped.last_only,
         with_targets=isinstance(run.call, CallSignature) and run.call.targets,
-        mask=run.call.mask if isinstance(run.call, CallSignature) else "",
+        mask=call.mask if isinstance(call, CallSignature) else "",
         fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
         noise=_noise(run) if graph.dropouts else "",
     )

@@ -17,7 +17,7 @@ import dis
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -27,7 +27,14 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.config_object import is_namespace
 from compat.user_models.missing import Unknown, known_sizes
-from compat.user_models.synonyms import AMBIGUOUS, SIZES, role_of, role_of_number, value_of
+from compat.user_models.synonyms import (
+    AMBIGUOUS,
+    SIZES,
+    is_window,
+    role_of,
+    role_of_number,
+    value_of,
+)
 from compat.user_models.usage import source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
@@ -53,11 +60,12 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
+        arguments = {name for module in modules for name in _constructor_arguments(module)}
         for module in modules:
             for value in list(vars(module).values()):
                 for owner, entries in _configs(value):
                     changed |= _resize(owner, entries, config, undo)
-            changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases)
+            changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
             for name, value in _undefined(module, config).items():
                 undo.callback(_write, vars(module), name, _ABSENT)
                 _write(vars(module), name, value)
@@ -93,6 +101,14 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
     yield from (v for v in (*own, *methods) if isinstance(v, FunctionType))
 
 
+def _constructor_arguments(module: ModuleType) -> Iterator[str]:
+    """The names of the arguments of the constructors of a module's classes."""
+    for function in _functions(module):
+        if function.__name__ == "__init__":
+            code = function.__code__
+            yield from code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+
 def _configs(
     value: Any, most: int = 3
 ) -> Iterator[tuple[dict[Any, Any] | type, Mapping[Any, Any]]]:
@@ -115,6 +131,7 @@ def _resize(
     undo: contextlib.ExitStack,
     by_use: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    arguments: Collection[str] = (),
 ) -> bool:
     """Write the checkpoint's value for each integer that is a size by its name or its use.
 
@@ -128,7 +145,10 @@ def _resize(
     kinds = (int, Unknown, *((NoneType,) if by_use is not None else ()))
     numbers = {n: v for n, v in entries.items() if type(v) in kinds and isinstance(n, str)}
     roles = {
-        n: (role_of_number if type(v) is int else role_of)(n, numbers) or (by_use or {}).get(n)
+        n: (role_of_number if type(v) is int else role_of)(
+            n, [*numbers, *arguments] if is_window(n) else numbers
+        )
+        or (by_use or {}).get(n)
         for n, v in numbers.items()
     } | {n: role for n, role in (aliases or {}).items() if n in numbers}
     own = owner if isinstance(owner, dict) else vars(owner)

@@ -137,7 +137,7 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
-    if _WINDOW.fullmatch(short):
+    if is_window(name):
         others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
         if any(role_of(other) == "n_positions" for other in others):
             return None
@@ -151,6 +151,11 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
         return None if _LETTERS[short] in longer else _LETTERS[short]
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _FIELDS.get(short)
+
+
+def is_window(name: str) -> bool:
+    """Whether a name may denote how far attention reaches, as well as the context length."""
+    return _WINDOW.fullmatch(plain(name)) is not None
 
 
 def role_of_number(name: str, among: Collection[str] = ()) -> str | None:

@@ -620,6 +620,41 @@ def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: 
         assert found.severity == "limit" and "float64 (head.weight)" in found.message
 
 
+def test_heads_of_which_there_are_none_change_nothing(tiny: Path, tmp_path: Path) -> None:
+    """As with heads of two kinds in a model that has only one of them."""
+    edits = [
+        ("        scores = queries", "        none = queries[:, :0] @ keys[:, :0].mT\n"
+         "        none = none.softmax(-1) @ values[:, :0]\n        scores = queries"),
+        ("(weights @ values)", "torch.cat([none, weights @ values], dim=1)"),
+    ]  # fmt: skip
+    assert adapted(tiny, tmp_path, edits)
+
+
+def test_the_activation_of_an_mlp_with_more_projections(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.up", "        self.mid = nn.Linear(4 * dim, 4 * dim)\n        self.up"),
+        (f"self.down({GELU})", "self.down(F.relu(self.mid(F.relu(self.up(x)))))"),
+    ]
+    codes = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert codes == {"relu", "extra_projection", "random_parameters"}
+
+
+def test_the_mask_argument_of_a_model_without_a_head(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("return self.head(x)", "return x"),
+        ("def forward(self, ids)", "def forward(self, ids, mask=None)"),
+        ("x = block(x)", "x = block(x, mask)"),
+        ("self.att(x)", "self.att(x, mask)"),
+        (BLOCK, BLOCK.replace("x)", "x, mask)")),
+        (ATTENTION, ATTENTION.replace("x)", "x, mask)")),
+        ("        scores = scores.masked_fill(self.mask[:T, :T].bool()",
+         "        if mask is not None:\n            scores = scores.masked_fill(~mask"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"no_head"}
+    assert only(adaptation, "mask_argument").severity == "limit"
+
+
 def test_a_mask_that_is_not_used_by_a_model_with_ids_time_first(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
     assert {f.code for f in adaptation.deviations} == {"no_mask"}
@@ -814,6 +849,167 @@ def test_the_default_and_the_computation_of_a_value_are_named_too(
     ):
         line = next(n for n, text in enumerate(lines, 1) if words in text)
         assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
+
+
+SECOND_NORM = "        x = self.norm2(x)\n        x = self.ff(x)\n        x = x + shortcut\n"
+POST_NORM = [
+    ("        x = self.norm1(x)\n        x = self.att(x)\n        x = x + shortcut\n",
+     "        x = self.norm1(x + self.att(x))\n"),
+    (SECOND_NORM, "        x = self.norm2(x + self.ff(x))\n"),
+]  # fmt: skip
+OWN_LINEAR = """
+class Dense(nn.Module):
+    def __init__(self, n, m):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(m, n)), nn.Parameter(torch.zeros(m))
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class FeedForward("""
+WRAPPED_NORM = """
+class Norm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Block("""
+ADD_AND_NORM = WRAPPED_NORM.replace("forward(self, x)", "forward(self, x, y)").replace(
+    "self.norm(x)", "self.norm(x + y)"
+)
+BY_MATRIX = """        pairs = torch.arange(self.head_dim // 2)
+        angle = torch.arange(T)[:, None] / 10 ** pairs
+        c, s = angle.cos(), angle.sin()
+        turn = torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
+        queries, keys = (
+            torch.einsum("tdij,bhtdj->bhtdi", turn, x.unflatten(-1, (-1, 2))).flatten(-2)
+            for x in (queries, keys)
+        )
+"""
+# The edits, the code, and words on lines that are named, the first or others.
+LINES: dict[str, tuple[Edits, str, list[str]]] = {
+    "an activation as an argument": (
+        [
+            (
+                "dim):\n        super().__init__()\n        self.up",
+                "dim, act):\n        super().__init__()\n        self.act = act\n        self.up",
+            ),
+            (GELU, "self.act(self.up(x))"),
+            ("FeedForward(dim)", "FeedForward(dim, F.relu)"),
+        ],
+        "relu",
+        ["self.act(self.up(x))", "FeedForward(dim, F.relu)"],
+    ),
+    "an activation by its name": (
+        [
+            (
+                "class FeedForward(",
+                'ACTIVATIONS = {\n    "relu": F.relu,\n    "silu": F.silu,\n}\n\n\n'
+                "class FeedForward(",
+            ),
+            (GELU, "ACTIVATIONS[self.act](self.up(x))"),
+            ("        self.up", '        self.act = "silu"\n        self.up'),
+        ],
+        "silu",
+        ['"silu": F.silu', '= "silu"', "(self.up(x))"],
+    ),
+    "a mask in a variable": (
+        [
+            (
+                '("mask", torch.triu(torch.ones(context, context), diagonal=1))',
+                '("mask", mask)',
+            ),
+            (
+                "        self.register_buffer",
+                "        mask = torch.triu(torch.ones(context, context), diagonal=2)\n"
+                "        self.register_buffer",
+            ),
+        ],
+        "mask_off",
+        ["diagonal=2", "masked_fill"],
+    ),
+    "no positions": (
+        [(" + self.pos_emb(torch.arange(T, device=ids.device))", "")],
+        "no_pos",
+        ["x = self.tok_emb(ids)", "self.tok_emb = nn.Embedding"],
+    ),
+    "a second final norm": (
+        [
+            (
+                "self.blocks = nn.ModuleList(blocks)",
+                "self.blocks = nn.Sequential(*blocks, nn.LayerNorm(emb_dim))",
+            )
+        ],
+        "extra_ln",
+        ["nn.Sequential("],
+    ),
+    "norms in a module around them": (
+        [*POST_NORM, ("class Block(", WRAPPED_NORM.lstrip()), ("= LayerNorm(dim)", "= Norm(dim)")],
+        "post_ln",
+        ["self.norm1(x + self.att(x))", "self.norm2(x + self.ff(x))"],
+    ),
+    "a module that adds and normalizes": (
+        [
+            *((old, new.replace("x + self.", "x, self.")) for old, new in POST_NORM),
+            ("class Block(", ADD_AND_NORM.lstrip()),
+            ("= LayerNorm(dim)", "= Norm(dim)"),
+        ],
+        "post_ln",
+        ["self.norm(x + y)", "self.norm1(x, self.att(x))", "self.norm2(x, self.ff(x))"],
+    ),
+    "one residual around both": (
+        [
+            (
+                BLOCK,
+                "    def forward(self, x):\n        return x + self.ff(self.att(self.norm1(x)))\n\n"
+                "    def unused(self, x):\n        shortcut = x\n",
+            )
+        ],
+        "missing_residual",
+        ["self.ff(self.att("],
+    ),
+    "a gate that is a linear layer of one's own": (
+        [
+            ("class FeedForward(", OWN_LINEAR.lstrip()),
+            ("nn.Linear(dim, 4 * dim)", "Dense(dim, 4 * dim)"),
+            ("        self.down", "        self.gate = Dense(dim, 4 * dim)\n        self.down"),
+            (GELU, "F.silu(self.up(x)) * self.gate(x)"),
+        ],
+        "gated_mlp",
+        ["self.gate(x)", "self.ff = FeedForward(dim)"],
+    ),
+    "a rotation by matrices": (
+        [("        scores = queries", f"{BY_MATRIX}        scores = queries")],
+        "rope",
+        ["torch.einsum("],
+    ),
+    "attention that is called again": (
+        [("x = self.ff(x)", "x = self.att(x)  # again")],
+        "shared_parameters",
+        ["# again"],
+    ),
+    "inner width of a layer": (
+        [("4 * dim", "3 * dim")],
+        "inner_dim",
+        ["self.up = nn.Linear(dim, 3 * dim)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_lines_of_a_deviation(tiny: Path, tmp_path: Path, name: str) -> None:
+    edits, code, words = LINES[name]
+    found = only(adapted(tiny, tmp_path, edits), code)
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    named = [f"{found.file}:{found.line}", *found.also]
+    texts = [lines[int(line.rpartition(":")[2]) - 1] for line in named]
+    for each in words:
+        assert any(each in text for text in texts), texts
 
 
 @pytest.mark.parametrize("is_named", [True, False])

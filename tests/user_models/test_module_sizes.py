@@ -209,6 +209,26 @@ class Own(MyGPT):
     assert first.built_for == (7, 3, 4, 0) and second.built_for == (1, 7, 12, 7)
 
 
+@pytest.mark.parametrize(("argument", "expected"), [("block_size", 8), ("text", 32)])
+def test_a_window_beside_the_context_length_is_no_size(
+    tmp_path: Path, argument: str, expected: int
+) -> None:
+    path = tmp_path / "window.py"
+    text = f"""
+from torch import nn
+
+WINDOW = 8
+
+
+class Own(nn.Module):
+    def __init__(self, vocab_size, {argument}=5):
+        super().__init__()
+        self.window, self.table = WINDOW, nn.Embedding(vocab_size, 3)
+"""
+    path.write_text(text)
+    assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
+
+
 def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
     before = state(modules)
     cls, built = load_target("own_package.models:Own"), {}

@@ -166,6 +166,12 @@ class Layer:
     def has_mlp(self) -> bool:
         return self.fc is not None or bool(self.unknown)
 
+    def activated(self, graph: Graph) -> Node:
+        """The result of the first activation: `act`, unless the MLP has further projections."""
+        inside = {*graph.between([self.act], [self.fc_end])}
+        following = [a for n in self.extra if n in inside for a in live_inputs(graph, n)]
+        return following[0] if following else self.act
+
     @property
     def mid(self) -> Node:
         return self.attn_sum.node

@@ -115,16 +115,17 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
 def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     if (found := _inner_width(context)) is None:
         return
-    graph, shapes, layer = context.graph, context.unmatched.shapes, context.anatomy.layers[0]
+    graph, shapes = context.graph, context.unmatched.shapes
+    weight = next(hf for hf in shapes if hf.endswith(".mlp.c_fc.weight"))
+    layer = context.anatomy.layers[int(weight.split(".")[1])]
     fc = graph.parameters_between([layer.fc_end], [layer.x2])
     module = graph.names[fc[0]].rpartition(".")[0] if fc else ""
-    weight = next(hf for hf in shapes if hf.endswith(".mlp.c_fc.weight"))
     own, expected = shapes[weight]
     evidence = f"{weight} is loaded as {expected}, but the parameter has shape {own}"
     values = {"found": found, "expected": context.config.d_inner}
     model = context.model
     place = source.torch_layer(model, module) or source.building(model, module)
-    yield Deviation("h.0.fc", place, values, evidence=evidence)
+    yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), place, values, evidence=evidence)
 
 
 def _inner_width(context: DiagnosisContext) -> int | None:
@@ -349,12 +350,14 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
             place = source.calling(context.graph, context.model, norm.end, first.end) or place
     elif hf.split(".")[1:2] != other.split(".")[1:2]:  # two layers: the line that calls them
         part = "layer"
-        layer = context.anatomy.layers[int(hf.split(".")[1])]
-        head = context.anatomy.head
-        place = source.calling(context.graph, context.model, layer.attn, head) or place
+        graph, anatomy = context.graph, context.anatomy
+        end, first_end = (anatomy.layers[int(n.split(".")[1])].attn for n in (hf, other))
+        if graph.places(end) == graph.places(first_end):  # one line that is run again
+            first_end = anatomy.head
+        place = source.calling(graph, context.model, end, first_end) or place
         parameter = context.mapping.by_tensor[other][0][0]
-        if context.graph.names[parameter].endswith("]"):  # a wrong slice
-            place = context.graph.place(context.graph.first_reader([parameter])) or place
+        if graph.names[parameter].endswith("]"):  # a wrong slice
+            place = graph.place(graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     whole = [i for i in blocks if _block_tensors(context, i) <= shared.keys()]
     lines = [place]

@@ -258,9 +258,10 @@ def rope(layer: LayerAttention) -> Deviation | None:
         return None
     turning = layer.graph.between([layer.core.q.node], layer.layer.qkv)
     live = [n for n in turning if n in layer.graph.live]
-    if layer.is_turned:  # after a norm, which multiplies too
-        live = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
-    place = source.running(layer.graph, live, "mul", "neg", "cat")
+    usual = [n for n in live if kind(n) in ("mul", "neg", "cat")]
+    if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
+        usual = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
+    place = source.running(layer.graph, usual or live)
     changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
     if "wpe.weight" not in layer.context.mapping.by_tensor:
         changes.weights["wpe.weight"] = None
@@ -698,7 +699,7 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
 @with_formula
 def sliding_window(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
     width = _window(formula.allowed)
-    return layer.deviation(_mask_line(layer), found=width) if width else None
+    return _with_mask_lines(layer, layer.deviation(None, found=width)) if width else None
 
 
 def _window(allowed: Tensor) -> int:
@@ -720,7 +721,8 @@ def mask_off(layer: LayerAttention, formula: AttentionFormula) -> Deviation | No
     if usual or allowed.all() or _window(allowed):
         return None
     token = min(5, len(allowed) - 1)
-    return layer.deviation(_mask_line(layer), token=token, found=_attended(allowed[token]))
+    found = layer.deviation(None, token=token, found=_attended(allowed[token]))
+    return _with_mask_lines(layer, found)
 
 
 def _attended(row: Tensor) -> str:
@@ -732,8 +734,23 @@ def _attended(row: Tensor) -> str:
     return f"tokens {', '.join(map(str, tokens))}"
 
 
+def _with_mask_lines(layer: LayerAttention, found: Deviation) -> Deviation:
+    """The deviation with the line that creates the mask, and the one that applies it."""
+    lines = [_mask_line(layer), source.running(layer.graph, _masked(layer)) or layer.softmax_line]
+    return replace(found, place=lines[0] or lines[1], lines=lines)
+
+
+def _masked(layer: LayerAttention) -> list[Node]:
+    """The operations that combine the scores with a mask (T, T)."""
+    graph = layer.graph
+    return [
+        n for n in layer.live(MASKS | SDPA)
+        if any(a not in graph.live and len(size(a)) > 1 for a in n.all_input_nodes)
+    ]  # fmt: skip
+
+
 def _mask_line(layer: LayerAttention) -> Place | None:
-    """The line that creates the mask or its buffer, or else the one that applies it."""
+    """The line that creates the mask or its buffer."""
     graph, model = layer.graph, layer.context.model
     constant = [n for n in layer.inside if n not in graph.live]
     makers = [n for n in constant if kind(n) in ("tril", "triu", "ge", "gt", "le", "lt")]
@@ -741,9 +758,8 @@ def _mask_line(layer: LayerAttention) -> Place | None:
         return place
     for node in constant:
         if node in graph.buffers and (place := source.building(model, graph.buffers[node])):
-            return source.naming(place, "tri")
-    live = [n for n in layer.inside if n in graph.live]
-    return source.running(graph, layer.live(MASKS)) or source.running(graph, live)
+            return source.near(place, r"\btri[lu]?\(")
+    return None
 
 
 def _scale_deviation(code: str) -> Detector:

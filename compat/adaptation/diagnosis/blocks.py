@@ -60,9 +60,8 @@ def _activations(code: str) -> Detector:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]
-            class_name = CLASS_OF.get(name, "")
-            if lines[0] and class_name and name not in lines[0].text.lower():
-                lines += source.mentions(context.model, rf"\bnn\.{class_name}\b")[:3]  # of a table
+            if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
+                lines += source.selected(context.model, name, CLASS_OF[name])
             fix = f"Use {expected} as the activation."
             if expected == "gelu_new":
                 fix = tanh_gelu(lines[0])
@@ -79,7 +78,8 @@ def _activations(code: str) -> Detector:
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     """The line that builds or computes the activation; if unknown, the one that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
-    nodes = [n for n in graph.between([layer.act], [layer.fc_end]) if n in graph.live]
+    end = layer.activated(graph)
+    nodes = [n for n in graph.between([end], [layer.fc_end]) if n in graph.live]
     nodes = [n for n in nodes if kind(n) not in MOVES]
     if layer.unknown:
         nodes = called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
@@ -122,7 +122,8 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             missing = context.unmatched.lacks(f"h.{i}.mlp.c_fc.bias")
             values = {"no_bias": " and has no biases" if missing else ""}
             tap = f"h.{i}.fc" if missing else f"h.{i}.act"
-            yield Deviation(tap, source.running(context.graph, [last]), values)
+            line = source.projecting(context.graph, context.model, last)
+            yield Deviation(tap, line, values)
             return
 
 
@@ -265,12 +266,15 @@ def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     wiring = deviating_layers(context.anatomy)
+    no_attn, no_mlp = wiring["no_attn_residual"], wiring["no_mlp_residual"]
+    past = wiring["past_attention"]
+    around = {*no_attn} & {*past}  # x + mlp(attn(x)): one connection around both branches
+    past = [i for i in past if i not in around]
     for tap, layers, changes in (
-        ("resid_mid", wiring["no_attn_residual"],
-         Changes(no_attn_residual=set(wiring["no_attn_residual"]))),
-        ("out", wiring["no_mlp_residual"], Changes(no_mlp_residual=set(wiring["no_mlp_residual"]))),
-        ("out", wiring["past_attention"],
-         Changes(mlp_residual_from_input=set(wiring["past_attention"]))),
+        ("resid_mid", no_attn,
+         Changes(no_attn_residual={*no_attn}, mlp_residual_from_input=around)),
+        ("out", no_mlp, Changes(no_mlp_residual={*no_mlp})),
+        ("out", past, Changes(mlp_residual_from_input={*past})),
     ):  # fmt: skip
         if layers:
             lines = []

@@ -122,11 +122,13 @@ class DiagnosisContext:
     @cached_property
     def activations(self) -> list[Activation]:
         """The activation in each layer."""
-        return [
-            called_activation(self.graph, self.graph.between([layer.mlp], [layer.x2]))[0]
-            if layer.unknown else activation_of(self.graph, layer.fc_end, layer.act)
-            for _, layer in self.layers
-        ]  # fmt: skip
+        graph, found = self.graph, []
+        for _, layer in self.layers:
+            if layer.unknown:
+                found.append(called_activation(graph, graph.between([layer.mlp], [layer.x2]))[0])
+            else:
+                found.append(activation_of(graph, layer.fc_end, layer.activated(graph)))
+        return found
 
     @cached_property
     def learned_factors(self) -> dict[str, tuple[list[Node], Tensor]]:

@@ -113,7 +113,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation("embed", line or position_line(context), {}, changes, message=message)
     elif not context.has_rotations:
         line = source.running(context.graph, [context.anatomy.token_embedding])
-        yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}))
+        lines = [line, context.owner_of("wte.weight")]
+        yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
 
 
 @deviation(

@@ -25,7 +25,7 @@ def dropout_always_on(context: DiagnosisContext) -> Iterator[Deviation]:
         first = next((node for node in dropouts if node in context.graph.order), None)
         tap = "embed" if first is None else context.tap_after(first)
         lines = [context.graph.place(node) for node in dropouts]
-        if place is not None and place.function != "forward":  # a function of the user's own
+        if place is not None and not place.in_forward:  # a function of the user's own
             lines += source.callers(context.graph, place)
         yield Deviation(tap, place, evidence=context.noise, lines=lines)
 

@@ -185,9 +185,11 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if extra:
         first, norm = next(iter(extra.items()))
         place = source.norm_call(context.graph, context.model, norm)
+        built = source.torch_built(context.model, [norm.end])
         functions = {position: _function(context.graph, n) for position, n in extra.items()}
         tap = {"embed": "h.0.ln_1", "final": "ln_f"}.get(first, first.removesuffix(".before"))
-        yield Deviation(tap, place, {}, Changes(extra_norm=functions))
+        changes = Changes(extra_norm=functions)
+        yield Deviation(tap, place, {}, changes, lines=[place, built])
 
 
 def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
@@ -263,10 +265,18 @@ def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _calls(context: DiagnosisContext, names: list[str]) -> list[Place | None]:
-    """The lines that call these norms, or that build the layer of torch that does."""
+    """The lines that call these norms, or that build the layer of torch that does.
+
+    A line that several norms have in common is in a module that adds and normalizes: the lines that
+    call it follow.
+    """
     graph, model = context.graph, context.model
     norms = [context.places.named[name] for name in names]
-    return [source.torch_layer_of(model, n.end) or source.norm_call(graph, model, n) for n in norms]
+    lines = [
+        source.torch_layer_of(model, n.end) or source.norm_call(graph, model, n) for n in norms
+    ]
+    further = [source.callers(graph, line) for line in dict.fromkeys(lines) if line is not None]
+    return [*lines, *(line for each in further if len(each) > 1 for line in each)]
 
 
 @deviation(

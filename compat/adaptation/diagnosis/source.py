@@ -18,6 +18,7 @@ from compat.adaptation.tracing.graph import Graph, Place, kind
 from compat.user_models.usage import is_users_class, tree_of, user_modules
 
 MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
+MOST_NAMED = 4
 
 # Lines that run something.
 
@@ -53,7 +54,7 @@ def callers(graph: Graph, place: Place) -> list[Place]:
 def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
     """The lines of forward that call the function, such as `norm(x)`, in which a line is."""
     frames = [graph.places(node) for node in nodes if graph.place(node) == place]
-    called = [f for f in frames if len(f) > 1 and f[-1].function != "forward" == f[-2].function]
+    called = [f for f in frames if len(f) > 1 and not f[-1].in_forward and f[-2].in_forward]
     return list(dict.fromkeys(lines[-2] for lines in called))
 
 
@@ -64,19 +65,31 @@ def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     return frames[-2] if within and len(frames) > 1 else graph.place(node)
 
 
+def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
+    """The line that calls a user's own linear layer, rather than the one inside it."""
+    paths = _module_paths(node)
+    module = model.get_submodule(paths[0]) if paths else model
+    if _is_users(module) and sum(p.ndim > 1 for p in module.parameters()) == 1:
+        return module_call(graph, model, node)
+    return graph.place(node)
+
+
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
-    """The line that calls a norm, rather than a line inside the norm."""
-    frames = graph.places(norm.end)
-    module = next((model.get_submodule(path) for path in _module_paths(norm.end)), None)
-    if module is not None and _is_users(module) and norm.scale is not None:
-        pointer = graph.values[norm.scale].data_ptr()
-        owned = [p for p in module._parameters.values() if p is not None]
-        if any(parameter.data_ptr() == pointer for parameter in owned):
-            last = max((i for i, f in enumerate(frames) if f.function == "forward"), default=0)
-            outside = [f for f in frames if f.function != frames[-1].function or f.line < 0]
-            frames = frames[:last] or outside or frames
-            return frames[-1] if frames else None
-    if len(frames) > 1 and "norm" in frames[-1].function.lower():
+    """The line that calls a norm, rather than one inside the norm or a module around it alone."""
+    frames, inputs = graph.places(norm.end), _module_paths(norm.start)
+    names = [n for p in (norm.scale, norm.shift) if p is not None for n in graph.parameter_names(p)]
+    own = {model.get_parameter(name).data_ptr() for name in names}
+    called = False
+    for path in _module_paths(norm.end):
+        module = model.get_submodule(path)
+        if not _is_users(module):
+            continue
+        if path in inputs or not {p.data_ptr() for p in module.parameters()} <= own:
+            break
+        last = max((i for i, f in enumerate(frames) if f.in_forward), default=0)
+        outside = [f for f in frames if f.function != frames[-1].function or f.line < 0]
+        frames, called = frames[:last] or outside or frames, True
+    if not called and len(frames) > 1 and "norm" in frames[-1].function.rpartition(".")[2].lower():
         frames = frames[:-1]  # a function that normalizes
     return frames[-1] if frames else None
 
@@ -203,7 +216,7 @@ def _torch_module(model: nn.Module, node: Node) -> Place | None:
     place = building(model, innermost)
     for name in names:  # a layer may be built before it is passed to the stack that copies it
         if place is not None and (line := mention(place.file, name)):
-            found = naming(place, name)
+            found = near(place, rf"\b{name}\b")
             return found if name in found.text else line
     return place
 
@@ -302,6 +315,19 @@ def mentions(model: nn.Module, pattern: str) -> list[Place]:
     return list(dict.fromkeys(line.in_cell for line in code if re.search(pattern, line.text)))
 
 
+def selected(model: nn.Module, function: str, cls: str) -> list[Place]:
+    """The lines that name a function or class of torch other than in a call, if they are few.
+
+    Such a name is an entry of a table, a default, or an argument. Without them, the lines that
+    construct the class.
+    """
+    name = rf"\b(nn\.{cls}|(F|functional|torch)\.{function})\b"
+    for pattern in (rf"{name}(?!\()|[\"']{function}[\"']", name):
+        if lines := mentions(model, pattern):
+            return lines if len(lines) <= MOST_NAMED else []
+    return []
+
+
 def matching(model: nn.Module, pattern: str) -> Place | None:
     """The first line of the model's class that matches a regular expression."""
     cls: type = type(model)
@@ -344,9 +370,10 @@ def mention(file: str, name: str) -> Place | None:
     return None
 
 
-def naming(place: Place, name: str) -> Place:
-    """The first line with the name within eight lines from a start line; else the start line."""
-    for line in range(place.line, place.line + 8):
-        if name in Place(place.file, line).text:
+def near(place: Place, pattern: str) -> Place:
+    """The line that matches, of eight from a line on or else before it; else the line itself."""
+    start = place.line
+    for line in (*range(start, start + 8), *range(start - 1, max(start - 9, 0), -1)):
+        if re.search(pattern, Place(place.file, line).text):
             return Place(place.file, line)
     return place

@@ -65,11 +65,22 @@ SHIFTS = frozenset(
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the user's source."""
+    """A line of the user's source.
+
+    Args:
+        file: its file.
+        line: its number.
+        function: the qualified name of the function, such as `Block.forward`.
+    """
 
     file: str
     line: int
     function: str = ""
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether it is a line of a method `forward`."""
+        return self.function.rpartition(".")[2] == "forward"
 
     @property
     def in_cell(self) -> Place:
@@ -140,7 +151,8 @@ class Graph:
         """Nodes whose value depends on the ids, not only on their shape."""
         live = {self.input}
         for node in self.nodes:
-            if kind(node) not in SHAPE_ONLY and any(a in live for a in node.all_input_nodes):
+            reads_live = any(a in live for a in node.all_input_nodes)
+            if reads_live and kind(node) not in SHAPE_ONLY and 0 not in size(node):
                 live.add(node)
         return live
 

@@ -301,7 +301,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 path = self.paths.get(id(frame.f_locals.get("self")))  # `module.forward(x)` too
                 modules += [path] if path and modules[-1:] != [path] else []
             if is_users(code.co_filename):
-                places.append(Place(code.co_filename, frame.f_lineno, code.co_name))
+                places.append(Place(code.co_filename, frame.f_lineno, code.co_qualname))
             frame = caller
         return tuple(places[::-1]), tuple(modules[::-1])
 
