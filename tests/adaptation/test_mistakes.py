@@ -594,6 +594,26 @@ def test_the_scale_beside_a_mask_with_another_value(tiny: Path, tmp_path: Path) 
     assert len(adaptation.deviations) == 2
 
 
+def test_a_mask_that_multiplies_the_scores(tiny: Path, tmp_path: Path) -> None:
+    masked = "scores.masked_fill(self.mask[:T, :T].bool(), float("
+    edits = [(f'{masked}"-inf"))', "scores * (1 - self.mask[:T, :T])")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert [f.code for f in adaptation.deviations] == ["mask_value"]
+    found = only(adaptation, "mask_value")
+    assert "set to 0," in found.message and "scores * (1 - " in (found.source_line or "")
+
+
+def test_one_norm_for_attention_and_the_mlp_in_parallel(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (BLOCK, "    def forward(self, x):\n        h = self.norm1(x)\n"
+         "        return x + self.att(h) + self.ff(h)\n\n"
+         "    def unused(self, x):\n        shortcut = x\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"parallel_block", "shared_parameters"}
+    assert only(adaptation, "parallel_block").evidence.startswith("confirmed")
+
+
 @pytest.mark.parametrize("window", [0, 4])
 def test_flex_attention(tiny: Path, tmp_path: Path, window: int) -> None:
     """It is traced in plain operations, with the functions of the user's code."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -237,10 +237,10 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     for i, layer in enumerate(anatomy.layers):
         branches[2 * i] = _branch_norms(graph, stream, layer.x1, layer.attn, layer.attn_sum)
         if layer.has_mlp:
-            start = stream if layer.parallel else layer.mid
-            second = _branch_norms(
-                graph, start, layer.x2, layer.mlp, layer.mlp_sum, layer.cross_sum
-            )
+            start, total = layer.mid, layer.mlp_sum
+            if layer.parallel:  # the stream before both, in x + attn(ln(x)) + mlp(ln(x))
+                start, total = stream, replace(total, shortcut=layer.attn_sum.shortcut)
+            second = _branch_norms(graph, start, layer.x2, layer.mlp, total, layer.cross_sum)
             branches[2 * i + 1] = second
             if layer.parallel:
                 second.stream = []  # the norm before attention, found already

@@ -143,7 +143,18 @@ class LayerAttention:
             numbers += [value.item() for value in self.graph.run(constants, {})]
             if numbers and numbers[0] > -1e3:
                 return node, float(numbers[0])
+        if self.formula and self.formula.hidden is not None and self.masked:
+            return self.masked[0], self.formula.hidden  # as in scores * mask
         return None
+
+    @cached_property
+    def masked(self) -> list[Node]:
+        """The operations that combine the scores with a mask (T, T)."""
+        graph = self.graph
+        return [
+            n for n in self.live(MASKS | SDPA)
+            if any(a not in graph.live and len(size(a)) > 1 for a in n.all_input_nodes)
+        ]  # fmt: skip
 
     @cached_property
     def pairwise(self) -> Tensor | None:
@@ -736,17 +747,8 @@ def _attended(row: Tensor) -> str:
 
 def _with_mask_lines(layer: LayerAttention, found: Deviation) -> Deviation:
     """The deviation with the line that creates the mask, and the one that applies it."""
-    lines = [_mask_line(layer), source.running(layer.graph, _masked(layer)) or layer.softmax_line]
+    lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
     return replace(found, place=lines[0] or lines[1], lines=lines)
-
-
-def _masked(layer: LayerAttention) -> list[Node]:
-    """The operations that combine the scores with a mask (T, T)."""
-    graph = layer.graph
-    return [
-        n for n in layer.live(MASKS | SDPA)
-        if any(a not in graph.live and len(size(a)) > 1 for a in n.all_input_nodes)
-    ]  # fmt: skip
 
 
 def _mask_line(layer: LayerAttention) -> Place | None:
