@@ -107,13 +107,17 @@ def explain_exceptions() -> Iterator[None]:
 
 def _functions() -> Iterator[str]:
     """Attributes of modules and classes whose code is in other files."""
+    seen = set[int]()  # ids of classes; most are attributes of many modules
     for name, module in list(sys.modules.items()):
         if name not in MODULES and not name.startswith(PREFIXES):
             continue
         for attribute, value in list(vars(module).items()):
             if id(value) not in _OWN and (place := _foreign_place(value)):
                 yield f"{name}.{attribute} is from {place}"
-            elif isinstance(value, type) and value.__module__.startswith(PACKAGES[:2]):
+            elif isinstance(value, type) and id(value) not in seen:
+                seen.add(id(value))
+                if not value.__module__.startswith(PACKAGES[:2]):
+                    continue
                 for inner, method in list(vars(value).items()):
                     if id(method) not in _OWN and (place := _foreign_place(method)):
                         yield f"{value.__module__}.{value.__qualname__}.{inner} is from {place}"
