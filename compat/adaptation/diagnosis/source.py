@@ -77,8 +77,8 @@ def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     """The line that calls a norm, rather than one inside the norm or a module around it alone."""
     frames, inputs = graph.places(norm.end), _module_paths(norm.start)
-    names = [n for p in (norm.scale, norm.shift) if p is not None for n in graph.parameter_names(p)]
-    own = {model.get_parameter(name).data_ptr() for name in names}
+    weights = [p for p in (norm.scale, norm.shift) if p is not None]
+    own = {value.data_ptr() for p in weights for value in graph.parameter_values(p)}
     called = False
     for path in _module_paths(norm.end):
         module = model.get_submodule(path)

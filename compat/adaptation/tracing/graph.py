@@ -217,6 +217,10 @@ class Graph:
         """The names of the parameters behind a placeholder."""
         return self.derived[node].names if node in self.derived else (self.names[node],)
 
+    def parameter_values(self, node: Node) -> tuple[Tensor, ...]:
+        """The values of the parameters behind a placeholder, in the model's memory."""
+        return self.derived[node].values if node in self.derived else (self.values[node],)
+
     def recompute_derived(self) -> None:
         """Compute the derived weights from the current values of the parameters."""
         for node, found in self.derived.items():

@@ -16,6 +16,7 @@ MUTATIONS = [
       "activation=F.gelu", "activation=F.gelu",
       ("nn.TransformerEncoderLayer(", "self.transformer(x,", "nn.TransformerEncoder(")),
     M("functional", "erf_gelu", "linear(gelu(", "linear(F.gelu(", "linear(F.gelu("),
+    M("stacked", "erf_gelu", ', approximate="tanh")', ")", "F.gelu("),
     # relu
     M("lecture", "relu", 'nn.GELU(approximate="tanh")', "nn.ReLU()", "nn.ReLU()",
       ("return self.net(x)",)),

@@ -73,6 +73,9 @@ MUTATIONS = [
       ("bias=qkv_bias", "self.att = MultiHeadAttention(", "keys = self.W_key(x)",
       "queries = self.W_query(x)", "values = self.W_value(x)")),
     M("vit_qkv", "no_qkv_bias", "qkv_bias=True", "qkv_bias=False", "qkv_bias=False", ("self.qkv",)),
+    M("stacked", "no_qkv_bias", " + self.qkv_bias[i]", "", "x @ self.qkv_weight[i]",
+      ("self.qkv_weight =",),
+      (("        self.qkv_bias = nn.Parameter(torch.zeros(layers, 3 * width))\n", ""),)),
     # no_proj_bias
     M("mingpt", "no_proj_bias", "self.proj = nn.Linear(n_embd, n_embd)",
       "self.proj = nn.Linear(n_embd, n_embd, bias=False)",

@@ -22,6 +22,8 @@ MUTATIONS = [
       ".sqrt() + self.cfg.ln_eps"),
     # eps_value
     M("nano", "eps_value", "self.bias, 1e-5)", "self.bias, 1e-3)", "1e-3"),
+    M("stacked", "eps_value", "x.shape[-1],), scale, shift)", "x.shape[-1],), scale, shift, 1e-3)",
+      "1e-3)"),
     M("hub_style", "eps_value", "layer_norm_eps=1e-5", "layer_norm_eps=1e-12",
       "layer_norm_eps=1e-12", ("eps=config.layer_norm_eps", "self.layernorm_before(hidden_states)",
       "self.layernorm_after(hidden_states)", "self.final_layernorm(hidden_states)")),

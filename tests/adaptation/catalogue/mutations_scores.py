@@ -12,6 +12,8 @@ MUTATIONS = [
     M("vit_qkv", "no_attn_scale", "        q = q * self.scale\n", "",
       "attn = q @ k.transpose(-2, -1)"),
     M("nano", "no_attn_scale", "is_causal=True)", "is_causal=True, scale=1.0)", "scale=1.0"),
+    M("stacked", "no_attn_scale", "is_causal=True", "is_causal=True, scale=1.0", "F.scaled_dot",
+      ("scale=1.0",)),
     M("tf_port", "no_attn_scale", "n_head, scale=True)", "n_head, scale=False)", "scale=False",
       ("w = torch.matmul(q, k)", "if self.scale:", "self.scale = scale")),
     M("conv_proj", "no_attn_scale", "q / self.k_channels**0.5", "q", "scores = torch.matmul(q, k"),

@@ -81,6 +81,8 @@ MUTATIONS = [
     # no_final_ln
     M("nano", "no_final_ln", "        x = self.transformer.ln_f(x)\n", "", None,
       ("logits = self.lm_head(x)", "ln_f=")),
+    M("stacked", "no_final_ln", "self.norm(x, self.norm_scale, self.norm_shift)", "x",
+      "F.linear(x, self.embed)"),
     M("vkq_fused", "no_final_ln", "return self.norm(x) @", "return x @",
       "return x @ self.embed.weight.T",
       more=(("        self.norm = nn.LayerNorm(args.d_model, eps=1e-5)\n", ""),)),
@@ -120,6 +122,8 @@ MUTATIONS = [
       "self.post_attention_layernorm(hidden_states)",
       "self.post_attention_layernorm(hidden_states)", ("return residual + ",)),
     # missing_residual
+    M("stacked", "missing_residual", "x = x + self.attend(", "x = self.attend(",
+      "x = self.attend("),
     M("mingpt", "missing_residual", "x = x + self.mlp(self.ln2(x))", "x = self.mlp(self.ln2(x))",
       "x = self.mlp(self.ln2(x))"),
     M("hub_style", "missing_residual",
