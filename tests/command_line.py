@@ -18,6 +18,7 @@ from compat.cli import main
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
+subprocess_run = subprocess.run
 
 
 class Outcome(NamedTuple):
@@ -48,10 +49,24 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
 
 def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME.py as a program, in a fork of this process; its output has to be UTF-8."""
-    program = [str(ROOT / f"scripts/{name}.py"), *map(str, argv)]
     env = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    return forked([str(ROOT / f"scripts/{name}.py"), *map(str, argv)], env)
+
+
+def forked(program: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a Python file with arguments in a fork of this process."""
     ended = Forked(as_program, program, "utf-8", env=env, of_tests=True).wait(300)
     return subprocess.CompletedProcess(program, ended.code, ended.out, ended.err)
+
+
+def run_forked(command: list[str], **how: Any) -> subprocess.CompletedProcess[Any]:
+    """Take the place of `subprocess.run`, and fork for the Python files that a script starts."""
+    if command[0] != sys.executable:
+        return subprocess_run(command, **how)
+    done = forked(command[1:], how.get("env") or dict(os.environ))
+    if not how.get("capture_output"):
+        sys.stderr.write(done.stderr)
+    return done
 
 
 def as_program(argv: list[str], encoding: str) -> None:

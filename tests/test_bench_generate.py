@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.command_line import ROOT, script
+from tests.command_line import ROOT, run_forked, script
 
 PEERS = "transformers float32,engine float32,engine float32+lookup"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,7 +22,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """One quick run: its JSON and its drawing."""
     drawing = tmp_path_factory.mktemp("bench") / "bars.svg"
     arguments = ("--shapes", "demo", "--quick", "--json", "--peers", PEERS, "--plot", drawing)
-    done = script("bench", "generate", *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.run", run_forked)
+        done = script("bench", "generate", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), drawing
 

@@ -19,7 +19,7 @@ from compat.errors import collapse_layers
 from compat.tap import Tap
 from compat.user_models import load_target
 from tests.adapt_project import ERF_LINE, ERF_SOURCE, GPT, line_of, notebook, write_project
-from tests.command_line import Cli, script
+from tests.command_line import Cli, run_forked, script
 from tests.conftest import State, Write
 
 
@@ -206,7 +206,8 @@ def test_the_script_is_the_command(tiny: Path, tmp_path: Path) -> None:
     assert f"erf.py:{ERF_LINE}" in done.stdout
 
 
-def test_the_benchmark_times_every_stage() -> None:
+def test_the_benchmark_times_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", run_forked)
     done = script("bench", "adapt", "--model", "demo", "--runs", "1", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr, found["runs"]) == (0, "", 1)

@@ -19,6 +19,7 @@ from compat.cli.generate import DEFAULT_NEW_TOKENS
 from compat.generation import text
 from tests.adapt_project import write_project
 from tests.command_line import ROOT, Cli
+from tests.command_line import script as run_script
 
 each_command = pytest.mark.parametrize("command", COMMANDS)
 HEAVY = {"torch", "numpy", "transformers", "tiktoken", "huggingface_hub", "safetensors", "jinja2"}
@@ -95,7 +96,7 @@ def test_help_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: 
 
 @pytest.mark.parametrize("script", ["bench", "finetune", "fuzz", "train_demo"])
 def test_scripts_of_their_own_have_help(script: str) -> None:
-    done = python(f"scripts/{script}.py", "-h")
+    done = run_script(script, "-h")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.lstrip().lower().startswith(f"usage: {script}.py")
 
