@@ -55,7 +55,7 @@ _PATTERNS = {
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
-    "d_inner": rf".*{_MLP}({_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid"
+    "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward){_SIZE}|(d|dim)(pf|fc|ffnn)", "n_embd":
     rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|channel){_SIZE}"
@@ -81,7 +81,7 @@ _WINDOW = re.compile(r"window(size)?")
 _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
 # The possible roles of names of one letter.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
-    "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop"
+    "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop", "s": "n_positions"
 }  # fmt: skip
 # Values for arguments that do not affect the logits.
 _NEUTRAL: dict[str, Any] = {
@@ -147,8 +147,11 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in beside}
             return second if first in roles else first
     if short in _LETTERS:
+        role, letters = _LETTERS[short], {plain(other) for other in among}
+        if short == "n" and "l" in letters:  # the layers
+            role = "n_positions" if "h" in letters else "n_head"
         longer = {role_of(other) for other in among if len(plain(other)) > 1}
-        return None if _LETTERS[short] in longer else _LETTERS[short]
+        return None if role in longer else role
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _FIELDS.get(short)
 

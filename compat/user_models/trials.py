@@ -35,9 +35,9 @@ MOST_SECONDS = 30  # of one search
 MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
 OTHER_VOCABULARY = 1e8  # added to that of a model with a vocabulary of its own
-# Sizes for trials, all different. Some code has heads of 64 channels.
+# Sizes for trials, all different, and rare as defaults. Some code has heads of 64 channels.
 SMALL = GPT2Config(
-    vocab_size=89, n_positions=24, n_embd=128, n_layer=3, n_head=2, resid_pdrop=0.0,
+    vocab_size=89, n_positions=24, n_embd=192, n_layer=5, n_head=3, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
 SIZE_ROLES = (
@@ -136,7 +136,8 @@ def unnamed(
     """Roles for integers whose names have none, as in code in another language.
 
     Each gets a role that no other name has, if that fits the number of parameters better, or, of a
-    model that cannot be built otherwise, exactly.
+    model that cannot be built otherwise, exactly. The only such name gets the only role that is
+    left if the model can be built so.
 
     Args:
         run: builds and calls the user's model.
@@ -157,7 +158,9 @@ def unnamed(
         dict(zip(some, map(_of_role, order), strict=True))
         for some, order in product(permutations(names, count), combinations(roles, count))
     )
-    most = 1.0 if first is None else first / MUCH_BETTER
+    most = first / MUCH_BETTER if first is not None else 1.0
+    if first is None and len(names) == len(roles) == 1:
+        most = OTHER_VOCABULARY
     best, _ = _best(run, config, chosen, assigned, most)
     return best
 

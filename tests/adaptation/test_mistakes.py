@@ -603,6 +603,17 @@ def test_a_mask_that_multiplies_the_scores(tiny: Path, tmp_path: Path) -> None:
     assert "set to 0," in found.message and "scores * (1 - " in (found.source_line or "")
 
 
+@pytest.mark.parametrize("end", ["", "tanh"])
+def test_residual_sums_that_are_changed(tiny: Path, tmp_path: Path, end: str) -> None:
+    """Also by a single operation."""
+    line = "        x = x + shortcut\n"
+    divided, other = "        x = (x + shortcut) / 2\n", "        x = torch.tanh(x + shortcut)\n"
+    adaptation = adapted(tiny, tmp_path, [(line, other if end else divided)])
+    [found] = adaptation.deviations
+    assert found.code == ("unexplained" if end else "residual_weights")
+    assert found.evidence.startswith("confirmed")
+
+
 def test_one_norm_for_attention_and_the_mlp_in_parallel(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (BLOCK, "    def forward(self, x):\n        h = self.norm1(x)\n"
@@ -888,6 +899,18 @@ class Dense(nn.Module):
 
 
 class FeedForward("""
+GATE = """
+class Gate(nn.Module):
+    def __init__(self, n, m):
+        super().__init__()
+        self.both = nn.Linear(n, 2 * m)
+
+    def forward(self, x):
+        a, b = self.both(x).chunk(2, -1)
+        return F.silu(a) * b
+
+
+class FeedForward("""
 WRAPPED_NORM = """
 class Norm(nn.Module):
     def __init__(self, dim):
@@ -1012,6 +1035,33 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         [("x = self.ff(x)", "x = self.att(x)  # again")],
         "shared_parameters",
         ["# again"],
+    ),
+    "keys and values of several heads": (
+        [
+            ("self.W_key = nn.Linear(dim, dim)", "self.W_key = nn.Linear(dim, self.head_dim)"),
+            ("self.W_value = nn.Linear(dim, dim)", "self.W_value = nn.Linear(dim, self.head_dim)"),
+            ("keys = keys.view(B, T, self.heads, self.head_dim).tr", "keys = keys[:, None]  # .tr"),
+            (
+                "values = values.view(B, T, self.heads, self.head_dim).tr",
+                "values = values[:, None]  # .tr",
+            ),
+        ],
+        "grouped_query_attention",
+        ["keys = self.W_key(x)", "self.W_key = nn.Linear"],
+    ),
+    "sums that are divided": (
+        [("        x = x + shortcut\n", "        x = (x + shortcut) / 2\n")],
+        "residual_weights",
+        ["(x + shortcut) / 2"],
+    ),
+    "an own linear layer around the gate": (
+        [
+            ("class FeedForward(", GATE.lstrip()),
+            ("nn.Linear(dim, 4 * dim)", "Gate(dim, 4 * dim)"),
+            (GELU, "self.up(x)"),
+        ],
+        "gated_mlp",
+        ["F.silu(a) * b"],
     ),
     "inner width of a layer": (
         [("4 * dim", "3 * dim")],

@@ -306,6 +306,10 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["norm_layer", "n_layer"], [None, "n_layer"]),
         (["n_block", "n_embd"], ["n_layer", "n_embd"]),
         (["n_block", "n_layer"], ["n_positions", "n_layer"]),
+        (["V", "S", "E", "N", "L"], ["vocab_size", "n_positions", "n_embd", "n_head", "n_layer"]),
+        (["N", "H"], ["n_layer", "n_head"]),
+        (["N", "H", "L"], ["n_positions", "n_head", "n_layer"]),
+        (["encoder_ffn_embed_dim", "encoder_embed_dim"], ["d_inner", "n_embd"]),
         (
             ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
             ["d_inner", "d_inner", None, None, None],

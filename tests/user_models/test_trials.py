@@ -156,6 +156,22 @@ def test_sizes_whose_names_are_in_another_language(tmp_path: Path, arguments: st
     assert len(model.blocks) == 3  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("more", ["nn.Identity()", "nn.Linear(width, width)"])
+def test_the_only_size_without_a_role_gets_the_only_role_that_is_left(
+    tmp_path: Path, more: str
+) -> None:
+    """128 is a usual default, with which heads of three cannot be built, unlike a model of 24."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace("self, cfg)", "self, vocab, context, heads, depth, big=128)")
+    source = source.replace("self.cfg, width = cfg,", f"width = big\n        self.more = {more}\n"
+                            "        assert width % heads == 0\n        unused =")  # fmt: skip
+    own = {"vocab_size": "vocab", "block_size": "context", "n_layer": "depth", "WIDTH": "big"}
+    for name, size in own.items():
+        source = source.replace(f"cfg.{name}", size)
+    model = construct(load_target(written(tmp_path, "", "4 * width", source)), CONFIG)
+    assert model.tok.weight.shape == (97, 24)  # type: ignore[union-attr]
+
+
 HEADS = """
 import torch
 from torch import nn

@@ -394,12 +394,17 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.kv_heads:
         return None
     place = source.running(layer.graph, [layer.core.k.node]) or layer.scores_line
+    keys = layer.graph.between([layer.core.k.node], [layer.layer.x1])
+    projections = [n for n in layer.layer.qkv if n in keys]
+    weights = layer.graph.parameters_between(projections, [layer.layer.x1])
+    lines = [place, source.running(layer.graph, projections)]
+    lines += [source.built(layer.context.model, layer.graph.names[n]) for n in weights[:1]]
     values = {
         "found": layer.attention.kv_heads,
         "n_head": layer.attention.q.index.shape[1],
         "n_embd": layer.context.config.n_embd,
     }
-    return Deviation(f"h.{layer.i}.q", place, values)
+    return Deviation(f"h.{layer.i}.q", place, values, lines=lines)
 
 
 @deviation(

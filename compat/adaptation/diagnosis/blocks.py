@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -373,6 +374,29 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(first, lines[0], values, changes, lines=lines)
 
 
+@detects("residual_weights")
+def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Sums that are multiplied by a number, as in `x = (x + branch(x)) / 2`."""
+    graph, found = context.graph, dict[str, tuple[float, Node]]()
+    shortcuts = {
+        f"h.{i}.ln_{number}": total.shortcut for i, layer in context.layers
+        for number, total in ((1, layer.attn_sum), (2, layer.mlp_sum))
+    }  # fmt: skip
+    for start, end, after, _, before in _connections(context):
+        shortcut = shortcuts.get(before, end)
+        if after != "embed" and shortcut is not None and before in ("ln_f", *shortcuts):
+            factor = _factor(context, start, end)
+            scaled = [n for n in graph.between([end], [start]) if kind(n) in ("mul", "div")]
+            if factor and scaled and end in graph.ancestors[shortcut] | {shortcut}:
+                found[after] = factor, scaled[0]
+    if found:
+        factor, _ = next(iter(found.values()))
+        changes = Changes(stream={tap: partial(torch.mul, f) for tap, (f, _) in found.items()})
+        lines = [graph.place(node) for _, node in found.values()]
+        values = {"found": f"{factor:.6g}", "branch": f"{factor:.6g}"}
+        yield Deviation(next(iter(found)), lines[0], values, changes, lines=lines)
+
+
 @detects("random_parameters")
 def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
     """Parameters by which branches are multiplied, as with LayerScale."""
@@ -472,8 +496,8 @@ def _operations(
         n for n in graph.between([end], [start])
         if n in graph.live and start in graph.ancestors[n] and kind(n) not in MOVES | {"getitem"}
     ]  # fmt: skip
-    if not nodes or (len(nodes) == 1 and len({*tensor_inputs(nodes[0])}) == 1):
-        return None  # nothing, or a tensor that is added to itself
+    if not nodes or _factor(context, start, end) is not None:
+        return None  # nothing, scaled_sums, or doubled_residual
     if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):
         return None  # extra_projection, or cross_attention
     if any(kind(n) in SHIFTS for n in nodes) and shifted_tokens(

@@ -69,8 +69,10 @@ def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """The line that calls a user's own linear layer, rather than the one inside it."""
     paths = _module_paths(node)
     module = model.get_submodule(paths[0]) if paths else model
-    if _is_users(module) and sum(p.ndim > 1 for p in module.parameters()) == 1:
-        return module_call(graph, model, node)
+    own = [p for p in module._parameters.values() if p is not None]
+    if _is_users(module) and len(list(module.parameters())) == len(own):
+        if sum(p.ndim > 1 for p in own) == 1:
+            return module_call(graph, model, node)
     return graph.place(node)
 
 
