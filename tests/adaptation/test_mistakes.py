@@ -156,6 +156,11 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "no_mask",
         "scores.masked_fill(",
     ),
+    "a misspelled result": (
+        [("return self.out_proj(out)", "ouput = self.out_proj(out)\n        return out")],
+        "no_out_proj",
+        "ouput = self.out_proj(",
+    ),
     "masked scores of 0": ([('float("-inf")', "0.0")], "mask_value", "masked_fill("),
     "masked scores of 1e-9": ([('float("-inf")', "1e-9")], "mask_value", "masked_fill("),
     "padding hidden by its id": (

@@ -235,9 +235,19 @@ def _missing(code: str) -> Detector:
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
             place = source.running(context.graph, [end])
+        lines, message = [place], ""
+        if code == "no_out_proj" and place is not None:
+            modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
+            if unused := source.unused_result(place, modules):
+                lines = [unused, place]
+                message = (
+                    "the result of this module is not used, so attention has no output "
+                    "projection, but the checkpoint has {tensors}"
+                )
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
-        yield Deviation(_first_tap(tensors[0]), place, values, changes)
+        tap = _first_tap(tensors[0])
+        yield Deviation(tap, lines[0], values, changes, lines=lines, message=message)
 
     return detect
 

@@ -698,7 +698,7 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
     if not formula.allowed.all():
         return None
     found = layer.deviation(layer.softmax_line)
-    unused = found.place and source.unused_result(found.place, "masked_fill")
+    unused = found.place and source.unused_result(found.place, {"masked_fill"})
     if unused is None:
         return found
     message = (

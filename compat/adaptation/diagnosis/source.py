@@ -6,7 +6,7 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 
@@ -342,8 +342,12 @@ def matching(model: nn.Module, pattern: str) -> Place | None:
     return next((line for line in lines if re.search(pattern, line.text)), None)
 
 
-def unused_result(place: Place, method: str) -> Place | None:
-    """The statement that calls a method and drops its result, in the function with a line."""
+def unused_result(place: Place, methods: Collection[str]) -> Place | None:
+    """The statement that calls one of these methods or modules and whose result nothing reads.
+
+    It is in the function with the line `place`. The result may have a name that is not used, as
+    where it is misspelled.
+    """
     with suppress(SyntaxError):
         tree = ast.parse("".join(linecache.getlines(place.file)))
         for function in ast.walk(tree):
@@ -351,9 +355,15 @@ def unused_result(place: Place, method: str) -> Place | None:
                 continue
             if not function.lineno <= place.line <= (function.end_lineno or 0):
                 continue
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
             for node in ast.walk(function):
                 match node:
-                    case ast.Expr(ast.Call(ast.Attribute(attr=attr))) if attr == method:
+                    case ast.Expr(ast.Call(ast.Attribute(attr=attr))) if attr in methods:
+                        return Place(place.file, node.lineno)
+                    case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr=attr))) if (
+                        attr in methods and name not in read
+                    ):
                         return Place(place.file, node.lineno)
     return None
 
