@@ -135,7 +135,7 @@ def takes_hidden_states(module: nn.Module, config: GPT2Config) -> bool:
 
 
 def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> Adaptation:
-    """The adaptation of the whole model as that of the part, with the part's own names."""
+    """The adaptation of the whole model as that of the part `name`, with the part's own names."""
 
     def own(text: str) -> str:
         return text.replace(prefix, "")
@@ -154,9 +154,13 @@ def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> 
         also = [line for line in found.also if is_users(line.rpartition(":")[0])]
         message = own(found.message).removesuffix(only)
         findings.append(replace(found, message=message, evidence=own(found.evidence), also=also))
+    parity = adaptation.parity
+    if parity is not None:
+        parity = replace(parity, model_name=f"GPT-2 with {type(part).__name__} as {name}")
     return replace(
         adaptation,
         model=type(part).__name__,
+        parity=parity,
         tensors=len(rows) + len(adaptation.unmatched),
         name_map=NameMap(tuple(rows), tuple(zeros)),
         findings=findings,

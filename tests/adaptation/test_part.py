@@ -99,6 +99,7 @@ def test_a_part_is_loaded_and_proved(tiny: Path, part: str) -> None:
     assert adaptation and not adaptation.findings
     checkpoint = open_checkpoint(tiny)
     stored = {name for name in checkpoint.infos if name.startswith(f"{part}.")}
+    assert f"GPT-2 with {type(module).__name__} as {part} computes" in str(adaptation.parity)
     assert {row.hf for row in adaptation.name_map.rows} == stored
     assert adaptation.tensors == len(stored)
     loaded = {name for row in adaptation.name_map.rows for name in row.ours}
