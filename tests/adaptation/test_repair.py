@@ -489,6 +489,26 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["dropout_always_on"],
         "x = (drop_path(self.att(x), 0.1) if self.training else self.att(x))",
     ),
+    "one residual around both branches": (
+        [(BLOCK, "        return x + self.ff(self.norm2(self.att(self.norm1(x))))\n")],
+        ["missing_residual"],
+        "        x = x + self.att(self.norm1(x))\n        return x + self.ff(self.norm2(x))\n",
+    ),
+    "a mask that multiplies the scores": (
+        [('scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))',
+          "scores * (1 - self.mask[:T, :T])")],
+        ["mask_value"],
+        "scores.masked_fill((1 - self.mask[:T, :T]) == 0, ",
+    ),
+    "norms of q and k with a short name": (
+        [("        self.drop = ",
+          "        self.q_ln = nn.LayerNorm(dim // heads, elementwise_affine=False)\n"
+          "        self.drop = "),
+         ("        scores = queries",
+          "        queries, keys = self.q_ln(queries), self.q_ln(keys)\n        scores = queries")],
+        ["qk_norm"],
+        "transpose(1, 2)\n        scores = queries",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],
@@ -620,6 +640,19 @@ def test_a_notebook_with_magics_that_defines_a_class_twice(
     assert {finding.file for finding in search.present.deviations} == {f"{path}#cell-3"}
     found = search.run()
     assert found is not None and found.texts == {f"{path}#cell-3": f"!pip install torch\n{GPT}"}
+
+
+def test_a_new_module_is_built_from_a_size_in_another_cell(
+    tmp_path: Path, small: Checkpoint
+) -> None:
+    model = BOOK.replace("emb_dim, n_heads, n_layers):", "n_heads, n_layers):")
+    model = model.replace("emb_dim", "n_embd").replace("x = self.final_norm(x)", "pass")
+    model = model.replace("        self.final_norm = LayerNorm(n_embd)\n", "")
+    path = tmp_path / "book.ipynb"
+    path.write_text(notebook("n_embd = 32", model))
+    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    assert found is not None and found.fixed == ["no_final_ln"]
+    assert "LayerNorm(n_embd)\n" in found.texts[f"{path}#cell-2"]
 
 
 def test_nothing_is_written_if_a_file_has_changed_or_cannot_be_written(tmp_path: Path) -> None:

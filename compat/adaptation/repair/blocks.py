@@ -522,8 +522,9 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
     local = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)
              and isinstance(node.ctx, ast.Store)}  # fmt: skip
-    known |= local | {s.name for s in site.source.tree.body if isinstance(s, ast.ClassDef)}
-    known |= {t.id for s in site.source.tree.body if isinstance(s, ast.Assign)
+    module = [statement for source in _same_module(site) for statement in source.tree.body]
+    known |= local | {s.name for s in module if isinstance(s, ast.ClassDef)}
+    known |= {t.id for s in module if isinstance(s, ast.Assign)
               for t in s.targets if isinstance(t, ast.Name)}  # fmt: skip
     own = {n.attr for n in ast.walk(init) if isinstance(n, ast.Attribute)
            and isinstance(n.ctx, ast.Store)}  # fmt: skip
@@ -551,6 +552,12 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
                 if new not in seen:
                     seen.add(new)
                     yield new
+
+
+def _same_module(site: Site) -> list[Source]:
+    """The source of the finding's line, and the other cells if it is one of a notebook."""
+    own = str(site.finding.file).partition("#")[0]
+    return [source for file, source in site.sources.items() if file.partition("#")[0] == own]
 
 
 @fixes("no_final_ln")
@@ -770,6 +777,19 @@ def residual_wrapper(site: Site) -> Iterator[Edits]:
             inside = isinstance(above, ast.Call) and called(above) == wrapper.name
             if called(call) in names and not inside:
                 yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
+
+
+@fixes("missing_residual")
+def residual_inside(site: Site) -> Iterator[Edits]:
+    """Add the result of a branch whose call is an argument of the next: `x + mlp(attn(x))`."""
+    source, statement = site.source, site.statement
+    for residual in _residuals(source, statement):
+        name = residual.stream.id
+        for outer in source.nodes(ast.Call, residual.sum):
+            for inner in outer.args:
+                if isinstance(inner, ast.Call) and _loads(source, inner, name):
+                    new = f"{name} = {name} + {source.code(inner)}"
+                    yield [source.insert_before(statement, new), source.replace(inner, name)]
 
 
 @fixes("missing_residual")

@@ -46,6 +46,24 @@ def minus_inf_value(site: Site) -> Iterator[Edits]:
             for value in reversed(call.args):
                 if is_number(site, value):
                     yield [site.source.replace(value, minus_inf(site.source))]
+    yield from _filled_products(site)
+
+
+def _filled_products(site: Site) -> Iterator[Edits]:
+    """Fill the scores where the mask, by which they are multiplied, is 0."""
+    source, statement = site.source, site.statement
+
+    def filled(scores: ast.expr, mask: ast.expr) -> str:
+        condition, value = f"{source.operand(mask)} == 0", minus_inf(source)
+        return f"{source.operand(scores)}.masked_fill({condition}, {value})"
+
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
+        new = filled(statement.target, statement.value)
+        yield [source.replace(statement, f"{source.code(statement.target)} = {new}")]
+    for node in source.nodes(ast.BinOp, statement):
+        if isinstance(node.op, ast.Mult):
+            yield [source.replace(node, filled(node.left, node.right))]
+            yield [source.replace(node, filled(node.right, node.left))]
 
 
 @fixes("id_condition")

@@ -23,6 +23,8 @@ DECODER = "TransformerDecoder"
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
 # Options that name a part of another architecture, and what their names may be for GPT-2's.
 OTHER_OPTION = re.compile("glu|gate|rope|rotary|alibi|rms|sinus")
+# Names of norms of q and k.
+NORM = re.compile(r"norm|(?<![a-z])ln|ln$")
 USUAL_OPTIONS = ("gelu", "learned", "layernorm")
 
 
@@ -184,14 +186,14 @@ def without_normalization(site: Site) -> Iterator[Edits]:
     yield [
         site.source.replace(call, site.source.code(call.args[0]))
         for call in site.source.nodes(ast.Call, site.function or site.statement)
-        if call.args and "norm" in called(call).lower()
+        if call.args and NORM.search(called(call).lower())
     ]
 
 
 def _normalizes(value: ast.expr) -> bool:
     """Whether a value, or every item of a tuple, is a call of something named like a norm."""
     items = value.elts if isinstance(value, ast.Tuple) else [value]
-    return all(isinstance(item, ast.Call) and "norm" in called(item).lower() for item in items)
+    return all(isinstance(item, ast.Call) and NORM.search(called(item).lower()) for item in items)
 
 
 @fixes("gated_mlp", "rope", "no_pos", "rmsnorm")
