@@ -608,6 +608,26 @@ def test_a_mask_that_multiplies_the_scores(tiny: Path, tmp_path: Path) -> None:
     assert "set to 0," in found.message and "scores * (1 - " in (found.source_line or "")
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        "torch.stack([x[..., 0::2] + t, x[..., 1::2] - t], dim=-1).flatten(-2)",
+        "torch.cat([y + t for y in x.chunk(2, dim=-1)], dim=-1)",
+        "torch.stack([y + t for y in x.unflatten(-1, (-1, 2)).unbind(-1)], dim=-1).flatten(-2)",
+    ],
+)
+def test_fixed_positions_that_are_added_to_parts_of_the_channels(
+    tiny: Path, tmp_path: Path, added: str
+) -> None:
+    edits = [
+        (" + self.pos_emb(torch.arange(T, device=ids.device))\n",
+         f"\n        t = torch.sin(torch.arange(T))[:, None]\n        x = {added}\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert [f.code for f in adaptation.deviations] == ["sinusoidal_pos"]
+    assert only(adaptation, "sinusoidal_pos").evidence.startswith("confirmed")
+
+
 @pytest.mark.parametrize("end", ["", "tanh"])
 def test_residual_sums_that_are_changed(tiny: Path, tmp_path: Path, end: str) -> None:
     """Also by a single operation."""

@@ -33,6 +33,13 @@ from compat.errors import AdaptError
 ACTIVATIONS = frozenset("gelu relu silu leaky_relu elu selu tanh sigmoid softplus mish".split())
 
 
+# Operations between the token embedding and the residual stream, such as positions that are added
+# to every other channel.
+EMBEDDINGS = SHIFTS | frozenset(
+    "add mul div sub rsub where masked_fill stack unbind split chunk split_with_sizes".split()
+)
+
+
 class UnknownPart(AdaptError):
     """A part whose structure compat does not know.
 
@@ -498,14 +505,15 @@ class _Dissection:
             node = min(users, key=self.graph.order.__getitem__)
             if not self._continues_embedding(node, set(tables)):
                 break
-            embed = node if len(users) == 1 else embed
+            if len(users) == 1 and prod(size(node)) == prod(size(embed)):
+                embed = node
             users = users - {node} | {*live_users(self.graph, node)}
         return tables[0], embed
 
     def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
         if kind(user) in MOVES or kind(user) == "getitem":
             return True
-        if kind(user) not in SHIFTS | {"add", "mul", "div", "sub", "rsub", "where", "masked_fill"}:
+        if kind(user) not in EMBEDDINGS:
             return False
         return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
 
