@@ -464,7 +464,7 @@ def test_no_code_path_reads_or_writes_out_of_bounds(
         pytest.skip("not an x86-64")
     program, driver = str(tmp_path / "driver"), Path(__file__).with_name("native_driver.c")
     subprocess.run(
-        ["cc", "-O0", f"-march={machine}", "-fsanitize=address,undefined", "-Wall", "-Werror",
+        ["cc", "-Og", f"-march={machine}", "-fsanitize=address,undefined", "-Wall", "-Werror",
          "-Wno-unknown-pragmas", "-fno-sanitize-recover=all",
          *amx, f'-DNATIVE_C="{native_library.SOURCE}"', driver, "-o", program, "-lm"],
         check=True,
