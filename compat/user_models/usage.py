@@ -234,13 +234,15 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
             "." * node.level + (node.module or "") for node in tree_of(module).body
             if isinstance(node, ast.ImportFrom)
         ]  # fmt: skip
-        for name in names:
+        for name in dict.fromkeys(map(str, names)):
             with contextlib.suppress(ImportError):  # a relative name outside of a package
-                name = resolve_name(str(name), module.__package__)
-            other = sys.modules.get(str(name))
+                name = resolve_name(name, module.__package__)
+            other = sys.modules.get(name)
+            if other is None or other in found:
+                continue
             path = Path(str(getattr(other, "__file__", None) or "/"))
             near = folder in path.parents and "site-packages" not in path.parts
-            if other is not None and other not in found and (near or other.__name__ in SIBLINGS):
+            if near or other.__name__ in SIBLINGS:
                 found.append(other)
     return found
 
