@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from compat.config import GPT2Config
@@ -152,6 +153,12 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             role = "n_positions" if "h" in letters else "n_head"
         longer = {role_of(other) for other in among if len(plain(other)) > 1}
         return None if role in longer else role
+    return _only_role(short)
+
+
+@lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
+def _only_role(short: str) -> str | None:
+    """The role of a plain name that has at most one."""
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _FIELDS.get(short)
 

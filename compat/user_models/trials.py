@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import combinations, islice, permutations, product
+from threading import get_ident
 from time import process_time
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
@@ -31,6 +36,7 @@ Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
 MOST_SECONDS = 30  # of one search
+LARGEST = 16  # times the parameters of GPT-2 in the same sizes, in a model that is tried
 # How much nearer to GPT-2's number of parameters another meaning of a known name must come.
 MUCH_BETTER = 4
 UNCALLABLE = 1e9  # added to the distance of a model that cannot be called with ids
@@ -282,7 +288,8 @@ def _distance(
     """
     small = small_config(config)
     try:
-        model, works = run(small, arguments_with(chosen, small))
+        with _no_larger_than(LARGEST * max(_counts(small))):
+            model, works = run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         return None, error.names
     except ModuleNotFoundError:
@@ -295,6 +302,28 @@ def _distance(
     distance = min(abs(found - expected) for expected in counts)
     other = 0 if words == small.vocab_size else OTHER_VOCABULARY
     return distance + other + (0 if works else UNCALLABLE), []
+
+
+@contextmanager
+def _no_larger_than(most: int) -> Iterator[None]:
+    """Raise an exception in the constructor of a model with more parameters, in this thread.
+
+    A wrong value may be the number of layers, and building thousands of them takes gigabytes.
+    """
+    thread, total = get_ident(), 0
+
+    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal total
+        if parameter is not None and not is_lazy(parameter) and get_ident() == thread:
+            total += parameter.numel()
+            if total > most:
+                raise AdaptError(f"the model has more than {most} parameters")
+
+    hook = register_module_parameter_registration_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def vocabulary(model: nn.Module, config: GPT2Config) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, construct_with_call, load_target
+from compat.user_models.trials import _distance
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 # A GPT-2 by the number of its parameters; how the pieces are used does not matter here.
@@ -121,6 +125,21 @@ def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
     source = source.replace("range(cfg.n_layer)", "range(cfg.n_layer * cfg.sharing)")
     target = load_target(written(tmp_path, "n_embd", "4 * width", source))
     assert "cfg.sharing=1" in construct_with_call(target, CONFIG)[1]
+
+
+def test_a_model_that_is_far_too_large_is_not_built_to_its_end() -> None:
+    layers: list[nn.Module] = []
+
+    def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+        for _ in range(more["layers"]):
+            layers.append(nn.Linear(sizes.n_embd, 4 * sizes.n_embd))
+        return nn.ModuleList(layers), True
+
+    assert _distance(run, CONFIG, {"layers": lambda config: 1000}) == (None, [])
+    assert 50 < len(layers) < 1000
+    layers.clear()
+    distance, _ = _distance(run, CONFIG, {"layers": lambda config: 50})
+    assert distance is not None and len(layers) == 50
 
 
 @pytest.mark.parametrize("size", ["vector", "n_vectors"], ids=["one entry", "two entries"])
