@@ -628,6 +628,17 @@ def test_fixed_positions_that_are_added_to_parts_of_the_channels(
     assert only(adaptation, "sinusoidal_pos").evidence.startswith("confirmed")
 
 
+def test_fixed_positions_that_are_added_in_place(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (" + self.pos_emb(torch.arange(T, device=ids.device))\n",
+         ".clone()\n        t = torch.sin(torch.arange(T))[:, None]\n"
+         "        even = torch.arange(x.shape[-1]) % 2 == 0\n"
+         "        x[..., even] += t\n        x[..., ~even] -= t\n"),
+    ]  # fmt: skip
+    found = only(adapted(tiny, tmp_path, edits), "sinusoidal_pos")
+    assert found.evidence.startswith("confirmed") and "+= t" in (found.source_line or "")
+
+
 @pytest.mark.parametrize("end", ["", "tanh"])
 def test_residual_sums_that_are_changed(tiny: Path, tmp_path: Path, end: str) -> None:
     """Also by a single operation."""

@@ -36,7 +36,7 @@ ACTIVATIONS = frozenset("gelu relu silu leaky_relu elu selu tanh sigmoid softplu
 # Operations between the token embedding and the residual stream, such as positions that are added
 # to every other channel.
 EMBEDDINGS = SHIFTS | frozenset(
-    "add mul div sub rsub where masked_fill stack unbind split chunk split_with_sizes".split()
+    "add mul div sub rsub where masked_fill stack unbind split chunk split_with_sizes index".split()
 )
 
 
