@@ -60,9 +60,10 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
             must be zero is not, or PEFT or torchao replaced parameters.
     """
     model = as_module(model)
-    check_own_weights(model, all_parameters(model))
+    wholes = all_parameters(model)
+    check_own_weights(model, wholes)
     name_map = map_of(model, name_map)
-    parameters = sliced(all_parameters(model), names_of(name_map.rows))
+    parameters = sliced(wholes, names_of(name_map.rows))
     n_layer = name_map.count_layers(parameters)
     rows, zeros = name_map.expand(n_layer), name_map.expand_zeros(n_layer)
     check_names(model, rows, parameters, zeros)

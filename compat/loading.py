@@ -252,7 +252,8 @@ def fill(
             checkpoint has different tensors.
     """
     reshard(model)
-    parameters = sliced(all_parameters(model), names_of(rows))
+    wholes = all_parameters(model)
+    parameters = sliced(wholes, names_of(rows))
     divided = any(map(is_divided, parameters.values()))
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
@@ -299,17 +300,22 @@ def fill(
     for name in zeros:
         old = parameters[name]
         loaded[id(old)] = name, _convert(name, torch.zeros(local(old).shape), old, dtype, device)
-    for name, whole in all_parameters(model).items():
+    for name, whole in wholes.items():
         if name not in parameters:  # its slices are loaded
             slices = [parameters[f"{name}[{i}]"] for i in range(len(whole))]
             shares = [loaded.get(id(part), (name, part.detach()))[1] for part in slices]
             loaded[id(whole)] = name, torch.stack(shares)
+    _assign(model, {key: share for key, (_, share) in loaded.items()})
+
+
+def _assign(model: nn.Module, shares: Mapping[int, Tensor]) -> None:
+    """Give the parameters with these ids their values, and replace those on the meta device."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
-            if id(old) not in loaded:
+            if id(old) not in shares:
                 continue
-            _, share = loaded[id(old)]
+            share = shares[id(old)]
             if old.is_meta:
                 if id(old) not in made:
                     made[id(old)] = nn.Parameter(as_divided(share, old), old.requires_grad)

@@ -123,7 +123,7 @@ class NameMap:
         return n_layer
 
 
-def all_parameters(model: nn.Module) -> dict[str, Tensor]:
+def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model by name, each under all of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
@@ -138,17 +138,17 @@ def sliced(parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 
     Such a parameter is replaced by all of its slices along the first axis, which share its memory.
     """
-    parameters = dict(parameters)
+    found = dict(parameters)
     slices_named = (name for name in names if name not in parameters and name.endswith("]"))
     wholes = {name.rpartition("[")[0] for name in slices_named}
     patterns = [re.escape(name).replace(r"\{i\}", r"\d+") for name in wholes]
     slices: dict[int, list[Tensor]] = {}  # by the parameter's id, so that ties are kept
-    for name, parameter in list(parameters.items()):
+    for name, parameter in parameters.items():
         if parameter.ndim and any(re.fullmatch(pattern, name) for pattern in patterns):
             layers = slices.setdefault(id(parameter), [parameter[i] for i in range(len(parameter))])
-            del parameters[name]
-            parameters |= {f"{name}[{i}]": layer for i, layer in enumerate(layers)}
-    return parameters
+            del found[name]
+            found |= {f"{name}[{i}]": layer for i, layer in enumerate(layers)}
+    return found
 
 
 def as_name_map(name_map: object) -> NameMap:

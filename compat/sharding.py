@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from compat.checkpoint.files import allocate
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, described
-from compat.name_map import NameMap, as_name_map
+from compat.name_map import NameMap, all_parameters, as_name_map
 from compat.ops import views
 from compat.validation import as_module, check_names, is_dropped
 
@@ -83,7 +83,7 @@ def distribute(model: nn.Module, name_map: NameMap, mesh: DeviceMesh) -> None:
     model = as_module(model)
     name_map = as_name_map(name_map)
     check_mesh(mesh)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = all_parameters(model)
     n_layer = name_map.count_layers(parameters)
     check_names(model, name_map.expand(n_layer), parameters, name_map.expand_zeros(n_layer))
     config = getattr(model, "config", None)

@@ -28,6 +28,7 @@ from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Transformer
 from compat.dialects import DIALECTS, Model, conv1d, dialect_of, linear
 from compat.errors import GenerationError
+from compat.name_map import all_parameters
 from compat.ops import Transpose
 
 
@@ -68,7 +69,7 @@ def transformer_of(model: Model) -> Transformer:
     if dialect is None:
         raise TypeError(f"{type(model).__name__} is not a dialect's model")
     rows = {row.hf: row for row in dialect.name_map.expand(config.n_layer)}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = all_parameters(model)
 
     def read(name: str) -> list[Tensor]:
         row = rows[name]

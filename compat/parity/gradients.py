@@ -79,7 +79,7 @@ def prove_gradients(
         proof.error = exception_summary(error).rstrip(".")
         return proof
 
-    ours = {id(parameter): gradients.get(name) for name, parameter in parameters.items()}
+    ours = {id(parameter): gradients.pop(name, None) for name, parameter in parameters.items()}
 
     def theirs(exact: bool, work: torch.dtype = torch.float64) -> dict[int, Tensor | None]:
         last = reference.gradients(lambda x: next_token_loss(x[:, -positions:], ids), ids, exact)

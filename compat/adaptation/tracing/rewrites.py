@@ -8,7 +8,6 @@ one product, and terms that are zero are dropped.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -35,6 +34,12 @@ CUTS = frozenset("slice select index".split())
 SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
 WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second returns ‖v‖ too
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
+
+
+def _prune(graph: Graph) -> None:
+    """Erase what nothing reads any longer, after a change to the graph."""
+    drop_dead_code(graph.output.graph, graph.output)
+    graph.invalidate()
 
 
 def remove_output_softmax(graph: Graph) -> Node | None:
@@ -132,8 +137,7 @@ def drop_zero_terms(graph: Graph) -> bool:
                 dropped = True
                 break
     if dropped:
-        drop_dead_code(graph.output.graph, graph.output)
-        graph.invalidate()
+        _prune(graph)
     return dropped
 
 
@@ -157,8 +161,7 @@ def drop_low_rank_terms(graph: Graph) -> bool:
                 graph.output = kept if graph.output is node else graph.output
                 break
     if graph.low_rank:
-        drop_dead_code(graph.output.graph, graph.output)
-        graph.invalidate()
+        _prune(graph)
     return bool(graph.low_rank)
 
 
@@ -204,8 +207,7 @@ def merge_stacked_products(graph: Graph) -> bool:
         node.replace_all_uses_with(product)
         merged = True
     if merged:
-        drop_dead_code(graph.output.graph, graph.output)
-        graph.invalidate()
+        _prune(graph)
     return merged
 
 
@@ -249,8 +251,7 @@ def split_stacked_parameters(graph: Graph) -> None:
                 node.replace_all_uses_with(layer)
         stacked.append(parameter)
     if stacked:
-        drop_dead_code(graph.output.graph, graph.output)
-        graph.invalidate()
+        _prune(graph)
 
 
 def _slices(parameter: Node) -> dict[int, list[Node]]:
@@ -282,19 +283,17 @@ def add_biases_to_projections(graph: Graph) -> None:
             continue
         if prod(size(bias)) != size(node)[-1]:  # not one vector for all tokens
             continue
-        stream, branch = sorted(tensor_inputs(total), key=partial(_is_bare_projection, graph))
-        if stream not in graph.live or size(branch) != size(node):
-            continue
-        if _is_bare_projection(graph, stream) or not _is_bare_projection(graph, branch):
+        branches = [a for a in tensor_inputs(total) if _is_bare_projection(graph, a)]
+        streams = [a for a in live_inputs(graph, total) if a not in branches]
+        if len(branches) != 1 or len(streams) != 1 or size(branches[0]) != size(node):
             continue
         with node.graph.inserting_before(node):
-            with_bias = node.graph.call_function(aten.add.Tensor, (branch, bias))
+            with_bias = node.graph.call_function(aten.add.Tensor, (branches[0], bias))
         with_bias.meta = dict(node.meta)
-        node.args = (stream, with_bias)
+        node.args = (streams[0], with_bias)
         changed = True
     if changed:
-        drop_dead_code(graph.output.graph, graph.output)
-        graph.invalidate()
+        _prune(graph)
 
 
 def _is_sum(node: Node) -> bool:
