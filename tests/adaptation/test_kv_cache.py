@@ -171,7 +171,9 @@ def test_a_cache_that_raises_is_reported(tmp_path: Path, small: Checkpoint) -> N
 @pytest.mark.parametrize("kind", ["positions restart", "one too far", "one too few"])
 def test_a_cache_off_by_one_is_repaired(tmp_path: Path, small: Checkpoint, kind: str) -> None:
     text, old, new, _ = WRONG[kind]
-    repaired = Search(target(tmp_path, text.replace(old, new)), small, unsafe=False).run()
+    repaired = Search(
+        target(tmp_path, text.replace(old, new)), small, GPT2Config(), unsafe=False
+    ).run()
     assert repaired is not None and repaired.fixed == ["kv_cache"]
     [changed] = [line for line in repaired.diff.splitlines() if line.startswith("+ ")]
     assert changed.strip("+ ") in (START, START.replace("[2]", "[-2]"))
@@ -182,7 +184,7 @@ def test_positions_without_a_start_are_repaired(tmp_path: Path, small: Checkpoin
         "torch.arange(start, start + idx.shape[1], device=idx.device)",
         "torch.arange(idx.shape[1], device=idx.device)",
     )
-    repaired = Search(target(tmp_path, text), small, unsafe=False).run()
+    repaired = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
     assert repaired is not None
     new = "past = 0 if cache is None else cache[0][0].shape[-2]"
     assert f"+        {new}\n" in repaired.diff

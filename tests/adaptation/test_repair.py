@@ -62,7 +62,7 @@ def target_of(path: Path, style: str) -> Target:
 
 
 def searched(path: Path, style: str, small: Checkpoint) -> Repair:
-    found = Search(target_of(path, style), small, unsafe=False).run()
+    found = Search(target_of(path, style), small, GPT2Config(), unsafe=False).run()
     assert found is not None
     return found
 
@@ -334,7 +334,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     "weights that are scaled instead of the scores": (
         [(" / self.head_dim ** 0.5", ""),
          ("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=-1) / self.head_dim ** 0.5")],
-        ["scaled_probs"],
+        ["scaled_probs", "no_attn_scale"],
         "weights = torch.softmax(scores / (self.head_dim ** 0.5), dim=-1)",
     ),
     "torch's decoder, whose cross-attention reads the embedding": (
@@ -528,7 +528,7 @@ def test_a_deviation_in_another_form_is_repaired(
         text = text.replace(old, new)
     path = tmp_path / "gpt.py"
     path.write_text(text)
-    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.fixed == codes
     assert line in found.texts[str(path)]
 
@@ -543,7 +543,7 @@ def test_files_that_the_model_imports_are_edited_together(
     (tmp_path / "parts.py").write_text(f"import flags\n{attention}")
     path = tmp_path / "gpt.py"
     path.write_text(f"{head}from parts import *\n\n\nclass FeedForward({rest}")
-    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
 
 
@@ -576,7 +576,7 @@ def test_a_patch_from_python(tiny: Path, tmp_path: Path) -> None:
 def test_a_deviation_without_a_repair_gives_none(small: Checkpoint, tmp_path: Path) -> None:
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "rope"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
-    assert Search(target_of(path, "nano"), small, unsafe=False).run() is None
+    assert Search(target_of(path, "nano"), small, GPT2Config(), unsafe=False).run() is None
 
 
 # Text and files.
@@ -636,7 +636,7 @@ def test_a_notebook_with_magics_that_defines_a_class_twice(
     faulty = GPT.replace("3 * width)", "3 * width, bias=False)").replace(TANH, ERF)
     path = tmp_path / "book.ipynb"
     path.write_text(notebook("%%bash\nls", GPT, f"!pip install torch\n{faulty}"))
-    search = Search(Target(f"{path}:MyGPT"), small, unsafe=False)
+    search = Search(Target(f"{path}:MyGPT"), small, GPT2Config(), unsafe=False)
     assert {finding.file for finding in search.present.deviations} == {f"{path}#cell-3"}
     found = search.run()
     assert found is not None and found.texts == {f"{path}#cell-3": f"!pip install torch\n{GPT}"}
@@ -650,7 +650,7 @@ def test_a_new_module_is_built_from_a_size_in_another_cell(
     model = model.replace("        self.final_norm = LayerNorm(n_embd)\n", "")
     path = tmp_path / "book.ipynb"
     path.write_text(notebook("n_embd = 32", model))
-    found = Search(Target(f"{path}:GPT"), small, unsafe=False).run()
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.fixed == ["no_final_ln"]
     assert "LayerNorm(n_embd)\n" in found.texts[f"{path}#cell-2"]
 

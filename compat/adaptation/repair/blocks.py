@@ -250,7 +250,7 @@ def _post_norms(site: Site) -> Iterator[Edits]:
 def _site_at(site: Site, source: Source, statement: ast.stmt) -> Site:
     """The finding as if it were at another statement."""
     finding = replace(site.finding, file=source.file, line=statement.lineno)
-    return Site(finding, site.sources, site.config)
+    return replace(site, finding=finding)
 
 
 @fixes("post_ln")

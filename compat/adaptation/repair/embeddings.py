@@ -20,15 +20,7 @@ from compat.adaptation.repair.syntax import (
     name_of,
     parameters,
 )
-from compat.adaptation.repair.values import calls_of
-
-# Names of the number of positions in a constructor.
-POSITIONS = re.compile(
-    r"n_?positions|n_?ctx|block_?size|max_?(seq(uence)?_?)?(len(gth)?|t|position_embeddings|steps)"
-    r"|context(_?(len(gth)?|size|window))?|seq(uence)?_?len(gth)?|max_position_embeddings",
-    re.I,
-)
-
+from compat.adaptation.repair.values import calls_of, hyperparameters
 
 # Positions.
 
@@ -166,8 +158,9 @@ def added_positions(site: Site) -> Iterator[Edits]:
             if name not in read:
                 yield [_with_positions(site, lookup, f"{holder}.{name}", ids)]
         holder, table = token
-        length = _positions(source, init)
-        if length is not None and len(table.args) > 1:
+        for length in hyperparameters(site, source, init, "n_positions"):
+            if len(table.args) < 2:
+                continue
             kind, width = source.code(table.func), source.code(table.args[1])
             statement = next(s for s in init.body if table in set(ast.walk(s)))
             name = _position_name(getattr(lookup.func, "attr", ""))
@@ -292,7 +285,7 @@ def _looked_up(
     site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
 ) -> Iterator[Edits]:
     """A new embedding in place of a call that computes positions in `forward`."""
-    found = _new_embedding(source, init)
+    found = _new_embedding(site, source, init)
     if found is None:
         return
     embedding, statement = found
@@ -312,15 +305,17 @@ def _looked_up(
             yield [new, source.replace(call, f"self.pos_emb({positions})")]
 
 
-def _new_embedding(source: Source, init: ast.FunctionDef) -> tuple[str, ast.stmt] | None:
+def _new_embedding(
+    site: Site, source: Source, init: ast.FunctionDef
+) -> tuple[str, ast.stmt] | None:
     """The code of a position embedding like the token embedding, and that one's statement."""
     tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
-    length = _positions(source, init)
-    if not tables or length is None or len(tables[0].args) < 2:
+    lengths = hyperparameters(site, source, init, "n_positions")
+    if not tables or not lengths or len(tables[0].args) < 2:
         return None
     kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
     statement = next(s for s in init.body if tables[0] in set(ast.walk(s)))
-    return f"{kind}({length}, {width})", statement
+    return f"{kind}({lengths[0]}, {width})", statement
 
 
 @fixes("sinusoidal_pos")
@@ -342,7 +337,7 @@ def _embedding_built(
     site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
 ) -> Iterator[Edits]:
     """Build an embedding instead of a module, and look positions up where the module is called."""
-    found = _new_embedding(source, init)
+    found = _new_embedding(site, source, init)
     if found is None:
         return
     new = source.replace(built, found[0])
@@ -393,34 +388,6 @@ def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]
                     found[key or target.attr] = (holder, call)
                 break
     return found
-
-
-def _positions(source: Source, init: ast.FunctionDef) -> str | None:
-    """How a constructor can write the number of positions."""
-    names = [a.arg for a in parameters(init) if a.arg != "self"]
-    for name in names:
-        if POSITIONS.fullmatch(name):
-            return name
-    for owner in names:  # config.block_size, if the file mentions it
-        for node in source.nodes(ast.Attribute):
-            of_owner = isinstance(node.value, ast.Name) and node.value.id in (
-                owner,
-                "config",
-                "self",
-            )
-            if of_owner and POSITIONS.fullmatch(node.attr):
-                return f"{owner}.{node.attr}"
-        for item in source.nodes(ast.AnnAssign):
-            if isinstance(item.target, ast.Name) and POSITIONS.fullmatch(item.target.id):
-                return f"{owner}.{item.target.id}"
-        for key in source.nodes(ast.Constant):
-            if isinstance(key.value, str) and POSITIONS.fullmatch(key.value):
-                return f"{owner}[{source.code(key)}]"
-    numbers = [node for node in source.tree.body if isinstance(node, ast.Assign)]
-    named = [
-        target.id for node in numbers for target in node.targets if isinstance(target, ast.Name)
-    ]
-    return next((name for name in named if POSITIONS.fullmatch(name)), None)
 
 
 def _position_name(token: str) -> str:

@@ -49,12 +49,14 @@ class Site:
     Args:
         finding: with a file and a line.
         sources: the files of the user's model, by the names that findings use.
-        config: of the checkpoint.
+        config: of the checkpoint that edits are tried on, which may be a small one.
+        user_config: of the user's checkpoint.
     """
 
     finding: Finding
     sources: Mapping[str, Source]
     config: GPT2Config
+    user_config: GPT2Config
 
     @property
     def source(self) -> Source:
@@ -99,7 +101,7 @@ class Site:
             file, _, line = place.rpartition(":")
             if file in self.sources:
                 other = replace(self.finding, file=file, line=int(line))
-                found.append(Site(other, self.sources, self.config))
+                found.append(replace(self, finding=other))
         return found
 
     def every(self, kind: type[Node]) -> Iterator[tuple[Source, Node]]:

@@ -338,7 +338,8 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
         function = constructor(cls)
         if function is None or any(_created(source, cls)) or len(function.args.args) < 2:
             continue
-        width = function.args.args[1].arg
+        names = [each.arg for each in function.args.args if role_of(each.arg) == "n_embd"]
+        width = (names or [function.args.args[1].arg])[0]
         tensor, parameter = site.torch("torch.{}"), site.torch("torch.nn.Parameter")
         new = [
             f"self.{name} = {parameter}({tensor.format(fill)}({width}))"

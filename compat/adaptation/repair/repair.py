@@ -34,6 +34,7 @@ from compat.adaptation.repair import (
     norms,
     parameters,
     scale,
+    signature,
     softmax,
 )
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site
@@ -59,7 +60,7 @@ from compat.user_models.usage import user_modules
 # Importing these modules fills the registry.
 AREAS = (
     activations, blocks, embeddings, heads, kv_cache, mask, modules, norms, parameters, scale,
-    softmax,
+    softmax, signature,
 )  # fmt: skip
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
@@ -141,10 +142,12 @@ class Unrepaired:
     Args:
         fixed: the codes of the deviations that edits repair.
         left: the deviations that they leave; none if the proof of the edited model failed.
+        untried: whether edits that change the signature of a constructor were not tried for them.
     """
 
     fixed: list[str]
     left: list[Finding]
+    untried: bool = False
 
     def __str__(self) -> str:
         fixed = listed(list(dict.fromkeys(self.fixed)), 20)
@@ -152,7 +155,9 @@ class Unrepaired:
             return f"edits were found for {fixed}, but the edited model was not proved compatible"
         left = listed(list(dict.fromkeys(finding.code for finding in self.left)), 20)
         known = f"edits were found for {fixed}, but none" if fixed else "no edits were found"
-        return f"{known} for {left}"
+        option = "--unsafe-fixes also tries edits that change the signature of a constructor"
+        hint = f" ({option})" if self.untried else ""
+        return f"{known} for {left}{hint}"
 
 
 def _shown(name: str) -> str:
@@ -181,12 +186,12 @@ def repair(
     checkpoint = open_checkpoint(source)
     with tempfile.TemporaryDirectory() as folder:
         small = small_checkpoint(checkpoint.config, Path(folder))
-        search = Search(target, small, unsafe)
+        search = Search(target, small, checkpoint.config, unsafe)
         if not search.is_built_in_its_sizes():
-            search = Search(target, checkpoint, unsafe)
+            search = Search(target, checkpoint, checkpoint.config, unsafe)
         found = search.run()
     if found is None:
-        return Unrepaired(search.fixed, search.left)
+        return Unrepaired(search.fixed, search.left, search.has_untried_edits())
     return found if is_proved(target, checkpoint, found) else Unrepaired(found.fixed, [])
 
 
@@ -217,10 +222,18 @@ def small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
 
 @dataclass
 class Search:
-    """A greedy search: the first edit that improves the model is kept."""
+    """A greedy search: the first edit that improves the model is kept.
+
+    Args:
+        target: the model.
+        checkpoint: what the edited models are compared with.
+        user_config: of the checkpoint that the model is repaired for.
+        unsafe: also try edits that change the signature of a constructor.
+    """
 
     target: Target
     checkpoint: Checkpoint
+    user_config: GPT2Config
     unsafe: bool
     old: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -254,8 +267,9 @@ class Search:
             for finding in state.deviations:
                 step = self._improved(state, finding, self.texts)
                 if step is not None:
-                    state, self.texts = step
-                    self.fixed.append(finding.code)
+                    before, (state, self.texts) = state, step
+                    gone = _codes(before) - _codes(state) - {finding.code}
+                    self.fixed += [finding.code, *sorted(gone)]
                     break
             else:
                 self.left = state.deviations
@@ -273,7 +287,7 @@ class Search:
         second = None
         if finding.file is None:
             return None
-        for edits in self._edits(finding, texts):
+        for edits in self._edits(finding, texts, self.unsafe):
             changed = dict(texts)
             for name in {edit.file for edit in edits}:
                 own = [edit for edit in edits if edit.file == name]
@@ -293,16 +307,24 @@ class Search:
                 second = second or (after, changed)
         return second
 
-    def _edits(self, finding: Finding, texts: dict[str, str]) -> Iterator[Edits]:
+    def has_untried_edits(self) -> bool:
+        """Whether there are edits for what is left that only `unsafe` allows."""
+        return not self.unsafe and any(
+            sum(1 for _ in self._edits(finding, self.texts, unsafe=True))
+            > sum(1 for _ in self._edits(finding, self.texts, unsafe=False))
+            for finding in self.left
+        )
+
+    def _edits(self, finding: Finding, texts: dict[str, str], unsafe: bool) -> Iterator[Edits]:
         assert finding.file is not None
         names = list(dict.fromkeys([*_sources(finding.file), *self.imported]))
         for name in names:
             if name not in self.old:
                 self.old[name] = present_text(name)
         sources = {name: Source(name, texts.get(name, self.old[name])) for name in names}
-        site = Site(finding, sources, self.checkpoint.config)
+        site = Site(finding, sources, self.checkpoint.config, self.user_config)
         for fix in FIXES.get(finding.code, ()):
-            if fix in UNSAFE and not self.unsafe:
+            if fix in UNSAFE and not unsafe:
                 continue
             with contextlib.suppress(Exception):  # the code has a form that the fix does not know
                 yield from fix(site)
@@ -326,6 +348,10 @@ def _is_own_size(finding: Finding) -> bool:
     """Whether a model has a size that does not come from the checkpoint."""
     unsplit = finding.code == "n_head_mismatch" and finding.values["found"] == 1
     return finding.code in SIZES and not unsplit
+
+
+def _codes(state: Adaptation) -> set[str]:
+    return {finding.code for finding in state.deviations}
 
 
 def _is_repaired(state: Adaptation) -> bool:

@@ -111,7 +111,9 @@ class Source:
         """New lines before a statement, indented like it."""
         start = self.offset(statement.lineno, 0)
         indent = self.lines[statement.lineno - 1][: statement.col_offset]
-        return Edit(self.file, start, start, "".join(f"{indent}{line}\n" for line in lines))
+        return Edit(
+            self.file, start, start, "".join(f"{indent}{line}".rstrip() + "\n" for line in lines)
+        )
 
     def insert_after(self, statement: ast.stmt, *lines: str) -> Edit:
         """New lines after a statement, indented like it."""

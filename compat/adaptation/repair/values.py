@@ -18,11 +18,12 @@ from compat.adaptation.repair.syntax import (
     default_of,
     is_self,
     last_name,
+    name_of,
     parameters,
     self_assignments,
     targets,
 )
-from compat.user_models.synonyms import role_of
+from compat.user_models.synonyms import is_config_name, role_of
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through
@@ -235,17 +236,42 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
     """
     names = [each.arg for each in parameters(init) if each.arg != "self"]
     found = [name for name in names if role_of(name) == role]
-    for each in source.nodes(ast.expr):
-        if isinstance(each, (ast.Attribute, ast.Subscript)) and isinstance(each.value, ast.Name):
-            if each.value.id in names and role_of(last_name(each)) == role:
-                found.append(source.code(each))
     for name in names:
-        if any(isinstance(n.value, ast.Name) and n.value.id == name
-               for n in source.nodes(ast.Attribute, init)):  # fmt: skip
-            fields = [
-                target.id for s, cls in site.every(ast.ClassDef)
-                for node in cls.body for target, _ in assigned(node)
-                if isinstance(target, ast.Name)
-            ]  # fmt: skip
-            found += [f"{name}.{field}" for field in fields if role_of(field) == role]
+        reads = [
+            node for node in source.nodes(ast.expr, init)
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and name_of(node.value) == name
+        ]  # fmt: skip
+        found += [source.code(node) for node in reads if role_of(last_name(node)) == role]
+        entries = [each for each in _entry_names(site) if role_of(each) == role]
+        if any(isinstance(node, ast.Attribute) for node in reads):
+            found += [f"{name}.{entry}" for entry in entries]
+        elif reads:
+            found += [f"{name}[{source.quoted(entry)}]" for entry in entries]
+    module = [target.id for each in site.sources.values() for node in each.tree.body
+              for target, _ in assigned(node) if isinstance(target, ast.Name)]  # fmt: skip
+    found += [name for name in module if role_of(name) == role]
+    return list(dict.fromkeys(found))
+
+
+def _entry_names(site: Site) -> list[str]:
+    """The names of the entries of configs: fields of classes, keys, and what code reads."""
+    found: list[str] = []
+    for _, node in site.every(ast.AST):
+        match node:
+            case ast.ClassDef():
+                fields = [
+                    target
+                    for each in node.body
+                    if isinstance(each, ast.stmt)
+                    for target in targets(each)
+                ]
+                found += [target.id for target in fields if isinstance(target, ast.Name)]
+            case ast.Dict():
+                found += [
+                    key.value
+                    for key in node.keys
+                    if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                ]
+            case ast.Attribute() | ast.Subscript() if is_config_name(name_of(node.value)):
+                found.append(last_name(node))
     return list(dict.fromkeys(found))

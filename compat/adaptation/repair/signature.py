@@ -1,0 +1,236 @@
+"""Fixes that change the signature of a constructor, which `--unsafe-fixes` allows.
+
+A position embedding needs the context length, and the parameters of a norm its width. Where a
+constructor has no argument or config entry for such a size, one is added, and passed by the
+constructors that build the class. The fixes that keep signatures are then tried on the new code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site, fixes
+from compat.adaptation.repair.source import Edit, Source, apply
+from compat.adaptation.repair.syntax import (
+    called,
+    constant,
+    constructor,
+    default_of,
+    last_name,
+    name_of,
+    parameters,
+)
+from compat.adaptation.repair.values import calls_of, classes, hyperparameters
+from compat.user_models.synonyms import role_of, value_of
+
+# The size that the fixes of a deviation need.
+NEEDED = {
+    "no_pos": "n_positions",
+    "sinusoidal_pos": "n_positions",
+    "no_ln_bias": "n_embd",
+    "no_ln_weight": "n_embd",
+    "no_out_proj": "n_embd",
+}
+# The names of a new argument: among those of Hugging Face's config, and among others.
+NAMES = {"n_positions": ("n_positions", "context_length"), "n_embd": ("n_embd", "emb_dim")}
+HUGGING_FACE = {"n_embd", "n_head", "n_layer", "n_ctx"}
+
+
+@fixes(*NEEDED, unsafe=True)
+def with_new_argument(site: Site) -> Iterator[Edits]:
+    """Add the size as an argument, and then repair the model as if it had always been one."""
+    role = NEEDED[site.finding.code]
+    for source, cls in _classes(site):
+        _, added = _size(site, source, cls, role) or ("", [])
+        if added:
+            changed = _edited(site, added)
+            for fix in FIXES[site.finding.code]:
+                if fix not in UNSAFE:
+                    with contextlib.suppress(Exception):  # as in the search
+                        yield from (_rewritten(site, changed, edits) for edits in fix(changed))
+
+
+def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
+    """The classes that may lack the size.
+
+    A table of positions belongs to the class with the token embedding. Other sizes are lacking
+    around the finding's lines, or in a class that is named there.
+    """
+    if NEEDED[site.finding.code] == "n_positions":
+        for source, cls in site.every(ast.ClassDef):
+            if any(called(call) == "Embedding" for call in source.nodes(ast.Call, cls)):
+                yield source, cls
+        return
+    near = [(each.source, each.cls) for each in site.everywhere if each.cls is not None]
+    named = [each for call in site.calls for each in classes(site, called(call))]
+    yield from dict.fromkeys([*near, *named])
+
+
+def _edited(site: Site, edits: Edits) -> Site:
+    """The finding in the edited code."""
+    sources = dict(site.sources)
+    for name in {edit.file for edit in edits}:
+        own = [edit for edit in edits if edit.file == name]
+        sources[name] = Source(name, apply(sources[name].text, own))
+
+    def moved(file: str, line: int) -> int:
+        source = site.sources[file]
+        start = source.offset(line, 0)
+        before = [e for e in edits if e.file == file and e.start <= start]
+        return line + sum(
+            e.text.count("\n") - source.text[e.start : e.end].count("\n") for e in before
+        )
+
+    also = []
+    for place in site.finding.also:
+        file, _, line = place.rpartition(":")
+        also.append(f"{file}:{moved(file, int(line))}" if file in sources else place)
+    finding = replace(site.finding, line=moved(site.source.file, site.line), also=also)
+    return replace(site, finding=finding, sources=sources)
+
+
+def _rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
+    """Edits of the changed code as edits of the present one, which replace the whole text."""
+    found: Edits = []
+    for name, source in changed.sources.items():
+        text = apply(source.text, [edit for edit in edits if edit.file == name])
+        old = site.sources[name].text
+        if text != old:
+            found.append(Edit(name, 0, len(old), text))
+    return found
+
+
+# Where the size is added.
+
+
+def _size(site: Site, source: Source, cls: ast.ClassDef, role: str) -> tuple[str, Edits] | None:
+    """How a constructor can write a size, and the edits with which it can; None if it cannot."""
+    init = constructor(cls)
+    if init is not None:
+        if known := hyperparameters(site, source, init, role):
+            return known[0], []
+        if init.args.vararg or init.args.kwarg:
+            return None
+        if entry := _config_entry(site, source, init, role):
+            return entry
+    callers = [
+        (other, call, above)
+        for other, call in calls_of(site, cls.name)
+        if (builder := other.parent(call, ast.FunctionDef)) is not None
+        and builder.name == "__init__"
+        and (above := other.parent(builder, ast.ClassDef)) not in (None, cls)
+    ]  # fmt: skip
+    if not callers:
+        return None if init is None else _optional_argument(site, source, init, role)
+    sizes = [_size(site, other, above, role) for other, _, above in callers if above is not None]
+    written = [each for each in sizes if each is not None]
+    if len(written) < len(callers):
+        return None
+    name = last_name(ast.parse(written[0][0], mode="eval").body)  # `emb_dim` of `cfg["emb_dim"]`
+    edits = [edit for _, passed_on in written for edit in passed_on]
+    edits.append(_required_argument(source, cls, init, name))
+    for (other, call, _), (size, _) in zip(callers, written, strict=True):
+        edits.append(_passed(other, call, init, name, size))
+    return name, list(dict.fromkeys(edits))
+
+
+def _new_name(init: ast.FunctionDef, role: str) -> str:
+    hugging_face, other = NAMES[role]
+    return hugging_face if {each.arg for each in parameters(init)} & HUGGING_FACE else other
+
+
+def _config_entry(
+    site: Site, source: Source, init: ast.FunctionDef, role: str
+) -> tuple[str, Edits] | None:
+    """A new entry of the config that a constructor takes: a field of its class, or a key."""
+    names = [each.arg for each in parameters(init) if each.arg != "self"]
+    reads = [
+        node for node in source.nodes(ast.expr, init)
+        if isinstance(node, (ast.Attribute, ast.Subscript))
+        and name_of(node.value) in names and role_of(last_name(node))
+    ]  # fmt: skip
+    read = {last_name(node) for node in reads}
+    if len(read) < 2:
+        return None
+    config = name_of(reads[0].value)
+    new = NAMES[role][0 if read & HUGGING_FACE else 1]
+    value = value_of(role, site.user_config)
+    if isinstance(reads[0], ast.Attribute):
+        for other, cls in site.every(ast.ClassDef):
+            fields = [node for node in cls.body if isinstance(node, (ast.AnnAssign, ast.Assign))]
+            own = {name_of(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+                   for node in fields}  # fmt: skip
+            if len(read & own) > 1:
+                typed = ": int" if isinstance(fields[-1], ast.AnnAssign) else ""
+                field = f"{new}{typed} = {value}"
+                return f"{config}.{new}", [other.insert_after(fields[-1], field)]
+        return None
+    edits: Edits = []
+    for other, node in site.every(ast.Dict):
+        if len(read & {constant(key) for key in node.keys}) > 1:
+            key, last = node.keys[-1], node.values[-1]
+            if key is not None:
+                edits.append(_listed_after(other, key, last, f"{other.quoted(new)}: {value}"))
+    return (f"{config}[{source.quoted(new)}]", edits) if edits else None
+
+
+def _listed_after(source: Source, first: ast.AST, last: ast.AST, text: str) -> Edit:
+    """One more item after an item of a list: on a line of its own if that one is."""
+    start, end = source.span(first)[0], source.span(last)[1]
+    line = source.text.rfind("\n", 0, start) + 1
+    indent = source.text[line:start]
+    if indent.strip():
+        return Edit(source.file, end, end, f", {text}")
+    if source.text[end : end + 1] != ",":
+        return Edit(source.file, end, end, f",\n{indent}{text}")
+    following = source.text.find("\n", end)  # after the item's comment
+    return Edit(source.file, following, following, f"\n{indent}{text},")
+
+
+def _optional_argument(
+    site: Site, source: Source, init: ast.FunctionDef, role: str
+) -> tuple[str, Edits]:
+    """A last argument of the model's constructor, by default the checkpoint's size."""
+    last = [*init.args.posonlyargs, *init.args.args][-1]
+    name, value = _new_name(init, role), value_of(role, site.user_config)
+    text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
+    end = default_of(init, last.arg) or last
+    return name, [_listed_after(source, last, end, text)]
+
+
+def _required_argument(
+    source: Source, cls: ast.ClassDef, init: ast.FunctionDef | None, name: str
+) -> Edit:
+    """An argument of a module's constructor after those without a default."""
+    if init is None:
+        first = cls.body[1] if ast.get_docstring(cls) is not None else cls.body[0]
+        return source.insert_before(
+            first, f"def __init__(self, {name}):", "    super().__init__()", ""
+        )
+    after = [*init.args.posonlyargs, *init.args.args][_place(init)]
+    typed = any(each.annotation for each in parameters(init))
+    return _listed_after(source, after, after, f"{name}: int" if typed else name)
+
+
+def _place(init: ast.FunctionDef | None) -> int:
+    """How many arguments without a default a constructor has, besides `self`."""
+    if init is None:
+        return 0
+    return len(init.args.posonlyargs) + len(init.args.args) - len(init.args.defaults) - 1
+
+
+def _passed(
+    source: Source, call: ast.Call, init: ast.FunctionDef | None, name: str, size: str
+) -> Edit:
+    """A call of a module's class with one more argument."""
+    place = _place(init)
+    if len(call.args) > place:
+        start, _ = source.span(call.args[place])
+        return Edit(source.file, start, start, f"{size}, ")
+    if len(call.args) == place and not call.keywords:
+        end = source.span(call)[1] - 1
+        return Edit(source.file, end, end, f", {size}" if call.args else size)
+    return source.set_keyword(call, name, size)
