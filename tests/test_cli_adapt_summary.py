@@ -50,11 +50,18 @@ def test_a_compatible_model(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finding that is a mere note does not appear."""
     findings = [{"code": "train_mode", "severity": "info", "line": 3}]
     found = {"findings": findings, "parity": {"first_divergence": None}, "mapped": 4, "tensors": 4}
-    monkeypatch.setattr(adapt_summary, "_run", lambda argv, limit: (0, json.dumps(found), ""))
-    done = cli("adapt", "right.py", "also.py", "--summary")
+    limits: list[float] = []
+
+    def run(argv: object, limit: float) -> tuple[int, str, str]:
+        limits.append(limit)
+        return 0, json.dumps(found), ""
+
+    monkeypatch.setattr(adapt_summary, "_run", run)
+    done = cli("adapt", "right.py", "also.py", "--summary", "--time-limit", "7")
     rows = rows_of(done.out)
     assert done.code == 0 and [row["verdict"] for row in rows] == ["compatible"] * 2
     assert {row["codes"] + row["line"] for row in rows} == {""}
+    assert limits == [7, 7]
 
 
 @pytest.mark.parametrize(

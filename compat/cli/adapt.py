@@ -141,6 +141,8 @@ def adapt_command(
     cannot be imported, built, run or recognised as a GPT-2, or the checkpoint is bad. 4: no
     network. 70: a bug in compat.
     """
+    if unsafe_fixes and not (diff or fix):
+        raise typer.BadParameter("pass it with --diff or --fix.", param_hint="--unsafe-fixes")
     if summary:
         changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
         for name, passed in changing.items():

@@ -240,6 +240,7 @@ def test_the_command_writes_such_edits_only_with_the_option(
     positions = open_checkpoint(tiny).config.n_positions
     assert f"n_layers, context_length={positions}):" in path.read_text()
     assert cli(*command).code == 0
+    assert cli(*command, "--unsafe-fixes").code == 2  # it needs --diff or --fix
 
 
 def test_a_patch_from_python_changes_constructors_only_if_asked(tiny: Path, tmp_path: Path) -> None:
