@@ -229,10 +229,12 @@ class _LogitsProver:
         ids -= set(special_ids(self.config))
         inputs: list[ProofInput] = []
         if ids:
-            rows = self.expected.add(sequences_with(ids, self.config, self.longest))
             phrases = [phrase for phrase in self._phrases(ids) if phrase not in self.phrases]
             self.phrases |= set(phrases)
-            repeated = self.expected.add(sequences_of(phrases, self.longest))
+            with_ids = sequences_with(ids, self.config, self.longest)
+            # One call, since the reference reads all weights for each.
+            numbers = self.expected.add([*with_ids, *sequences_of(phrases, self.longest)])
+            rows, repeated = numbers[: len(with_ids)], numbers[len(with_ids) :]
             length = len(self.expected.sequences[rows[0]])
             name = "ids that the code compares with"
             inputs.append(ProofInput(name, tuple(rows), length))
