@@ -61,7 +61,7 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
 @deviation(
     "the model has {found} positions, but the checkpoint has {expected}, so compat loaded the "
     "first {found}",
-    "Build the model with {expected} positions.",
+    "n_positions={expected}",
     severity="info",
 )
 def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -110,7 +110,7 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation(
     "the MLP is {found} wide, but the checkpoint's is {expected}",
-    "Set the inner width of the MLP to {expected}.",
+    "nn.Linear({n_embd}, {expected})",
 )
 def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     if (found := _inner_width(context)) is None:
@@ -122,7 +122,8 @@ def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     module = graph.names[fc[0]].rpartition(".")[0] if fc else ""
     own, expected = shapes[weight]
     evidence = f"{weight} is loaded as {expected}, but the parameter has shape {own}"
-    values = {"found": found, "expected": context.config.d_inner}
+    config = context.config
+    values = {"found": found, "expected": config.d_inner, "n_embd": config.n_embd}
     model = context.model
     place = source.torch_layer(model, module) or source.building(model, module)
     yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), place, values, evidence=evidence)
@@ -142,7 +143,7 @@ def _inner_width(context: DiagnosisContext) -> int | None:
 @deviation(
     "a head has {found} channels, but GPT-2 divides {n_embd} channels among {n_head} heads, "
     "{expected} for each",
-    "Set the width of a head to {expected}.",
+    "head_dim = {n_embd} // {n_head}",
 )
 def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
     if (found := _head_width(context)) is None:
@@ -312,6 +313,7 @@ def _first_tap(hf: str) -> str:
     return "logits" if hf == HEAD else module
 
 
+NORM = "(x - mean) / torch.sqrt(var + eps) * self.weight + self.bias"
 # For each code: the tensors that are missing, the start of the message, and the fix.
 MISSING = {
     "no_qkv_bias": (
@@ -328,9 +330,15 @@ MISSING = {
     "no_mlp_bias": (
         ("mlp.c_fc.bias", "mlp.c_proj.bias"), "the projections of the MLP have no bias", "bias=True"
     ),
-    "no_ln_bias": (("ln.bias",), "the norm has no bias", "Add a bias parameter to the norm."),
+    "no_ln_bias": (
+        ("ln.bias",),
+        "the norm has no bias",
+        NORM,
+    ),
     "no_ln_weight": (
-        ("ln.weight",), "the norm has no weight", "Add a weight parameter to the norm."
+        ("ln.weight",),
+        "the norm has no weight",
+        NORM,
     ),
 }  # fmt: skip
 for _code, (_, _lacks, _fix) in MISSING.items():

@@ -217,7 +217,8 @@ def explain(code: str) -> str:
     Raises:
         KeyError: the code is not in the registry.
     """
-    fix = 'F.gelu(x, approximate="tanh")' if code.endswith(("gelu", "lu")) else "See the line."
+    sizes = code == "n_embd_mismatch"
+    fix = "n_embd=<expected>" if sizes else 'F.gelu(x, approximate="tanh")'
     return compose(CODES[code], EXPLANATIONS[code], fix)
 
 
