@@ -162,8 +162,8 @@ def test_offline_and_unreachable_use_the_cache_at_that_revision(session: Session
     away = start(session.home, asks, load=True)
     for process, found in [(offline, offline.outcomes()), (away, away.outcomes())]:
         assert [o["weights"] for o in found] == [weights_of(i) for i in (0, 4, 4, 1, 2)]
-        told = "using commit" in found[0]["stderr"]
-        assert told is (process is away)  # one who asked for the cache need not be told
+        reported = "using commit" in found[0]["stderr"]
+        assert reported is (process is away)  # a user who asked for the cache knows it
 
 
 def test_offline_a_revision_that_the_cache_does_not_know_is_an_error(session: Session) -> None:
@@ -186,9 +186,9 @@ def test_progress_is_printed_to_stderr_and_can_be_disabled(
     settings = {"url": session.hub.url, "TQDM_POSITION": "-1"}
     shown = start(tmp_path / "a", ask, **settings)
     hidden = start(tmp_path / "b", ask, **settings, HF_HUB_DISABLE_PROGRESS_BARS="1")
-    told = [process.outcomes()[0]["stderr"] for process in (shown, hidden)]
-    assert "model.safetensors: 100%" in told[0]  # and not a word on stdout
-    assert told[1] == ""
+    printed = [process.outcomes()[0]["stderr"] for process in (shown, hidden)]
+    assert "model.safetensors: 100%" in printed[0]  # and not a word on stdout
+    assert printed[1] == ""
 
 
 def test_the_cache_can_be_moved(session: Session, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_one_fused_parameter_in_any_order_of_axes(
     groups = [" ".join(axes[:cut]), " ".join(axes[cut:])]
     pattern = " ".join(f"({group})" for group in groups if group)
     op = Fused(n_head, (Part(order, pattern),))
-    # The channels and the head size cannot both be told from the length of one axis.
+    # The channels and the head size cannot both be inferred from the length of one axis.
     assume(not any({"c", "d"} <= set(group) for group in (axes[:cut], axes[cut:])))
     tensor = numbered(channels, 3 * n_head * d)
     [made] = there_and_back(op, tensor)

@@ -37,7 +37,7 @@ def test_nearly_every_mutation_changes_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "reported"),
     [
         ("lets_a_key_error_escape", "KeyError: 'wte.weight'"),
         ("returns_other_weights", "ln_f.bias is not what the file has"),
@@ -56,7 +56,7 @@ def test_nearly_every_mutation_changes_something() -> None:
     ],
 )
 def test_a_loader_with_a_mistake_is_found(
-    mistake: str, told: str, monkeypatch: pytest.MonkeyPatch
+    mistake: str, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mistake == "hangs":
         monkeypatch.setattr(harness, "ANSWERS_WITHIN", 1.0)
@@ -68,7 +68,7 @@ def test_a_loader_with_a_mistake_is_found(
         target=f"tests.fuzz.broken:{mistake}",
     )
     assert report.failures, report.lines()
-    assert any(told in failure["fault"] for failure in report.failures), report.lines()
+    assert any(reported in failure["fault"] for failure in report.failures), report.lines()
     assert "--n 1 --start " in report.lines()[-1]
 
 

@@ -268,8 +268,8 @@ class Search:
                 step = self._improved(state, finding, self.texts)
                 if step is not None:
                     before, (state, self.texts) = state, step
-                    gone = _codes(before) - _codes(state) - {finding.code}
-                    self.fixed += [finding.code, *sorted(gone)]
+                    also = _codes(before) - _codes(state) - {finding.code}
+                    self.fixed += [finding.code, *sorted(also)]
                     break
             else:
                 self.left = state.deviations
