@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -56,26 +55,6 @@ def test_the_program_can_be_run_as_a_module() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"gpt2-compat {version('gpt2-compat')}\n"
     assert compat.__version__ == version("gpt2-compat")
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is set")
-@pytest.mark.parametrize("keep", [True, False])
-def test_freed_memory_is_used_again(keep: bool) -> None:
-    """The system clears a page when it is first used, which getrusage counts as a fault."""
-    code = f"""
-import resource, torch
-from compat.cli import keep_freed_memory
-if {keep}:
-    keep_freed_memory()
-torch.ones(2**26)  # 256 MB
-for _ in range(10):
-    torch.ones(2**24)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(2**24)  # 64 MB
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    faults = int(python("-c", code, THP_MEM_ALLOC_ENABLE="0").stdout)
-    assert (faults < 100) == keep
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])

@@ -6,7 +6,6 @@ typer and rich are imported.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -29,25 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT may be ignored
         signal.signal(signal.SIGINT, _exit_at_once)
-    if argv is None:  # this process runs nothing else
-        keep_freed_memory()
     from compat.cli.app import run
 
     run(list(sys.argv[1:] if argv is None else argv))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next tensor.
-
-    By default glibc returns large blocks to the system, which has to clear them when they are
-    allocated again. This takes an eighth of the time of `adapt` with the weights of GPT-2 small,
-    and a quarter of that of `parity --all`.
-    """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # not in musl
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextmanager

@@ -286,6 +286,8 @@ def _inferred(
             model = target(**arguments)
             try:
                 found = _called(model, sizes)
+            except ModuleNotFoundError:
+                raise
             except Exception as error:
                 if _missing_entries(target, arguments, error):
                     raise
