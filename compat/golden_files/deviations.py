@@ -522,7 +522,11 @@ def _codes_of(
     allowed, scale = formula.allowed, formula.scale
     if abs(scale - usual.scale) > 2e-6 * usual.scale:
         sizes = {"d_head": config.d_head, "n_embd": config.n_embd}
-        code = formula.scale_code(config.n_embd, 1e-5)
+        code = "wrong_scale"
+        if abs(scale - 1) < 1e-5:
+            code = "no_attn_scale"
+        elif abs(scale * math.sqrt(config.n_embd) - 1) < 1e-5:
+            code = "scale_by_d_model"
         codes.append((code, {"found": scale, "expected": usual.scale, **sizes}))
     if formula.after:
         codes.append(
@@ -533,12 +537,24 @@ def _codes_of(
         codes.append(("softmax_dim", {"found": names[formula.axis]}))
     if T > 1 and allowed.all():
         codes.append(("no_mask", {}))
-    elif formula.window:
-        codes.append(("sliding_window", {"found": formula.window}))
     elif not torch.equal(allowed, usual.allowed):
+        width = int(allowed[-1].sum())
+        window = torch.ones_like(allowed).tril() & torch.ones_like(allowed).triu(1 - width)
         token = min(5, T - 1)
-        codes.append(("mask_off", {"token": token, "found": formula.attended(token)}))
+        if 1 < width < T and torch.equal(allowed, window):
+            codes.append(("sliding_window", {"found": width}))
+        else:
+            codes.append(("mask_off", {"token": token, "found": _attended(allowed[token])}))
     return codes
+
+
+def _attended(row: Tensor) -> str:
+    tokens: list[int] = row.nonzero().flatten().tolist()
+    if not tokens:
+        return "no token"
+    if tokens == list(range(tokens[0], tokens[-1] + 1)):
+        return f"tokens {tokens[0]} to {tokens[-1]}"
+    return f"tokens {listed([str(token) for token in tokens])}"
 
 
 # Heads and the output projection

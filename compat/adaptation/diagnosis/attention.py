@@ -714,8 +714,16 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
 )
 @with_formula
 def sliding_window(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-    width = formula.window
+    width = _window(formula.allowed)
     return _with_mask_lines(layer, layer.deviation(None, found=width)) if width else None
+
+
+def _window(allowed: Tensor) -> int:
+    """The width of a causal sliding window, or 0."""
+    width = int(allowed[-1].sum())
+    every = torch.ones_like(allowed)
+    band = every.tril() & every.triu(1 - width)
+    return width if 1 < width < len(allowed) and torch.equal(allowed, band) else 0
 
 
 @deviation(
@@ -726,11 +734,20 @@ def sliding_window(layer: LayerAttention, formula: AttentionFormula) -> Deviatio
 def mask_off(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
     allowed = formula.allowed
     usual = torch.equal(allowed, torch.ones_like(allowed).tril())
-    if usual or allowed.all() or formula.window:
+    if usual or allowed.all() or _window(allowed):
         return None
     token = min(5, len(allowed) - 1)
-    found = layer.deviation(None, token=token, found=formula.attended(token))
+    found = layer.deviation(None, token=token, found=_attended(allowed[token]))
     return _with_mask_lines(layer, found)
+
+
+def _attended(row: Tensor) -> str:
+    tokens: list[int] = row.nonzero().flatten().tolist()
+    if not tokens:
+        return "no token"
+    if tokens == list(range(tokens[0], tokens[-1] + 1)):
+        return f"tokens {tokens[0]} to {tokens[-1]}"
+    return f"tokens {', '.join(map(str, tokens))}"
 
 
 def _with_mask_lines(layer: LayerAttention, found: Deviation) -> Deviation:
@@ -765,7 +782,13 @@ def _scale_deviation(code: str) -> Detector:
         expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)
         if abs(scale - expected) <= 1e-6 * abs(expected):
             return None
-        if formula.scale_code(config.n_embd, 1e-6) != code:
+        by_width = 1 / math.sqrt(config.n_embd)
+        found = "wrong_scale"
+        if abs(scale - 1) < 1e-6:
+            found = "no_attn_scale"
+        elif abs(scale - by_width) < 1e-6 * by_width:
+            found = "scale_by_d_model"
+        if found != code:
             return None
         sizes: dict[str, Any] = {"n_embd": config.n_embd, "d_head": config.d_head}
         return layer.deviation(_scale_line(layer), found=scale, expected=expected, **sizes)

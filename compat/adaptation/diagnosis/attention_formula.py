@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +13,6 @@ from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
 from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
-from compat.errors import listed
 
 
 @dataclass(frozen=True)
@@ -64,29 +62,6 @@ class AttentionFormula:
             # Where every score is hidden, the softmax is uniform, and its values do not count.
             return probs.masked_fill(hidden, 0)
         return probs
-
-    @property
-    def window(self) -> int:
-        """The width of a causal sliding window, or 0 if the mask is another one."""
-        width, every = int(self.allowed[-1].sum()), torch.ones_like(self.allowed)
-        band = every.tril() & every.triu(1 - width)
-        return width if 1 < width < len(every) and torch.equal(self.allowed, band) else 0
-
-    def attended(self, token: int) -> str:
-        """The tokens that a token attends to, in words."""
-        tokens: list[int] = self.allowed[token].nonzero().flatten().tolist()
-        if not tokens:
-            return "no token"
-        if tokens == list(range(tokens[0], tokens[-1] + 1)):
-            return f"tokens {tokens[0]} to {tokens[-1]}"
-        return f"tokens {listed([str(each) for each in tokens])}"
-
-    def scale_code(self, n_embd: int, tolerance: float) -> str:
-        """The code of a scale that is not GPT-2's."""
-        if abs(self.scale - 1) < tolerance:
-            return "no_attn_scale"
-        by_width = abs(self.scale * math.sqrt(n_embd) - 1) < tolerance
-        return "scale_by_d_model" if by_width else "wrong_scale"
 
 
 class AttentionPiece:
