@@ -22,10 +22,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.adaptation.anatomy.norms import NormFormula
-from compat.adaptation.diagnosis.attention import described_bias
-from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.adaptation.diagnosis.blocks import CODE_OF
-from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
+from compat.adaptation.diagnosis.attention_formula import (
+    SOFTMAX_AXES,
+    AttentionFormula,
+    described_bias,
+    mask_code,
+    scale_code,
+)
+from compat.adaptation.diagnosis.formulas import (
+    ACTIVATIONS,
+    activation_code,
+    canonical_activation,
+)
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.config import GPT2Config
 from compat.errors import listed
@@ -517,44 +525,19 @@ def _codes_of(
     formula: AttentionFormula, usual: AttentionFormula, weights: Weights
 ) -> list[tuple[str, Values]]:
     """Return the deviations of an attention formula from the usual one."""
-    config, T = weights.config, len(usual.allowed)
     codes: list[tuple[str, Values]] = []
-    allowed, scale = formula.allowed, formula.scale
-    if abs(scale - usual.scale) > 2e-6 * usual.scale:
-        sizes = {"d_head": config.d_head, "n_embd": config.n_embd}
-        code = "wrong_scale"
-        if abs(scale - 1) < 1e-5:
-            code = "no_attn_scale"
-        elif abs(scale * math.sqrt(config.n_embd) - 1) < 1e-5:
-            code = "scale_by_d_model"
-        codes.append((code, {"found": scale, "expected": usual.scale, **sizes}))
+    if abs(formula.scale - usual.scale) > 2e-6 * usual.scale:
+        codes.append(scale_code(formula.scale, usual.scale, weights.config, 1e-5))
     if formula.after:
         codes.append(
             ("mask_after_softmax", {"effect": "so that the probabilities do not sum to one"})
         )
     if formula.axis != -1:
-        names = {-2: "the queries", -3: "the heads", -4: "the batch"}
-        codes.append(("softmax_dim", {"found": names[formula.axis]}))
-    if T > 1 and allowed.all():
-        codes.append(("no_mask", {}))
-    elif not torch.equal(allowed, usual.allowed):
-        width = int(allowed[-1].sum())
-        window = torch.ones_like(allowed).tril() & torch.ones_like(allowed).triu(1 - width)
-        token = min(5, T - 1)
-        if 1 < width < T and torch.equal(allowed, window):
-            codes.append(("sliding_window", {"found": width}))
-        else:
-            codes.append(("mask_off", {"token": token, "found": _attended(allowed[token])}))
+        codes.append(("softmax_dim", {"found": SOFTMAX_AXES[formula.axis]}))
+    code, values = mask_code(formula.allowed)
+    if code is not None:
+        codes.append((code, values))
     return codes
-
-
-def _attended(row: Tensor) -> str:
-    tokens: list[int] = row.nonzero().flatten().tolist()
-    if not tokens:
-        return "no token"
-    if tokens == list(range(tokens[0], tokens[-1] + 1)):
-        return f"tokens {tokens[0]} to {tokens[-1]}"
-    return f"tokens {listed([str(token) for token in tokens])}"
 
 
 # Heads and the output projection
@@ -644,11 +627,10 @@ def activations(s: Situation) -> Iterator[Hypothesis]:
         known[f"leaky_relu with slope {slope:.4g}"] = lambda x: F.leaky_relu(x, slope)
     for name, function in known.items():
         if name != expected:
-            code = CODE_OF.get(name) if expected == "gelu_new" else None
             fix = TANH_GELU if expected == "gelu_new" else f"Use {expected} as the activation."
             piece = Piece(("fc",), lambda w, i, x, function=function: function(x))
             values = {"found": name, "expected": expected, "fix": fix}
-            yield one(code or "other_activation", {"act": piece}, None, **values)
+            yield one(activation_code(name, expected), {"act": piece}, None, **values)
 
 
 def _leaky_slope(s: Situation) -> float | None:

@@ -16,9 +16,13 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import ACTIVATIONS, Operand
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
+    SOFTMAX_AXES,
     AttentionFormula,
     AttentionPiece,
+    described_bias,
+    mask_code,
     rotation_of,
+    scale_code,
     turns_with_position,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -38,7 +42,6 @@ SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
 MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
 SHIFTED = "confirmed: changing one token changes only the result at the shifted position"
 SPLITS = ("split", "chunk", "unbind", "split_with_sizes", "slice", "select")
-MOST_SLOPES = 8  # in a message
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "clone")
 
 
@@ -494,8 +497,7 @@ def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
         return None
     nodes = layer.live(SOFTMAXES)
     place = source.torch_built(layer.context.model, nodes) or layer.softmax_line
-    axis = {-2: "the queries", -3: "the heads", -4: "the batch"}[formula.axis]
-    return layer.deviation(place, found=axis)
+    return layer.deviation(place, found=SOFTMAX_AXES[formula.axis])
 
 
 @deviation(
@@ -597,21 +599,6 @@ def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     return layer.deviation(place, found=described_bias(formula.bias))
 
 
-def described_bias(bias: Tensor) -> str:
-    """A bias (H, T, T) that is added to the scores, 0 for a token itself, as a clause."""
-    T = bias.shape[-1]
-    by_distance = torch.stack([bias[:, -1, T - 1 - d] for d in range(T)], dim=-1)  # (H, T)
-    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
-    expected = by_distance[:, distance].tril()
-    if not torch.allclose(bias.tril(), expected, rtol=1e-3, atol=1e-3):
-        return "a bias that depends on the positions of query and key is added to the scores"
-    slopes = -by_distance[:, 1] if T > 1 else by_distance[:, 0]
-    if torch.allclose(by_distance, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
-        shown = ", ".join(f"{slope:.4g}" for slope in slopes[:MOST_SLOPES].tolist())
-        return f"the scores of the heads decrease by {shown} per token of distance (ALiBi)"
-    return "a bias that depends on the distance of query and key is added to the scores"
-
-
 @deviation(
     "the attention weights are multiplied by {found:.4g} after the softmax, but GPT-2's weights "
     "sum up to 1",
@@ -708,52 +695,34 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
     return replace(found, place=unused, lines=[unused, found.place], message=message)
 
 
-@deviation(
-    "each token attends to the last {found} tokens only, but in GPT-2 to all tokens before it",
-    "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden",
-)
-@with_formula
-def sliding_window(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-    width = _window(formula.allowed)
-    return _with_mask_lines(layer, layer.deviation(None, found=width)) if width else None
+def _mask_deviation(code: str) -> Detector:
+    """A detector for one of the codes for a mask that hides other keys than GPT-2's."""
+
+    @with_formula
+    def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+        found, values = mask_code(formula.allowed)
+        if found != code:
+            return None
+        # The line that creates the mask, and the one that applies it.
+        lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
+        deviation = layer.deviation(lines[0] or lines[1], **values)
+        return replace(deviation, lines=lines)
+
+    return detect
 
 
-def _window(allowed: Tensor) -> int:
-    """The width of a causal sliding window, or 0."""
-    width = int(allowed[-1].sum())
-    every = torch.ones_like(allowed)
-    band = every.tril() & every.triu(1 - width)
-    return width if 1 < width < len(allowed) and torch.equal(allowed, band) else 0
-
-
-@deviation(
-    "token {token} attends to {found}, but in GPT-2 it attends to tokens 0 to {token}",
-    "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden",
-)
-@with_formula
-def mask_off(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-    allowed = formula.allowed
-    usual = torch.equal(allowed, torch.ones_like(allowed).tril())
-    if usual or allowed.all() or _window(allowed):
-        return None
-    token = min(5, len(allowed) - 1)
-    found = layer.deviation(None, token=token, found=_attended(allowed[token]))
-    return _with_mask_lines(layer, found)
-
-
-def _attended(row: Tensor) -> str:
-    tokens: list[int] = row.nonzero().flatten().tolist()
-    if not tokens:
-        return "no token"
-    if tokens == list(range(tokens[0], tokens[-1] + 1)):
-        return f"tokens {tokens[0]} to {tokens[-1]}"
-    return f"tokens {', '.join(map(str, tokens))}"
-
-
-def _with_mask_lines(layer: LayerAttention, found: Deviation) -> Deviation:
-    """The deviation with the line that creates the mask, and the one that applies it."""
-    lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
-    return replace(found, place=lines[0] or lines[1], lines=lines)
+for _code, _message in (
+    (
+        "sliding_window",
+        "each token attends to the last {found} tokens only, but in GPT-2 to all tokens before it",
+    ),
+    (
+        "mask_off",
+        "token {token} attends to {found}, but in GPT-2 it attends to tokens 0 to {token}",
+    ),
+):
+    _fix = "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden"
+    deviation(_message, _fix, code=_code)(_mask_deviation(_code))
 
 
 def _mask_line(layer: LayerAttention) -> Place | None:
@@ -782,16 +751,8 @@ def _scale_deviation(code: str) -> Detector:
         expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)
         if abs(scale - expected) <= 1e-6 * abs(expected):
             return None
-        by_width = 1 / math.sqrt(config.n_embd)
-        found = "wrong_scale"
-        if abs(scale - 1) < 1e-6:
-            found = "no_attn_scale"
-        elif abs(scale - by_width) < 1e-6 * by_width:
-            found = "scale_by_d_model"
-        if found != code:
-            return None
-        sizes: dict[str, Any] = {"n_embd": config.n_embd, "d_head": config.d_head}
-        return layer.deviation(_scale_line(layer), found=scale, expected=expected, **sizes)
+        found, values = scale_code(scale, expected, config, 1e-6)
+        return layer.deviation(_scale_line(layer), **values) if found == code else None
 
     return detect
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,11 @@ from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
 from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
+from compat.config import GPT2Config
+from compat.errors import listed
+
+SOFTMAX_AXES = {-2: "the queries", -3: "the heads", -4: "the batch"}  # that are not GPT-2's
+MOST_SLOPES = 8  # in a message
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,61 @@ class AttentionFormula:
             # Where every score is hidden, the softmax is uniform, and its values do not count.
             return probs.masked_fill(hidden, 0)
         return probs
+
+
+def scale_code(
+    scale: float, expected: float, config: GPT2Config, tolerance: float
+) -> tuple[str, dict[str, Any]]:
+    """The code of a scale that is not the expected one, and the values for its message.
+
+    The tolerance is relative.
+    """
+    code = "wrong_scale"
+    if abs(scale - 1) < tolerance:
+        code = "no_attn_scale"
+    elif abs(scale * math.sqrt(config.n_embd) - 1) < tolerance:
+        code = "scale_by_d_model"
+    sizes = {"n_embd": config.n_embd, "d_head": config.d_head}
+    return code, {"found": scale, "expected": expected, **sizes}
+
+
+def mask_code(allowed: Tensor) -> tuple[str | None, dict[str, Any]]:
+    """The code of a mask (T, T) and the values for its message; None if the mask is causal."""
+    T, every = len(allowed), torch.ones_like(allowed)
+    if torch.equal(allowed, every.tril()):
+        return None, {}
+    if allowed.all():
+        return "no_mask", {}
+    width = int(allowed[-1].sum())
+    if 1 < width < T and torch.equal(allowed, every.tril() & every.triu(1 - width)):
+        return "sliding_window", {"found": width}
+    token = min(5, T - 1)
+    return "mask_off", {"token": token, "found": _attended(allowed[token])}
+
+
+def _attended(row: Tensor) -> str:
+    """The keys that one query attends to, in words."""
+    tokens: list[int] = row.nonzero().flatten().tolist()
+    if not tokens:
+        return "no token"
+    if tokens == list(range(tokens[0], tokens[-1] + 1)):
+        return f"tokens {tokens[0]} to {tokens[-1]}"
+    return f"tokens {listed([str(token) for token in tokens])}"
+
+
+def described_bias(bias: Tensor) -> str:
+    """A bias (H, T, T) that is added to the scores, 0 for a token itself, as a clause."""
+    T = bias.shape[-1]
+    by_distance = torch.stack([bias[:, -1, T - 1 - d] for d in range(T)], dim=-1)  # (H, T)
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+    expected = by_distance[:, distance].tril()
+    if not torch.allclose(bias.tril(), expected, rtol=1e-3, atol=1e-3):
+        return "a bias that depends on the positions of query and key is added to the scores"
+    slopes = -by_distance[:, 1] if T > 1 else by_distance[:, 0]
+    if torch.allclose(by_distance, -slopes[:, None] * torch.arange(T), rtol=1e-3, atol=1e-3):
+        shown = ", ".join(f"{slope:.4g}" for slope in slopes[:MOST_SLOPES].tolist())
+        return f"the scores of the heads decrease by {shown} per token of distance (ALiBi)"
+    return "a bias that depends on the distance of query and key is added to the scores"
 
 
 class AttentionPiece:

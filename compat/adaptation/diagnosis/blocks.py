@@ -16,6 +16,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.formulas import (
     Activation,
+    activation_code,
     called_activation,
     canonical_activation,
 )
@@ -36,8 +37,6 @@ from compat.adaptation.tracing.graph import (
 )
 from compat.errors import listed
 
-# Activations with a code of their own where the tanh approximation of GELU is expected.
-CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
 CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
@@ -56,8 +55,7 @@ def _activations(code: str) -> Detector:
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
         for name, layers in found.items():
-            own = CODE_OF.get(name) if expected == "gelu_new" else None
-            if name == expected or (own or "other_activation") != code:
+            if name == expected or activation_code(name, expected) != code:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]

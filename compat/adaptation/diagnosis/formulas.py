@@ -36,11 +36,19 @@ ALIASES = {
     "gelu_accurate": "gelu_new",
     "swish": "silu",
 }
+# Activations with a code of their own where the tanh approximation of GELU is expected.
+CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
 
 
 def canonical_activation(config: GPT2Config) -> str:
     """The name in `ACTIVATIONS` of the checkpoint's activation."""
     return ALIASES.get(config.activation_function, config.activation_function)
+
+
+def activation_code(name: str, expected: str) -> str:
+    """The code of an activation that is not the expected one."""
+    own = CODE_OF.get(name) if expected == "gelu_new" else None
+    return own or "other_activation"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,13 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import UnknownPart
 from compat.adaptation.diagnosis import source
-from compat.adaptation.diagnosis.blocks import CODE_OF, tanh_gelu
+from compat.adaptation.diagnosis.blocks import tanh_gelu
 from compat.adaptation.diagnosis.findings import finding, unexplained
-from compat.adaptation.diagnosis.formulas import called_activation, canonical_activation
+from compat.adaptation.diagnosis.formulas import (
+    activation_code,
+    called_activation,
+    canonical_activation,
+)
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.graph import DRAWS, Graph, Place, kind, size
@@ -74,16 +78,18 @@ def _deviation(
     name = kind(node)
     values: dict[str, object]
     activation = called_activation(graph, [node])[0].name
-    if activation is not None and canonical_activation(config) == "gelu_new":
-        return CODE_OF[activation], {"fix": tanh_gelu(_line(graph, node, model))}
+    expected = canonical_activation(config)
+    if activation is not None and expected == "gelu_new":
+        fix = tanh_gelu(_line(graph, node, model))
+        return activation_code(activation, expected), {"fix": fix}
     if name in RMS_NORMS:
         values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values
     if name in ("layer_norm", "native_layer_norm"):
         eps = node.args[4] if len(node.args) > 4 else node.kwargs.get("eps", 1e-5)
-        expected = config.layer_norm_epsilon
-        if isinstance(eps, float) and abs(eps - expected) > 1e-3 * expected:
-            values = {"found": eps, "expected": expected}
+        usual = config.layer_norm_epsilon
+        if isinstance(eps, float) and abs(eps - usual) > 1e-3 * usual:
+            values = {"found": eps, "expected": usual}
             return "eps_value", values
     if name in ("softmax", "_softmax") and len(size(node)) > 2:
         axis = node.args[1] if len(node.args) > 1 else -1
