@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compat import AdaptError, CheckpointError, adapt, load_pretrained
+from compat.adaptation.diagnosis import registry
+from compat.adaptation.diagnosis.diagnose import AREAS
 from compat.checkpoint import open_checkpoint
 from tests.adaptation.catalogue import MODELS, ZOO
 from tests.adaptation.common import adapted, build, build_style, error_of, mapped
@@ -193,13 +196,17 @@ def test_a_part_that_cannot_be_examined_is_reported_along_with_the_comparison(
     def fails(context: object) -> list[object]:
         raise KeyError("no such node")
 
-    registry = import_module("compat.adaptation.diagnosis.registry")
     detectors = [(code, fails if code == "relu" else f) for code, f in registry.DETECTORS]
     monkeypatch.setattr(registry, "DETECTORS", detectors)
     found = adapt(build_style("tf_port", tiny), tiny)
     messages = {finding.code: finding.message for finding in found.findings}
     assert messages.keys() == {"finite_mask", "unexamined"} and found.compatible
     assert "for relu (KeyError" in messages["unexamined"]
+
+
+def test_detectors_run_in_the_order_of_their_areas() -> None:
+    modules = [detector.__module__ for _, detector in registry.DETECTORS]
+    assert [module for module, _ in groupby(modules)] == [area.__name__ for area in AREAS]
 
 
 def test_a_graph_of_an_unknown_form_asks_for_a_report(

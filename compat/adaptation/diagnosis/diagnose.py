@@ -26,7 +26,7 @@ from compat.adaptation.diagnosis.findings import (
     to_findings,
     without_effect,
 )
-from compat.adaptation.diagnosis.registry import CODES, find_deviations
+from compat.adaptation.diagnosis.registry import CODES, DETECTORS, find_deviations
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.calling import Forward, eval_mode
@@ -36,8 +36,11 @@ from compat.tap import tap_names
 
 __all__ = ["CODES", "diagnose"]
 
-# Importing these modules fills the registry.
-AREAS = (embeddings_and_head, norms, attention, blocks, assignments, execution)
+# Importing these modules fills the registry. Of findings with one severity at one tap, those of an
+# earlier module come first, whichever module was imported first.
+AREAS = (assignments, attention, norms, blocks, embeddings_and_head, execution)
+_names = [area.__name__ for area in AREAS]
+DETECTORS.sort(key=lambda entry: _names.index(entry[1].__module__))
 # Deviations of a whole module of the user's: the lines that build the module are named as well.
 OF_MODULES = {"rmsnorm", "gated_mlp", "sinusoidal_pos", "eps_value", "unbiased_var"}
 SEVERITIES = ("breaks", "drifts", "limit", "info")
