@@ -58,6 +58,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+HALF = (torch.float16, torch.bfloat16)  # in the order of golden files
 
 # The largest size and the largest id.
 _MAX = 2**31 - 1

@@ -133,14 +133,18 @@ def names_of(rows: Iterable[Row]) -> list[str]:
     return [name for row in rows for name in row.ours]
 
 
+def whole_of(name: str) -> str | None:
+    """The parameter that a name is a slice of, such as "w" for "w[3]"; None for other names."""
+    return name.rpartition("[")[0] if name.endswith("]") else None
+
+
 def sliced(parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters with those of which slices are named, such as `w[3]`, cut into slices.
 
     Such a parameter is replaced by all of its slices along the first axis, which share its memory.
     """
     found = dict(parameters)
-    slices_named = (name for name in names if name not in parameters and name.endswith("]"))
-    wholes = {name.rpartition("[")[0] for name in slices_named}
+    wholes = {whole for n in names if n not in parameters and (whole := whole_of(n))}
     patterns = [re.escape(name).replace(r"\{i\}", r"\d+") for name in wholes]
     slices: dict[int, list[Tensor]] = {}  # by the parameter's id, so that ties are kept
     for name, parameter in parameters.items():

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint
+from compat.config import HALF
 from compat.decoding import kernels
-from compat.parity import check
 from compat.parity.reference import Reference, SharedReference
 from tests.command_line import Cli, run
 
@@ -148,7 +148,7 @@ def shared_reference(
     """
 
     def reference(checkpoint: Checkpoint, dtype: torch.dtype, *rest: Any) -> Reference:
-        if dtype in check.HALF:  # `to_float32` changes it
+        if dtype in HALF:  # `to_float32` changes it
             return Reference(checkpoint, dtype, *rest)
         key = str(checkpoint.weights), dtype, rest
         if key not in _references:

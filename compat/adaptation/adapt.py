@@ -82,12 +82,12 @@ from compat.adaptation.tracing.rewrites import (
 )
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import HEAD, saved_name
-from compat.config import GPT2Config
+from compat.config import HALF, GPT2Config, dtype_name
 from compat.errors import AdaptError, CompatError
 from compat.loading import fill, load_into
 from compat.name_map import NameMap
 from compat.parity import ParityReport
-from compat.parity.check import HALF, converted, random_ids
+from compat.parity.check import converted, random_ids
 from compat.parity.reference import Reference
 from compat.tap import Tap
 from compat.user_code import is_users
@@ -600,7 +600,7 @@ def _confirm(
     ids = random_ids(checkpoint, 0, 2, _example_length(checkpoint.config))
     call = forward or _signature(model, checkpoint, ids)[0]
     proof = end_to_end(model, call, Reference(checkpoint, dtype), short_only=True)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     report = replace(
         adaptation.parity, dtype=name, taps=[], logits=proof, float32=adaptation.parity
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compat.golden_files.contents import HALF
+from compat.config import HALF
 from compat.golden_files.pieces import (
     PROJECTIONS,
     Weights,

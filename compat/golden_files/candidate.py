@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.config import HALF
 from compat.errors import ParityError, collapse_layers, described, lines, listed
 from compat.golden_files.arrays import Array, Arrays, as_array, describe, open_arrays
 from compat.golden_files.contents import (
@@ -21,7 +22,6 @@ from compat.golden_files.contents import (
     DECODE_IDS,
     DECODE_LOGITS,
     GRADIENT,
-    HALF,
     IDS,
     LOSS,
     WEIGHT,

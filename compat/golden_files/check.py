@@ -12,12 +12,12 @@ from torch import Tensor
 
 from compat.checkpoint import Source
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
-from compat.config import dtype_name
+from compat.config import HALF, dtype_name
 from compat.errors import ParityError, listed
 from compat.golden_files.backward import Backward, causal_part, readers_of
 from compat.golden_files.bounds import Bound, Error, error
 from compat.golden_files.candidate import Candidate, as_candidate, precision
-from compat.golden_files.contents import GRADIENT, HALF, LOSS
+from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import CandidateSource, Golden, Rename
 from compat.golden_files.layouts import LAYOUTS

@@ -14,7 +14,7 @@ import torch
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import HEAD
 from compat.checkpoint.safetensors_file import tensor_bytes
-from compat.config import GPT2Config, dtype_name
+from compat.config import HALF, GPT2Config, dtype_name
 from compat.errors import ParityError, listed, short_repr
 from compat.golden_files.pieces import split_name
 from compat.parity.transformers_gpt2 import VERSION
@@ -23,8 +23,7 @@ from compat.tap import BLOCK_TAPS, tap_names
 FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
 IDS, LOSS, DECODE_IDS, DECODE_LOGITS = "input_ids", "loss", "decode.input_ids", "decode.logits"
 WEIGHT, BOUND, GRADIENT = "weight.", "bound.", "grad."  # prefixes
-# The rows after the first, and the columns, of the array `bound.NAME`.
-HALF = (torch.float16, torch.bfloat16)  # in the order of the file
+# The columns of the array `bound.NAME`; its rows after the first are those of `HALF`.
 COLUMNS = ("own", "rms", "worst", "local")
 
 # Axes: B batch, T time, C channels, H heads, D head size, S keys, F inner width, V vocabulary.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import HEAD, POSITIONS
-from compat.config import as_dtype, dtype_name
+from compat.config import HALF, as_dtype, dtype_name
 from compat.errors import ParityError, short_repr
 from compat.golden_files.arrays import Array, Arrays, Shapes, Write, writable, writing
 from compat.golden_files.backward import gradients
@@ -32,7 +32,6 @@ from compat.golden_files.contents import (
     DECODE_IDS,
     DECODE_LOGITS,
     GRADIENT,
-    HALF,
     IDS,
     LOSS,
     WEIGHT,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
-from compat.config import as_dtype, dtype_name
+from compat.config import HALF, as_dtype, dtype_name
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import CompatError, NameMapError, ParityError, described, short_repr
@@ -37,7 +37,6 @@ from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 from compat.validation import as_module
 
-HALF = (torch.bfloat16, torch.float16)
 LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids, so that traces are small beside the weights
 EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
 MAX_EMBEDDING_ROUNDINGS = 4  # in units of epsilon: the error of an id's embedding that passes

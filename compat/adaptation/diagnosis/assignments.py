@@ -20,7 +20,7 @@ from compat.adaptation.result import Severity
 from compat.adaptation.tracing.graph import Place
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
-from compat.name_map import all_parameters, sliced
+from compat.name_map import all_parameters, sliced, whole_of
 from compat.ops import Rows
 from compat.user_models.synonyms import role_of
 from compat.user_models.usage import reads
@@ -374,7 +374,7 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
             first_end = anatomy.head
         place = source.calling(graph, context.model, end, first_end) or place
         parameter = context.mapping.by_tensor[other][0][0]
-        if graph.names[parameter].endswith("]"):  # a wrong slice
+        if whole_of(graph.names[parameter]):  # a wrong slice
             place = graph.place(graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     whole = [i for i in blocks if _block_tensors(context, i) <= shared.keys()]

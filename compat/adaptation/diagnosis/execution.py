@@ -11,6 +11,7 @@ from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
 from compat.adaptation.tracing.graph import DRAWS, MOVES, kind, tensor_inputs
+from compat.config import HALF, dtype_name
 from compat.errors import listed
 from compat.parity.conditions import COMPARISONS
 
@@ -128,23 +129,19 @@ def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
     "Remove the cast, or convert the whole model with model.to(torch.{found}).",
 )
 def low_precision(context: DiagnosisContext) -> Iterator[Deviation]:
-    graph, half = context.graph, (torch.bfloat16, torch.float16)
+    graph = context.graph
     casts = [
         node for node in graph.nodes
-        if node in graph.live and any(argument in half for argument in node.args)
+        if node in graph.live and any(argument in HALF for argument in node.args)
     ]  # fmt: skip
     if casts:
-        named = next(a for a in casts[0].args if a in half)
+        named = next(a for a in HALF if a in casts[0].args)
         dtypes = {parameter.dtype for parameter in context.model.parameters()}
         widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
-        values = {"found": _name(named), "expected": _name(widest)}
+        values = {"found": dtype_name(named), "expected": dtype_name(widest)}
         lines = [graph.place(node) for node in casts]
         tap, place = context.tap_after(casts[0]), source.running(graph, casts)
         yield Deviation(tap, place, values, lines=lines)
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # Entries without a detector, which `findings` reports after the model has run.

@@ -21,6 +21,7 @@ from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
 from compat.adaptation.tracing.detached import detached_at
 from compat.adaptation.tracing.graph import NAN_GUARDS, Graph, Place
 from compat.adaptation.tracing.plain_lists import PlainList
+from compat.config import dtype_name
 from compat.errors import NameMapError, collapse_layers, listed
 from compat.name_map import NameMap
 from compat.parity import LogitsProof, ParityReport
@@ -76,7 +77,7 @@ def mixed_types(model: nn.Module) -> Finding:
     """The finding for parameters of several data types."""
     by_type: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        by_type.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+        by_type.setdefault(dtype_name(parameter.dtype), name)
     found = ", ".join(f"{dtype} ({name})" for dtype, name in by_type.items())
     place = source.built(model, list(by_type.values())[-1])
     deviation = Deviation(None, place, {"found": found}, code="mixed_types")

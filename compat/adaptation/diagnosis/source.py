@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
+from compat.name_map import whole_of
 from compat.user_models.usage import is_users_class, tree_of, user_modules
 
 MOST_OWNERS = 3  # ln_1, ln_2 and ln_f
@@ -113,7 +114,7 @@ def building(model: nn.Module, path: str) -> Place | None:
 
     That of a slice, such as `weights[3]`, builds the whole parameter.
     """
-    parts = path.partition("[")[0].split(".")
+    parts = (whole_of(path) or path).split(".")
     for end in range(len(parts), 0, -1):
         owner: nn.Module | None = model
         for part in parts[: end - 1]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.fx import Node
 
@@ -20,7 +19,7 @@ from compat.adaptation.diagnosis.formulas import (
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.graph import DRAWS, Graph, Place, kind, size
-from compat.config import GPT2Config
+from compat.config import HALF, GPT2Config, dtype_name
 
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
 RMS_NORMS = ("rms_norm", "_fused_rms_norm")
@@ -95,7 +94,7 @@ def _deviation(
         axis = node.args[1] if len(node.args) > 1 else -1
         if axis not in (-1, len(size(node)) - 1):
             return "softmax_dim", {"found": f"axis {axis}"}
-    if torch.bfloat16 in node.args or torch.float16 in node.args:
-        half = "bfloat16" if torch.bfloat16 in node.args else "float16"
-        return "low_precision", {"found": half, "expected": "float32"}
+    for half in HALF:
+        if half in node.args:
+            return "low_precision", {"found": dtype_name(half), "expected": "float32"}
     return None
