@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -236,21 +237,24 @@ def _missing(code: str) -> Detector:
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
             place = source.running(context.graph, [end])
-        lines, message = [place], ""
-        if code == "no_out_proj" and place is not None:
-            modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
-            if unused := source.unused_result(place, modules):
-                lines = [unused, place]
-                message = (
-                    "the result of this module is not used, so attention has no output "
-                    "projection, but the checkpoint has {tensors}"
-                )
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
-        tap = _first_tap(tensors[0])
-        yield Deviation(tap, lines[0], values, changes, lines=lines, message=message)
+        yield Deviation(_first_tap(tensors[0]), place, values, changes)
 
     return detect
+
+
+def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
+    """An output projection that is missing, or whose result is not used."""
+    for found in _missing("no_out_proj")(context):
+        modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
+        if found.place and (unused := source.unused_result(found.place, modules)):
+            message = (
+                "the result of this module is not used, so attention has no output "
+                "projection, but the checkpoint has {tensors}"
+            )
+            found = replace(found, place=unused, lines=[unused, found.place], message=message)
+        yield found
 
 
 def _code_of(context: DiagnosisContext, hf: str) -> str | None:
@@ -343,7 +347,8 @@ MISSING = {
 }  # fmt: skip
 for _code, (_, _lacks, _fix) in MISSING.items():
     _message = f"{_lacks}, but the checkpoint has {{tensors}}"
-    deviation(_message, _fix, code=_code)(_missing(_code))
+    _detector = _no_out_proj if _code == "no_out_proj" else _missing(_code)
+    deviation(_message, _fix, code=_code)(_detector)
 
 
 # Shared and unused parameters
