@@ -134,6 +134,12 @@ class _Run:
     def config(self) -> GPT2Config:
         return self.checkpoint.config
 
+    @property
+    def signature(self) -> CallSignature | None:
+        """How the model is called without a head of compat's; None for the user's own function."""
+        call = self.call.call if isinstance(self.call, _WithHead) else self.call
+        return call if isinstance(call, CallSignature) else None
+
     def reference(self) -> Reference:
         return Reference(self.checkpoint, next(self.model.parameters()).dtype)
 
@@ -360,8 +366,7 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
 def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     """Load the weights, compare hidden states and logits, and diagnose what differs."""
     model, config, graph = run.model, run.config, mapped.anatomy.graph
-    training = model.training
-    call = run.call.call if isinstance(run.call, _WithHead) else run.call
+    training, signature = model.training, run.signature
     name_map = to_name_map(graph, mapped.assignments, config)
     with _timed(run.seconds, "load"):
         fill(model, name_map.expand(config.n_layer), run.checkpoint, zeros=name_map.zeros)
@@ -378,8 +383,8 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         weights,
         mapped.unmatched,
         last_only=mapped.last_only,
-        with_targets=isinstance(run.call, CallSignature) and run.call.targets,
-        mask=call.mask if isinstance(call, CallSignature) else "",
+        with_targets=signature is not None and signature.targets,
+        mask=signature.mask if signature is not None else "",
         fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
         noise=_noise(run) if graph.dropouts else "",
     )
@@ -413,8 +418,10 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
 
 def _without_targets(run: _Run, findings: Sequence[Finding]) -> list[Finding]:
     """What breaks parity only in the call without targets, which returns the last position."""
-    assert isinstance(run.call, CallSignature)
-    plain = run.call.without_targets()
+    assert run.signature is not None
+    plain: Forward = run.signature.without_targets()
+    if isinstance(run.call, _WithHead):
+        plain = replace(run.call, call=plain)
     with suppress(Exception):  # the call may require targets
         with eval_mode(run.model):
             with_targets, without = (call(run.model, run.ids)[:, -1:] for call in (run.call, plain))

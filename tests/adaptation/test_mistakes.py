@@ -872,14 +872,22 @@ def test_a_mask_that_is_a_parameter_is_not_reported(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("norm", ["", "self.final_norm"])
-def test_the_call_without_targets_is_examined_too(tiny: Path, tmp_path: Path, norm: str) -> None:
+@pytest.mark.parametrize("head", ["", "self.head"])
+def test_the_call_without_targets_is_examined_too(
+    tiny: Path, tmp_path: Path, head: str, norm: str
+) -> None:
     forward, end = "forward(self, ids{})", "x = self.final_norm(x)\n        return self.head(x)\n"
-    last = f"if targets is None:\n            return self.head({norm}(x[:, [-1]]))\n        "
-    edits = [(forward.format(""), forward.format(", targets=None")), (end, last + end)]
+    last = f"if targets is None:\n            return {head}({norm}(x[:, [-1]]))\n        "
+    edits = [
+        (forward.format(""), forward.format(", targets=None")),
+        (end, last + end.replace("self.head", head)),
+    ]
     adaptation = adapted(tiny, tmp_path, edits)
-    assert [f.code for f in adaptation.deviations] == ([] if norm else ["no_final_ln"])
-    assert adaptation.compatible is bool(norm)
-    assert norm or "x[:, [-1]]" in (adaptation.deviations[0].source_line or "")
+    expected = [*([] if head else ["no_head"]), *([] if norm else ["no_final_ln"])]
+    assert [f.code for f in adaptation.deviations] == expected
+    assert adaptation.compatible is not bool(expected)
+    line = "x[:, [-1]]" if head else "x = block(x)"
+    assert norm or line in (adaptation.deviations[-1].source_line or "")
 
 
 def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None:
