@@ -154,23 +154,8 @@ class Engine:
             cache: the cache of the weights in 8 bits.
             in_order: as of `Transformer`.
         """
-        precision: Any = dtype
-        if isinstance(dtype, torch.dtype):
-            precision = dtype_name(dtype)
-        if not isinstance(precision, str) or precision not in ("float32", "bfloat16", "int8"):
-            raise ConfigError(
-                f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'"
-            )
-        if speculate is not None and (
-            not isinstance(speculate, str) or speculate not in ("auto", "int8", "lookup")
-        ):
-            raise ConfigError(
-                f"speculate is {short_repr(speculate)}; expected 'auto', 'int8', 'lookup' or None"
-            )
-        if max_batch is not None and (not is_integer(max_batch) or max_batch < 1):
-            raise ConfigError(
-                f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more, or None"
-            )
+        _check_options(dtype, max_batch, speculate)
+        precision = dtype_name(dtype)
         self.dtype: Any = precision
         self.max_batch = max_batch
         config, target = self.config, as_device(device)
@@ -345,3 +330,19 @@ class Engine:
         )
         first, *others = texts
         return first, others
+
+
+def _check_options(dtype: Any, max_batch: Any, speculate: Any) -> None:
+    precision = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(precision, str) or precision not in ("float32", "bfloat16", "int8"):
+        raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'")
+    if speculate is not None and (
+        not isinstance(speculate, str) or speculate not in ("auto", "int8", "lookup")
+    ):
+        raise ConfigError(
+            f"speculate is {short_repr(speculate)}; expected 'auto', 'int8', 'lookup' or None"
+        )
+    if max_batch is not None and (not is_integer(max_batch) or max_batch < 1):
+        raise ConfigError(
+            f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more, or None"
+        )

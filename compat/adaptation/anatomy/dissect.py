@@ -548,35 +548,11 @@ class _Dissection:
         after: set[Node],
     ) -> Layer:
         """The layer of these cores, before the products `until` and the projections `after`."""
-        graph, index, above = self.graph, self.index, self.graph.ancestors
+        index, above = self.index, self.graph.ancestors
         products = {core.product for core in cores}
-        gates = self._gates(products, {*qkv}, x1) if self.partial else set()
-        out_projs = [
-            n for n in index.live
-            if n in index.projections - after and index.sources(n) <= products | gates
-            and index.sources(n) & products
-        ]  # fmt: skip
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
-        projections = index.projections - self._of_cross_attention()
-        mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
-        if not mlp and not self.partial:
-            raise UnknownPart(
-                f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
-                [self._with_bias(node) for node in out_projs or products],
-            )
-        if self.partial and out_projs and self._reads_heads(out_projs[-1], len(mlp)):
-            mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
-        ordered = sorted(mlp, key=graph.order.__getitem__)
-        second = self._second_out_projs(out_projs, ordered) if self.partial else []
-        rest = [n for n in ordered if n not in second]
-        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= {*qkv}:
-            raise UnknownPart(
-                f"layer {i}: the MLP{graph.at(*rest)} reads a part of the projection of q, k and "
-                "v, but GPT-2's MLP has its own projection of the stream that includes attention",
-                rest,
-                "parallel_block",
-            )
+        out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
         fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
         extra += second  # further projections of what attention computes
         unknown = rest if fc is None else []
@@ -630,6 +606,44 @@ class _Dissection:
             extra=[node for node in extra if node is not None],
             unknown=unknown,
         )
+
+    def _projections_of(
+        self,
+        i: int,
+        products: set[Node],
+        qkv: list[Node],
+        x1: Node,
+        following: set[Node],
+        after: set[Node],
+    ) -> tuple[list[Node], list[Node], list[Node]]:
+        """The output projections of a layer, others that follow them, and those of the MLP."""
+        graph, index = self.graph, self.index
+        gates = self._gates(products, {*qkv}, x1) if self.partial else set()
+        out_projs = [
+            n for n in index.live
+            if n in index.projections - after and index.sources(n) <= products | gates
+            and index.sources(n) & products
+        ]  # fmt: skip
+        projections = index.projections - self._of_cross_attention()
+        mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
+        if not mlp and not self.partial:
+            raise UnknownPart(
+                f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
+                [self._with_bias(node) for node in out_projs or products],
+            )
+        if self.partial and out_projs and self._reads_heads(out_projs[-1], len(mlp)):
+            mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
+        ordered = sorted(mlp, key=graph.order.__getitem__)
+        second = self._second_out_projs(out_projs, ordered) if self.partial else []
+        rest = [n for n in ordered if n not in second]
+        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= {*qkv}:
+            raise UnknownPart(
+                f"layer {i}: the MLP{graph.at(*rest)} reads a part of the projection of q, k and "
+                "v, but GPT-2's MLP has its own projection of the stream that includes attention",
+                rest,
+                "parallel_block",
+            )
+        return out_projs, second, rest
 
     def _gates(self, products: set[Node], qkv: set[Node], x1: Node) -> set[Node]:
         """Other projections of attention's input, by which the results of heads are multiplied."""
