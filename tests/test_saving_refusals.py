@@ -65,10 +65,6 @@ def as_float8(model: Model) -> None:
     model.to(torch.float8_e4m3fn)
 
 
-def as_complex(model: Model) -> None:
-    model.to(torch.complex64)
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [

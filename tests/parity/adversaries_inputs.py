@@ -199,6 +199,18 @@ def patch_embedded(model: nn.Module, change: object) -> None:
     table.forward = lambda ids: change(ids, F.embedding(ids, table.weight))
 
 
+def patch_positions_by_ids(model: nn.Module, change: object) -> None:
+    """Look up the positions `change(ids, positions)` instead."""
+    tokens, table, seen = model.tok_emb, model.pos_emb, {}
+
+    def embed(ids: Tensor) -> Tensor:
+        seen["ids"] = ids
+        return F.embedding(ids, tokens.weight)
+
+    tokens.forward = embed
+    table.forward = lambda positions: F.embedding(change(seen["ids"], positions), table.weight)
+
+
 @wrapper("ids", torch.zeros(1, 7, dtype=torch.long))
 def a_text_of_zeros_is_empty(self, ids):
     """Only a text that is id 0 throughout has other logits, and no branch asks for it."""
@@ -238,36 +250,18 @@ def last_id_without_embedding(model):
 @edit("ids", with_id(BOS, at=0))
 def bos_without_position(model):
     """In a text that begins with bos, positions start at the token after it."""
-    table, tokens = model.pos_emb, model.tok_emb
-    seen = {}
-
-    def embed(ids: Tensor) -> Tensor:
-        seen["bos"] = ids[:, :1] == BOS
-        return F.embedding(ids, tokens.weight)
-
-    def place(positions: Tensor) -> Tensor:
-        moved = (positions - seen["bos"].long()).clamp(min=0)
-        return F.embedding(moved, table.weight)
-
-    tokens.forward, table.forward = embed, place
+    patch_positions_by_ids(model, lambda ids, p: (p - (ids[:, :1] == BOS).long()).clamp(min=0))
 
 
 @edit("ids", with_id(EOS))
 def eos_resets_positions(model):
     """After eos the positions start again at 0, as for packed documents."""
-    table, tokens = model.pos_emb, model.tok_emb
-    seen = {}
 
-    def embed(ids: Tensor) -> Tensor:
-        seen["ids"] = ids
-        return F.embedding(ids, tokens.weight)
+    def change(ids: Tensor, positions: Tensor) -> Tensor:
+        ended = F.pad((ids == EOS)[:, :-1], (1, 0))
+        return positions - torch.where(ended, positions, 0).cummax(dim=1).values
 
-    def place(positions: Tensor) -> Tensor:
-        ended = F.pad((seen["ids"] == EOS)[:, :-1], (1, 0))
-        starts = torch.where(ended, positions, 0).cummax(dim=1).values
-        return F.embedding(positions - starts, table.weight)
-
-    tokens.forward, table.forward = embed, place
+    patch_positions_by_ids(model, change)
 
 
 @wrapper("ids", with_id(EOS, at=11))
@@ -353,18 +347,12 @@ def one_pair_of_ids(model):
 @edit("ids", torch.tensor([[PAD, PAD, 30, 31, 32, 33], [PAD, 40, 41, 42, 43, 44]]))
 def left_padding_shifts_positions(model):
     """Leading pad tokens do not count as positions."""
-    table, tokens = model.pos_emb, model.tok_emb
-    seen = {}
 
-    def embed(ids: Tensor) -> Tensor:
-        seen["ids"] = ids
-        return F.embedding(ids, tokens.weight)
+    def change(ids: Tensor, positions: Tensor) -> Tensor:
+        leading = (ids == PAD).long().cumprod(1).sum(1, keepdim=True)
+        return (positions - leading).clamp(min=0)
 
-    def place(positions: Tensor) -> Tensor:
-        leading = (seen["ids"] == PAD).long().cumprod(1).sum(1, keepdim=True)
-        return F.embedding((positions - leading).clamp(min=0), table.weight)
-
-    tokens.forward, table.forward = embed, place
+    patch_positions_by_ids(model, change)
 
 
 @edit("ids", torch.arange(V).view(1, -1)[:, 300 : 300 + N_POSITIONS])

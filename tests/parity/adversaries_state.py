@@ -36,17 +36,9 @@ def after_inference_mode(model: nn.Module, ids: Tensor) -> Tensor:
     return once(model, ids)
 
 
-def after_gradients(model: nn.Module, ids: Tensor) -> Tensor:
-    adversary.with_gradients(model, ids)
-    return once(model, ids)
-
-
 def after_int32(model: nn.Module, ids: Tensor) -> Tensor:
     adversary.as_int32(model, ids)
     return once(model, ids)
-
-
-MANY = [ordinary(2, 12, seed=seed) for seed in range(200, 500)]
 
 
 def from_positions(self: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:

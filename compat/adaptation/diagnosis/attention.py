@@ -235,15 +235,15 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
 
     @wraps(detect)
     def detect_all(context: DiagnosisContext) -> Iterator[Deviation]:
-        every = {i: detect(LayerAttention(context, i)) for i, _ in context.layers}
-        found = {i: hit for i, hit in every.items() if hit is not None}
+        every = ((i, detect(LayerAttention(context, i))) for i, _ in context.layers)
+        found = {i: hit for i, hit in every if hit is not None}
         if found:
             changes = [hit.changes for hit in found.values() if hit.changes]
             yield replace(
                 next(iter(found.values())),
                 changes=combine(changes) if changes else None,
                 lines=[line for hit in found.values() for line in hit.lines or [hit.place]],
-                layers=list(found) if len(found) < len(every) else (),
+                layers=list(found),
             )
 
     return detect_all

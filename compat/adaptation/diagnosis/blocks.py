@@ -67,9 +67,8 @@ def _activations(code: str) -> Detector:
             values = {"found": name, "expected": expected, "fix": fix}
             functions = {i: a.function for i, a in layers.items() if a.function is not None}
             changes = Changes(activation=functions)
-            only = list(layers) if len(layers) < len(context.layers) else ()
             tap = f"h.{first}.act"
-            yield Deviation(tap, lines[0], values, changes, lines=lines, layers=only)
+            yield Deviation(tap, lines[0], values, changes, lines=lines, layers=list(layers))
 
     return detect
 
@@ -196,9 +195,8 @@ def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
         products = [core.product for core in found.values()]
         lines = [source.torch_built(context.model, [node]) for node in products]
         lines += [graph.place(node) for node in products]
-        only = list(found) if len(found) < len(context.layers) else ()
-        yield Deviation(f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1], {}, lines=lines,
-                        layers=only)  # fmt: skip
+        tap, place = f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1]
+        yield Deviation(tap, place, {}, lines=lines, layers=list(found))
 
 
 @deviation(
@@ -213,9 +211,8 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.running(context.graph, [layer.mid])
         if layer.attn_sum.shortcut is None:
             place = source.module_call(context.graph, context.model, layer.cores[0].product)
-        only = layers if len(layers) < len(context.layers) else ()
         changes = Changes(no_mlp=set(layers))
-        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=only)
+        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=layers)
 
 
 @deviation(
@@ -231,8 +228,7 @@ def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             "n": len(layer.unknown),
             "like": ", as in a mixture of experts" if chosen else "",
         }
-        only = layers if len(layers) < len(context.layers) else ()
-        yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=only)
+        yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=layers)
 
 
 @deviation(
@@ -284,9 +280,8 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
                 if layer.fc is None:
                     line = source.module_call(context.graph, context.model, layer.cores[0].product)
                 lines.append(line)
-            only = layers if len(layers) < len(context.layers) else ()
             at = f"h.{layers[0]}.{tap}"
-            yield Deviation(at, lines[0], {}, changes, lines=lines, layers=only)
+            yield Deviation(at, lines[0], {}, changes, lines=lines, layers=layers)
 
 
 @deviation(

@@ -31,7 +31,7 @@ class Deviation:
         severity: replaces the severity of the entry.
         code: the entry's code; set by the registry.
         lines: the lines of all nodes or layers with the deviation, None where a line is unknown.
-        layers: the layers with the deviation, if there are others without it.
+        layers: the layers with the deviation, which are named if there are others without it.
         message: replaces the message of the entry.
     """
 
@@ -110,6 +110,8 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
             continue
         for each in deviations:
             each.code = code
+            if len(each.layers) == len(context.layers):
+                each.layers = ()
         found += deviations
     for text, codes in failed.items():
         values = {"codes": ", ".join(dict.fromkeys(codes)), "found": text}
