@@ -25,6 +25,7 @@ from compat.adaptation.tracing.graph import (
     SHAPE_ONLY,
     Graph,
     kind,
+    random_values,
     size,
     tensor_inputs,
 )
@@ -119,7 +120,7 @@ def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
     """Find the parameters: the scale is the one without which the result does not depend on x."""
     scale = shift = None
     parameters = graph.parameters_between([end], [start])
-    x = _sample(start)
+    x = random_values(size(start))
     for node in parameters:
 
         def value(other: Node, node: Node = node) -> Tensor:
@@ -133,11 +134,6 @@ def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
         else:
             shift = node
     return Norm(start, end, scale, shift)
-
-
-def _sample(node: Node) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(size(node), generator=generator, dtype=torch.float64)
 
 
 def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
@@ -157,7 +153,7 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
     """The formula, measured on inputs of several magnitudes; None if no such formula fits."""
     axis = len(size(norm.start)) - 1
     run = own_formula(graph, norm)
-    x = _sample(norm.start) + 0.7
+    x = random_values(size(norm.start)) + 0.7
     if run(x).shape != x.shape:
         return None
     C = x.shape[axis]

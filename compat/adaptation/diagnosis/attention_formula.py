@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
-from compat.adaptation.mapping.linear_maps import token_view
-from compat.adaptation.tracing.graph import Graph
+from compat.adaptation.mapping.linear_maps import function_between, token_view
+from compat.adaptation.tracing.graph import Graph, random_values
 from compat.config import GPT2Config
 from compat.errors import listed
 
@@ -159,9 +159,7 @@ class AttentionPiece:
         return torch.cat(columns, dim=-1)
 
     def random(self, seed: int, scale: float = 1.0) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.B, self.H, self.T, self.D)
-        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return scale * random_values((self.B, self.H, self.T, self.D), seed)
 
     def keys(self, seed: int, scale: float = 1.0) -> Tensor:
         """Random keys, which are equal for heads that share one."""
@@ -337,8 +335,7 @@ def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
     x = (1 - 2 * (torch.arange(D, dtype=torch.float64) % 2)).expand(B, H, T, D)
 
     def later(x: Tensor) -> Tensor:
-        given = dict(zip(attention.q.nodes, attention.q.write(x), strict=True))
-        [found] = graph.run([q.node], given, finite=True)
+        [found] = graph.run([q.node], attention.q.given(x), finite=True)
         return found.movedim(q.time, 0)[T // 2 :].flatten(1)  # after tokens without a predecessor
 
     def differ(rows: Tensor, rtol: float = 1e-6) -> bool:
@@ -376,10 +373,8 @@ def rotation_of(
     ):
         plain, rotated = [], []
         for seed in range(-(-D // (B * H)) + 1):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
-            given = dict(zip(source.nodes, source.write(x), strict=True))
-            rotated.append(view.read(graph.run(view.nodes, given)) / factor)
+            x = random_values(source.index.shape, seed)
+            rotated.append(function_between(graph, source, view)(x) / factor)
             y = (x @ weight + bias).chunk(3, dim=-1)[third]
             plain.append(y.view(B, T, H, D).transpose(1, 2))
         before, after = (torch.cat(t).permute(2, 0, 1, 3).flatten(1, 2) for t in (plain, rotated))

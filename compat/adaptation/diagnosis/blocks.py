@@ -21,7 +21,7 @@ from compat.adaptation.diagnosis.formulas import (
     canonical_activation,
 )
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
-from compat.adaptation.diagnosis.norms import PRE_NORM
+from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
@@ -32,6 +32,7 @@ from compat.adaptation.tracing.graph import (
     Place,
     kind,
     live_inputs,
+    random_values,
     size,
     tensor_inputs,
 )
@@ -272,14 +273,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         ("out", past, Changes(mlp_residual_from_input={*past})),
     ):  # fmt: skip
         if layers:
-            lines = []
-            for i in layers:
-                layer = context.anatomy.layers[i]
-                branch, other = (layer.mlp, layer.attn) if tap == "out" else (layer.attn, layer.mlp)
-                line = source.calling(context.graph, context.model, branch, other)
-                if layer.fc is None:
-                    line = source.module_call(context.graph, context.model, layer.cores[0].product)
-                lines.append(line)
+            lines = [branch_line(context, i, is_mlp=tap == "out") for i in layers]
             at = f"h.{layers[0]}.{tap}"
             yield Deviation(at, lines[0], {}, changes, lines=lines, layers=layers)
 
@@ -428,7 +422,7 @@ def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
         return None
     if any(len(live_inputs(graph, n)) > 1 for n in between):
         return None
-    x = torch.randn(size(start), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = random_values(size(start))
     [y] = graph.run([end], {start: x})
     if y.numel() != x.numel():
         return None

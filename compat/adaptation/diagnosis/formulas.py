@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from compat.adaptation.mapping.linear_maps import token_view
+from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import Graph, kind
 from compat.config import GPT2Config
 
@@ -79,12 +79,7 @@ def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
     source, target = token_view(graph, start), token_view(graph, end)
     if source is None or target is None or source.index.shape != target.index.shape:
         return Activation(None, None)
-
-    def measured(x: Tensor) -> Tensor:
-        """The model's function of x, which has the shape of its input."""
-        given = dict(zip(source.nodes, source.write(x), strict=True))
-        return target.read(graph.run([end], given))
-
+    measured = function_between(graph, source, target)
     x = torch.linspace(-6, 6, source.index.numel(), dtype=torch.float64)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     x = x.view(source.index.shape)

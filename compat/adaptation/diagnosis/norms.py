@@ -26,6 +26,7 @@ from compat.adaptation.tracing.graph import (
     Graph,
     Place,
     kind,
+    random_values,
     size,
     tensor_inputs,
 )
@@ -148,8 +149,7 @@ def norm_axis(context: DiagnosisContext) -> Iterator[Deviation]:
 
 def _is_centred(graph: Graph, norm: Norm) -> bool:
     """Whether a norm subtracts the mean, over whichever axes."""
-    run, generator = own_formula(graph, norm), torch.Generator().manual_seed(0)
-    x = torch.randn(size(norm.start), generator=generator, dtype=torch.float64)
+    run, x = own_formula(graph, norm), random_values(size(norm.start))
     return torch.allclose(run(x), run(x + 1), rtol=1e-6, atol=1e-6)
 
 
@@ -209,15 +209,19 @@ def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
 def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     missing = [name for name in context.places.missing if name != "ln_f"]
     if missing:
-        layer = context.anatomy.layers[int(missing[0].split(".")[1])]
-        branch, other = layer.attn, layer.mlp
-        if missing[0].endswith("ln_2"):
-            branch, other = other, branch
-        place = source.calling(context.graph, context.model, branch, other)
-        if layer.fc is None:
-            place = source.module_call(context.graph, context.model, layer.cores[0].product)
+        _, layer, norm = missing[0].split(".")
+        place = branch_line(context, int(layer), is_mlp=norm == "ln_2")
         values = {"tensors": ", ".join(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
+
+
+def branch_line(context: DiagnosisContext, i: int, is_mlp: bool) -> Place | None:
+    """The line that calls attention or the MLP of a block."""
+    layer = context.anatomy.layers[i]
+    if layer.fc is None:
+        return source.module_call(context.graph, context.model, layer.cores[0].product)
+    branch, other = (layer.mlp, layer.attn) if is_mlp else (layer.attn, layer.mlp)
+    return source.calling(context.graph, context.model, branch, other)
 
 
 @deviation(

@@ -24,12 +24,13 @@ from compat.adaptation.mapping.linear_maps import (
     LinearMap,
     View,
     find_op,
+    function_between,
     head_view,
     linear_map,
     merged,
     token_view,
 )
-from compat.adaptation.tracing.graph import MOVES, Graph, kind, size, tensor_inputs
+from compat.adaptation.tracing.graph import MOVES, Graph, kind, random_values, size, tensor_inputs
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
@@ -428,14 +429,10 @@ def _is_same_for_heads(graph: Graph, x1: View, operand: View) -> bool:
 
 def _is_per_token(graph: Graph, source: View, target: View) -> bool:
     """Whether a change of the first token changes no other token of the target."""
-    generator = torch.Generator().manual_seed(0)
-    one = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
+    one = random_values(source.index.shape)
     two = one.clone()
     two[:, 0] += 1
-    before, after = (
-        target.read(graph.run(target.nodes, dict(zip(source.nodes, source.write(x), strict=True))))
-        for x in (one, two)
-    )
+    before, after = map(function_between(graph, source, target), (one, two))
     return torch.allclose(before[:, 1:], after[:, 1:], rtol=1e-9, atol=1e-12)
 
 
@@ -466,8 +463,7 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
 
 def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
     """The channels of a view (B, T, N) on which another view depends, in ascending order."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(source.index.shape, generator=generator, dtype=torch.float64)
+    x = random_values(source.index.shape)
     given = [part.requires_grad_() for part in source.write(x)]
     with torch.enable_grad():
         found = graph.run(target.nodes, dict(zip(source.nodes, given, strict=True)))
@@ -706,8 +702,7 @@ def _head_scale(anatomy: Anatomy) -> float:
     between = graph.between([graph.output], [anatomy.head])
     if not any(kind(node) in ("mul", "div") for node in between):
         return 1.0
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size(anatomy.xf), generator=generator, dtype=torch.float64)
+    x = random_values(size(anatomy.xf))
     nodes = [anatomy.head, graph.output]
     (head, logits), (base, other) = (graph.run(nodes, {anatomy.xf: v}) for v in (x, 0 * x))
     scale = float((logits - other).norm() / (head - base).norm())

@@ -51,13 +51,16 @@ class View:
         pieces = torch.split(flat, [prod(size(node)) for node in self.nodes])
         return [piece.reshape(size(n)) for piece, n in zip(pieces, self.nodes, strict=True)]
 
+    def given(self, value: Tensor) -> dict[Node, Tensor]:
+        """The reference's shape → the value of each node, for `Graph.run`."""
+        return dict(zip(self.nodes, self.write(value), strict=True))
+
 
 def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor], Tensor]:
     """What the graph computes from the values of one view to those of another."""
 
     def function(x: Tensor) -> Tensor:
-        given = dict(zip(start.nodes, start.write(x), strict=True))
-        return end.read(graph.run(end.nodes, given))
+        return end.read(graph.run(end.nodes, start.given(x)))
 
     return function
 
@@ -160,8 +163,7 @@ class Probe:
             count = torch.arange(shape.numel(), dtype=torch.float64)
             return (count + self.first[node]).view(shape)
 
-        known = dict(zip(self.source.nodes, self.source.write(x), strict=True))
-        return self.target.read(self.graph.run(self.target.nodes, known, value))
+        return self.target.read(self.graph.run(self.target.nodes, self.source.given(x), value))
 
 
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:

@@ -314,6 +314,12 @@ def size(node: Node) -> tuple[int, ...]:
     return shape
 
 
+def random_values(shape: Iterable[int], seed: int = 0) -> Tensor:
+    """Normally distributed numbers in float64, which depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """The nodes among the arguments, lists flattened, in the order of the arguments."""
     found: list[Node] = []
