@@ -97,9 +97,7 @@ BY_HAND = (
     "compat.load_into(model, name_map, source)."
 )
 
-
 Progress = Callable[[str], object]
-
 
 # The number of parameters up to which gradients are compared; beyond, that takes seconds.
 MOST_TRAINED = 50_000_000

@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.activations import (
+    ACTIVATIONS,
+    activation_code,
+    canonical_activation,
+)
 from compat.adaptation.diagnosis.attention_formula import (
     SOFTMAX_AXES,
     AttentionFormula,
     described_bias,
     mask_code,
     scale_code,
-)
-from compat.adaptation.diagnosis.formulas import (
-    ACTIVATIONS,
-    activation_code,
-    canonical_activation,
 )
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.config import GPT2Config

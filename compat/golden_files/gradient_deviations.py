@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compat.adaptation.diagnosis.activations import canonical_activation
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.adaptation.diagnosis.formulas import canonical_activation
 from compat.golden_files.backward import Backward, Loss, next_token_loss, readers_of
 from compat.golden_files.bounds import fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES

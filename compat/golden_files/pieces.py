@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.anatomy.norms import NormFormula
+from compat.adaptation.diagnosis.activations import ACTIVATIONS, canonical_activation
 from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.adaptation.diagnosis.formulas import ACTIVATIONS, canonical_activation
 from compat.adaptation.diagnosis.modified_reference import causal
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.config import GPT2Config

@@ -13,13 +13,13 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import Layer, Operand
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
-from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.formulas import (
+from compat.adaptation.diagnosis.activations import (
     Activation,
     activation_code,
     called_activation,
     canonical_activation,
 )
+from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation

@@ -12,12 +12,12 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import Anatomy, Layer
 from compat.adaptation.anatomy.norms import NormFormula, NormPlaces, formula_of
 from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.activations import Activation, activation_of, called_activation
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     attention_of,
     turns_with_position,
 )
-from compat.adaptation.diagnosis.formulas import Activation, activation_of, called_activation
 from compat.adaptation.mapping.assignments import (
     Assignments,
     EmbeddingFormula,

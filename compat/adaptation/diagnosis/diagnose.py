@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis import (
-    assignments,
     attention,
     blocks,
     counterfactual,
     embeddings_and_head,
     execution,
     norms,
+    parameters,
     source,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -26,10 +26,11 @@ from compat.adaptation.diagnosis.findings import (
     to_findings,
     without_effect,
 )
-from compat.adaptation.diagnosis.registry import CODES, DETECTORS, find_deviations
+from compat.adaptation.diagnosis.registry import CODES, DETECTORS, Deviation, find_deviations
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.calling import Forward, eval_mode
+from compat.adaptation.tracing.graph import Place
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.reference import Reference
 from compat.tap import tap_names
@@ -38,7 +39,7 @@ __all__ = ["CODES", "diagnose"]
 
 # Importing these modules fills the registry. Of findings with one severity at one tap, those of an
 # earlier module come first, whichever module was imported first.
-AREAS = (assignments, attention, norms, blocks, embeddings_and_head, execution)
+AREAS = (parameters, attention, norms, blocks, embeddings_and_head, execution)
 _names = [area.__name__ for area in AREAS]
 DETECTORS.sort(key=lambda entry: _names.index(entry[1].__module__))
 # Deviations of a whole module of the user's: the lines that build the module are named as well.
@@ -70,15 +71,7 @@ def diagnose(
     """
     model, found = context.model, find_deviations(context)
     for each in found:
-        if each.place is not None and each.code in {"rope", *OF_MODULES}:
-            further = source.owners(context.graph, model, each.place)
-            if each.code == "rope":  # q and k are rotated by one module
-                further = source.callers(context.graph, each.place)
-            if each.code == "eps_value":
-                found_eps = each.values["found"]
-                further += source.defaults(context.graph, model, each.place, found_eps)
-                further += source.keywords(model, "eps", found_eps)
-            each.lines = [*(each.lines or [each.place]), *further]
+        each.lines = [*(each.lines or [each.place]), *_further_lines(context, each)]
         layer = re.match(r"h\.(\d+)", each.tap or "")
         if layer and int(layer[1]) >= context.config.n_layer and each.changes is not None:
             each.changes = None
@@ -108,3 +101,19 @@ def diagnose(
         return SEVERITIES.index(found.severity), tap
 
     return sorted(findings, key=position)
+
+
+def _further_lines(context: DiagnosisContext, found: Deviation) -> list[Place]:
+    """The lines that build or call the user's modules in whose code a deviation is."""
+    graph, model, place = context.graph, context.model, found.place
+    if place is None:
+        return []
+    if found.code == "rope":  # q and k are rotated by one module
+        return source.callers(graph, place)
+    if found.code not in OF_MODULES:
+        return []
+    lines = source.owners(graph, model, place)
+    if found.code == "eps_value":
+        eps = found.values["found"]
+        lines += source.defaults(graph, model, place, eps) + source.keywords(model, "eps", eps)
+    return lines

@@ -23,8 +23,8 @@ from compat.adaptation.tracing.rewrites import CUTS
 from compat.ops import Rows
 
 # Operations that make positions.
-POSITIONS = {"arange", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "cumsum"}
-EMBEDDING = "x = wte(ids) + wpe(torch.arange(T))"
+POSITION_OPS = {"arange", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "cumsum"}
+SUM = "x = wte(ids) + wpe(torch.arange(T))"
 
 
 def _path(context: DiagnosisContext) -> list[Node]:
@@ -46,9 +46,7 @@ def position_line(context: DiagnosisContext) -> Place | None:
     return line or _sum_line(context)
 
 
-@deviation(
-    "the {what} embedding is multiplied by {found:.6g}, but GPT-2 does not scale it", EMBEDDING
-)
+@deviation("the {what} embedding is multiplied by {found:.6g}, but GPT-2 does not scale it", SUM)
 def scaled_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     if (found := context.embedding) is None:
         return
@@ -91,7 +89,7 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation(
     "there is no position embedding, but GPT-2 adds wpe.weight, so wpe.weight cannot be loaded",
-    EMBEDDING,
+    SUM,
 )
 def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
@@ -141,7 +139,7 @@ def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
     values = {key: ", ".join(map(str, rows)) + ", …" for key, rows in shown.items()}
     added = context.weights["wpe.weight"][list(found.rows)] * found.position_scale
     changes = Changes(weights={"wpe.weight": None}, added=added)
-    made = [node for node in _path(context) if kind(node) in POSITIONS]
+    made = [node for node in _path(context) if kind(node) in POSITION_OPS]
     line = source.running(context.graph, made) or position_line(context)
     yield Deviation("embed", line, values, changes)
 

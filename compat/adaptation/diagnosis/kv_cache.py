@@ -28,6 +28,7 @@ from compat.adaptation.tracing.calling import (
 from compat.adaptation.tracing.graph import Place
 from compat.parity.outputs import find_logits
 from compat.parity.reference import Reference
+from compat.user_models.synonyms import plain
 
 # Names of arguments and methods, in lower case and without underscores.
 CACHE = re.compile(r"(layer|kv)?(past|caches?|mems?)((key)?values?|kvs?|states?)?")
@@ -40,10 +41,6 @@ POSITIONS = re.compile(r"pos(ition)?s?(ids?)?")
 RESET = re.compile(r"(reset|clear)(kv)?caches?")
 STEPS = 3
 EXPLAINED = 1e-3  # the relative error of the logits up to which a cause explains a step
-
-
-def _plain(name: object) -> str:
-    return str(name).replace("_", "").lower()
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def _protocol(model: nn.Module) -> Protocol | None:
     """The protocol that the model's signature shows; None if it has no cache."""
     parameters = list(inspect.signature(model.forward).parameters)[1:]
     cache, switch, start, positions = (
-        next((name for name in parameters if pattern.fullmatch(_plain(name))), None)
+        next((name for name in parameters if pattern.fullmatch(plain(name))), None)
         for pattern in (CACHE, SWITCH, START, POSITIONS)
     )
     kept = [name for module in model.modules() for name in (*vars(module), *module._buffers)]
@@ -163,7 +160,7 @@ def _decoded(
     if protocol.cache is None:  # the modules keep it
         model = copy.deepcopy(model)
         for name, method in inspect.getmembers(model, inspect.ismethod):
-            if RESET.fullmatch(_plain(name)) and not inspect.signature(method).parameters:
+            if RESET.fullmatch(plain(name)) and not inspect.signature(method).parameters:
                 method()
     cache, past, logits = None, "", []
     for start, end in [(0, known), *((i, i + 1) for i in range(known, known + STEPS))]:
@@ -210,7 +207,7 @@ def _cache_in(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         output = dict(enumerate(output))
     entries = output if isinstance(output, Mapping) else vars(output)
-    named = [value for name, value in entries.items() if CACHE.fullmatch(_plain(name))]
+    named = [value for name, value in entries.items() if CACHE.fullmatch(plain(str(name)))]
     single = (Tensor, int, float, str)
     others = [value for value in entries.values() if not isinstance(value, single)]
     stacked = [v for v in entries.values() if isinstance(v, Tensor) and v.ndim > 3]

@@ -9,13 +9,13 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import UnknownPart
 from compat.adaptation.diagnosis import source
-from compat.adaptation.diagnosis.blocks import tanh_gelu
-from compat.adaptation.diagnosis.findings import finding, unexplained
-from compat.adaptation.diagnosis.formulas import (
+from compat.adaptation.diagnosis.activations import (
     activation_code,
     called_activation,
     canonical_activation,
 )
+from compat.adaptation.diagnosis.blocks import tanh_gelu
+from compat.adaptation.diagnosis.findings import finding, unexplained
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.graph import DRAWS, Graph, Place, kind, size

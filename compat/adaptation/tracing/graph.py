@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
+from compat.config import HALF
 from compat.ops import Affine, WeightNorm
 from compat.user_models.notebook import cell_line
 
@@ -30,7 +31,7 @@ MOVES = frozenset(
 )
 
 # Data types that a graph is computed in, and that runs in float64 replace.
-LOWER = (torch.float32, torch.bfloat16, torch.float16)
+LOWER = (torch.float32, *HALF)
 
 # Operations that find or replace non-finite values.
 NAN_GUARDS = frozenset("isnan isinf isfinite nan_to_num".split())
