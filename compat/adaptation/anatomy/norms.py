@@ -105,8 +105,7 @@ def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
 
 def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
     """The nodes on all paths from start to end, both included."""
-    inner = [n for n in graph.between([end], [start]) if n in graph.live]
-    path = [start, *[n for n in inner if start in graph.ancestors[n]]]
+    path = [start, *graph.on_paths([start], [end])]
     place = {node: i for i, node in enumerate(path)}
     waypoints, reach = [], 0
     for i, node in enumerate(path):

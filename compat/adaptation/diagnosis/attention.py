@@ -69,9 +69,7 @@ class LayerAttention:
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
         operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
-        ends, above = self.layer.qkv_ends, self.graph.ancestors
-        found = self.graph.between(operands, ends)
-        return [n for n in found if n in self.graph.live and {*ends} & above[n]]
+        return self.graph.on_paths(self.layer.qkv_ends, operands)
 
     @cached_property
     def unsplit(self) -> str:
@@ -189,8 +187,7 @@ class LayerAttention:
             ("the key", self.layer.x1, self.core.k),
             ("the value", self.layer.x1, self.core.v),
         ):
-            path = graph.between([target.node], [begin])
-            moving = [n for n in path if n in graph.live and kind(n) in SHIFTS]
+            moving = [n for n in graph.live_between([target.node], [begin]) if kind(n) in SHIFTS]
             distance = shifted_tokens(graph, begin, target) if moving else 0
             if distance:
                 return name, distance, moving[0]
@@ -270,8 +267,7 @@ def with_formula(
 def rope(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.rotated and not layer.is_turned:
         return None
-    turning = layer.graph.between([layer.core.q.node], layer.layer.qkv)
-    live = [n for n in turning if n in layer.graph.live]
+    live = layer.graph.live_between([layer.core.q.node], layer.layer.qkv)
     usual = [n for n in live if kind(n) in ("mul", "neg", "cat")]
     if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
         usual = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
@@ -332,8 +328,9 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.unmerged:
         return None
     end = layer.layer.out_proj or layer.layer.attn
-    after = layer.graph.between([end], [layer.core.out.node])
-    place = source.running(layer.graph, [n for n in after if n in layer.graph.live], *VIEWS)
+    place = source.running(
+        layer.graph, layer.graph.live_between([end], [layer.core.out.node]), *VIEWS
+    )
     changes = Changes(unmerged_heads={layer.i})
     return layer.deviation(place or layer.scores_line, changes, tap="attn")
 
@@ -345,10 +342,7 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
         return None
     graph, start, end = layer.graph, merged(layer.attention.heads), layer.layer.heads
     ends = [core.out.node for core in layer.layer.cores]
-    nodes = [
-        n for n in graph.between([end], ends)
-        if n in graph.live and {*ends} & graph.ancestors[n] and kind(n) not in MOVES | JOINS
-    ]  # fmt: skip
+    nodes = [n for n in graph.on_paths(ends, [end]) if kind(n) not in MOVES | JOINS]
     view = token_view(graph, end)
     if view is None:
         return None
@@ -461,8 +455,7 @@ def _distant(distance: int) -> str:
 @detects("time_shift")
 def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     graph, embed = context.graph, context.anatomy.embed
-    path = graph.between([embed], [graph.input])
-    moving = [n for n in path if n in graph.live and kind(n) in SHIFTS]
+    moving = [n for n in graph.live_between([embed], [graph.input]) if kind(n) in SHIFTS]
     if moving and (distance := shifted_ids(graph, embed)):
         found = f"the embedding of each token is computed from {_distant(distance)}"
         place = source.running(graph, moving)
@@ -850,7 +843,7 @@ def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
     """The line that splits the projection into q, k and v, or else the one that builds it."""
     graph, layer = context.graph, context.anatomy.layers[0]
     ends = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
-    live = [n for n in graph.between(ends, layer.qkv) if n in graph.live]
+    live = graph.live_between(ends, layer.qkv)
     return source.running(graph, live, *kinds) or context.owner_of("h.0.attn.c_attn.weight")
 
 

@@ -78,8 +78,7 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     """The line that builds or computes the activation; if unknown, the one that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
     end = layer.activated(graph)
-    nodes = [n for n in graph.between([end], [layer.fc_end]) if n in graph.live]
-    nodes = [n for n in nodes if kind(n) not in MOVES]
+    nodes = [n for n in graph.live_between([end], [layer.fc_end]) if kind(n) not in MOVES]
     if layer.unknown:
         nodes = called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
     line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
@@ -479,10 +478,7 @@ def _operations(
     graph = context.graph
     if start not in graph.ancestors[end]:
         return None
-    nodes = [
-        n for n in graph.between([end], [start])
-        if n in graph.live and start in graph.ancestors[n] and kind(n) not in MOVES | {"getitem"}
-    ]  # fmt: skip
+    nodes = [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES | {"getitem"}]
     if not nodes or _factor(context, start, end) is not None:
         return None  # nothing, scaled_sums, or doubled_residual
     if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):

@@ -142,7 +142,7 @@ class DiagnosisContext:
                 (f"h.{i}.attn", layer.attn, layer.attn_sum),
                 (f"h.{i}.mlp", layer.mlp, layer.mlp_sum),
             ):
-                inside = [n for n in graph.between([total.branch], [end]) if n in graph.live]
+                inside = graph.live_between([total.branch], [end])
                 factors = [n for n in inside if kind(n) == "mul" and reads_parameter(graph, n)]
                 if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
                     continue

@@ -54,8 +54,7 @@ def norms_where(
         values = differs(formula, norm)
         if values is None:
             continue
-        nodes = context.graph.between([norm.end], [norm.start])
-        live = [n for n in nodes if n in context.graph.live]
+        live = context.graph.live_between([norm.end], [norm.start])
         if number:
             live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
         place = _line(context, live, kinds)
@@ -156,8 +155,8 @@ def _is_centred(graph: Graph, norm: Norm) -> bool:
 def _axes(graph: Graph, norm: Norm) -> list[str]:
     """The axes that a norm reduces; none if it is only the last."""
     found, last = list[str](), ""
-    for node in graph.between([norm.end], [norm.start]):
-        if node in graph.live and kind(node) in REDUCTIONS - NORM_KERNELS:
+    for node in graph.live_between([norm.end], [norm.start]):
+        if kind(node) in REDUCTIONS - NORM_KERNELS:
             place = 2 if "norm" in kind(node) else 1  # after the order of the norm
             given = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
             n = len(size(tensor_inputs(node)[0]))

@@ -341,7 +341,7 @@ def _assign_layer(
     def out_proj(node: Node) -> dict[str, Assignment]:
         end = view(layer.projected, "the result of attention")
         ends = {core.out.node for core in layer.cores}
-        between = [n for n in graph.between([layer.heads], ends) if n in graph.live]
+        between = graph.live_between([layer.heads], ends)
         gated = any(not ends & graph.ancestors[n] for n in between)
         found = None if gated else linear_map(graph, merged(attention.heads), end, d_head)
         if found is None:

@@ -237,6 +237,15 @@ class Graph:
                 stack += node.all_input_nodes
         return sorted(seen, key=self.order.__getitem__)
 
+    def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
+        """Those of the nodes `between` whose values depend on the ids."""
+        return [node for node in self.between(targets, cuts) if node in self.live]
+
+    def on_paths(self, starts: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
+        """The nodes after `starts` on the paths from them to `ends`, in order."""
+        starts = set(starts)
+        return [n for n in self.live_between(ends, starts) if starts & self.ancestors[n]]
+
     def first_reader(self, nodes: Iterable[Node]) -> Node:
         """The first operation on values of the ids that reads one of the nodes of parameters."""
         below, readers = [*nodes], set[Node]()

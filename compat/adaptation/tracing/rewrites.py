@@ -93,7 +93,7 @@ def _path_from_attention(graph: Graph) -> list[Node]:
 
 def _update_shapes(graph: Graph, start: Node) -> None:
     """Recompute the shapes of the nodes after `start`."""
-    nodes = [n for n in graph.between([graph.output], [start]) if n in graph.live]
+    nodes = graph.live_between([graph.output], [start])
     values = graph.run(nodes, {start: torch.zeros(size(start), dtype=torch.float64)})
     for node, value in zip(nodes, values, strict=True):
         node.meta["shape"] = tuple(value.shape)
