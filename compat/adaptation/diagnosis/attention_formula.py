@@ -189,10 +189,8 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
             rows = allowed.any(-1)
             expected = formula.probabilities(torch.zeros_like(even))[0, 0][rows] / total
             if torch.allclose(expected, even[0, 0][rows], atol=1e-6):
-                fitted = replace(formula, scale=_fit_scale(piece, formula))
-                if _agrees(piece, fitted):
-                    # The views of q and k contain a factor that is applied before the product.
-                    return replace(fitted, scale=attention.prescale * fitted.scale)
+                if found := _fitted(piece, formula):
+                    return found
     found = _with_other_mask(piece) or _over_heads(piece) or _unusual(piece, seen)
     return found or _biased(piece, even * total)
 
@@ -207,11 +205,7 @@ def _with_other_mask(piece: AttentionPiece) -> AttentionFormula | None:
         return None
     row = int((~allowed).any(-1).nonzero()[0])
     value = (probs[row][~allowed[row]][0] / probs[row][allowed[row]][0]).log().item()
-    formula = AttentionFormula(allowed, 1.0, hidden=value)
-    formula = replace(formula, scale=_fit_scale(piece, formula))
-    if not _agrees(piece, formula):
-        return None
-    return replace(formula, scale=piece.attention.prescale * formula.scale)
+    return _fitted(piece, AttentionFormula(allowed, 1.0, hidden=value))
 
 
 def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
@@ -225,10 +219,8 @@ def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
         allowed = (probs - 1 / probs.shape[axis]).abs().amax((0, 1)) > 1e-6
         if allowed.any() and not allowed.all():
             lowest = torch.finfo(probs.dtype).min
-            formula = AttentionFormula(allowed, 1.0, axis, hidden=lowest)
-            formula = replace(formula, scale=_fit_scale(piece, formula))
-            if _agrees(piece, formula):
-                return replace(formula, scale=piece.attention.prescale * formula.scale)
+            if found := _fitted(piece, AttentionFormula(allowed, 1.0, axis, hidden=lowest)):
+                return found
     return None
 
 
@@ -236,9 +228,8 @@ def _unusual(piece: AttentionPiece, seen: Tensor) -> AttentionFormula | None:
     """The formula of a softmax of capped scores, or of one with 1 more in the sum."""
     usual = AttentionFormula(seen, 1.0)
     for formula in (replace(usual, plus_one=True), replace(usual, plus_one="max")):
-        found = replace(formula, scale=_fit_scale(piece, formula))
-        if _agrees(piece, found):
-            return replace(found, scale=piece.attention.prescale * found.scale)
+        if found := _fitted(piece, formula):
+            return found
     if piece.T < 2 or not torch.equal(seen[1].nonzero().flatten(), torch.arange(2)):
         return None
 
@@ -251,9 +242,7 @@ def _unusual(piece: AttentionPiece, seen: Tensor) -> AttentionFormula | None:
 
     cap, scale = score(1e9), score(1e-3) / 1e-3
     if 0 < cap < 600:  # beyond, exp overflows
-        formula = replace(usual, scale=scale, cap=cap)
-        if _agrees(piece, formula):
-            return replace(formula, scale=piece.attention.prescale * scale)
+        return _confirmed(piece, replace(usual, scale=scale, cap=cap))
     return None
 
 
@@ -270,11 +259,7 @@ def _biased(piece: AttentionPiece, even: Tensor) -> AttentionFormula | None:
         return None
     own = even[0].log().diagonal(dim1=-2, dim2=-1)[..., None]
     bias = torch.where(seen, even[0].log() - own, 0)
-    formula = AttentionFormula(allowed, 1.0, bias=bias)
-    formula = replace(formula, scale=_fit_scale(piece, formula))
-    if not _agrees(piece, formula):
-        return None
-    return replace(formula, scale=piece.attention.prescale * formula.scale)
+    return _fitted(piece, AttentionFormula(allowed, 1.0, bias=bias))
 
 
 def _total(probs: Tensor) -> float:
@@ -284,6 +269,11 @@ def _total(probs: Tensor) -> float:
     total = sums.mean().item() if sums.numel() else 1.0
     same = torch.allclose(sums, torch.full_like(sums, total), rtol=1e-6)
     return total if same and total > 0 and abs(total - 1) > 1e-6 else 1.0
+
+
+def _fitted(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFormula | None:
+    """The formula with the scale that fits best, if it is then confirmed."""
+    return _confirmed(piece, replace(formula, scale=_fit_scale(piece, formula)))
 
 
 def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
@@ -308,14 +298,19 @@ def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
     return ((logs * scores).sum() / scores.square().sum()).item()
 
 
-def _agrees(piece: AttentionPiece, formula: AttentionFormula) -> bool:
-    """Whether a formula predicts the probabilities on other random q and k."""
+def _confirmed(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFormula | None:
+    """The formula, if it predicts the probabilities on other random q and k; otherwise None.
+
+    Its scale then includes the factor that is applied to q and k before the views of them.
+    """
     if not formula.allowed.any():
-        return False
+        return None
     q, k = piece.random(3), piece.keys(4)
     difference = piece.probabilities(q, k) - formula.probabilities(q @ k.mT)
     error = difference[:, :, formula.allowed.any(-1)].abs().max().item()
-    return error < 1e-5
+    if not error < 1e-5:
+        return None
+    return replace(formula, scale=piece.attention.prescale * formula.scale)
 
 
 def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
