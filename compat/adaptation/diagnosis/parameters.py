@@ -444,9 +444,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
-    for norm in context.places.extra.values():
-        known |= {node for node in (norm.scale, norm.shift) if node is not None}
-    for norm in context.places.cross:
+    for norm in (*context.places.extra.values(), *context.places.cross):
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for factors, _ in context.learned_factors.values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
