@@ -19,6 +19,7 @@ from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import build
 from tests.adaptation.test_mistakes import GPT as BOOK
+from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
@@ -145,6 +146,15 @@ class Waves(nn.Module):
         return x + waves(x.size(1), x.size(2), x.device)
 
 """
+BLOCKS = """        blocks = [Block(emb_dim, n_heads, context_length) for _ in range(n_layers)]
+        self.blocks = nn.ModuleList(blocks)
+"""
+LOOP = "        for block in self.blocks:\n            x = block(x)\n"
+BLOCKS_BY_NAME = [
+    (BLOCKS, "".join(f"        self.block{i} = Block(emb_dim, n_heads, context_length)\n"
+                     for i in (1, 2, 3))),
+    ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"),
+]  # fmt: skip
 SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
 
 
@@ -509,6 +519,127 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["qk_norm"],
         "transpose(1, 2)\n        scores = queries",
     ),
+    "an activation that is a class attribute": (
+        [("class FeedForward(nn.Module):\n", "class FeedForward(nn.Module):\n    act = F.gelu\n\n"),
+         ('F.gelu(self.up(x), approximate="tanh")', "self.act(self.up(x))")],
+        ["erf_gelu"],
+        'act = staticmethod(lambda x: F.gelu(x, approximate="tanh"))',
+    ),
+    "parallel branches that share a norm": (
+        [(BLOCK, "        h = self.norm1(x)\n        return x + self.att(h) + self.ff(h)\n"),
+         ("        self.norm2 = LayerNorm(dim)\n", "")],
+        ["parallel_block", "shared_parameters"],
+        "        x = x + self.att(h)\n        return x + self.ff(self.norm1_2(x))\n",
+    ),
+    "parallel branches in statements of their own that share a norm": (
+        [(BLOCK, "        h = self.norm1(x)\n        a = self.att(h)\n        m = self.ff(h)\n"
+          "        x += a + m\n        return x\n"),
+         ("        self.norm2 = LayerNorm(dim)\n", "")],
+        ["parallel_block", "shared_parameters"],
+        "        x += a\n        x += self.ff(self.norm1_2(x))\n",
+    ),
+    "two sums of branches that share a norm": (
+        [(BLOCK, "        h = self.norm1(x)\n        x = x + self.att(h)\n"
+          "        x = x + self.ff(h)\n        return x\n")],
+        ["parallel_block", "shared_parameters"],
+        "        x = x + self.ff(self.norm2(x))\n",
+    ),
+    "blocks with a name each": (
+        [*BLOCKS_BY_NAME,
+         (LOOP, "        x = self.block1(x)\n        x = self.block2(x)\n"
+          "        x = self.block3(x)\n")],
+        ["n_layer_mismatch"],
+        "        for block in self.blocks:\n            x = block(x)\n        x = self.final",
+    ),
+    "blocks with a name each, in one expression": (
+        [*BLOCKS_BY_NAME,
+         (f"{LOOP}        x = self.final_norm(x)\n",
+          "        x = self.final_norm(self.block3(self.block2(self.block1(x))))\n")],
+        ["n_layer_mismatch"],
+        "        for block in self.blocks:\n            x = block(x)\n        x = self.final",
+    ),
+    "a single layer in the model's own code": (
+        [(BLOCKS, "        self.norm1 = LayerNorm(emb_dim)\n"
+          "        self.att = Attention(emb_dim, n_heads, context_length)\n"
+          "        self.norm2 = LayerNorm(emb_dim)\n        self.ff = FeedForward(emb_dim)\n"),
+         (LOOP, "        x = x + self.att(self.norm1(x))\n"
+          "        x = x + self.ff(self.norm2(x))\n"),
+         ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)")],
+        ["n_layer_mismatch"],
+        "        for i in range(len(self.att)):\n"
+        "            x = x + self.att[i](self.norm1[i](x))\n"
+        "            x = x + self.ff[i](self.norm2[i](x))\n        x = self.final_norm(x)\n",
+    ),
+    "blocks that are written out before a norm": (
+        [(BLOCKS, "        self.blocks = nn.Sequential("
+          f"{', '.join(['Block(emb_dim, n_heads, context_length)'] * 3)}, LayerNorm(emb_dim))\n"),
+         ("        self.final_norm = LayerNorm(emb_dim)\n", ""),
+         (f"{LOOP}        x = self.final_norm(x)\n", "        x = self.blocks(x)\n"),
+         ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)")],
+        ["n_layer_mismatch"],
+        "(*[Block(emb_dim, n_heads, context_length) for _ in range(2)], LayerNorm(emb_dim))",
+    ),
+    "a sum inside the next branch": (
+        [(BLOCK, "        return x + self.ff(self.norm2(x + self.att(self.norm1(x))))\n")],
+        ["missing_residual"],
+        "        x = x + self.att(self.norm1(x))\n        return x + self.ff(self.norm2(x))\n",
+    ),
+    "an MLP that is as wide as the model": (
+        [("4 * dim", "dim")],
+        ["inner_dim"],
+        "        self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n",
+    ),
+    "an MLP that is narrower than the model, in a Sequential": (
+        [("        self.up = nn.Linear(dim, 4 * dim)\n"
+          "        self.down = nn.Linear(4 * dim, dim)\n",
+          "        self.net = nn.Sequential(\n            nn.Linear(dim, dim // 4),\n"
+          "            nn.GELU(approximate='tanh'),\n            nn.Linear(dim // 4, dim),\n"
+          "        )\n"),
+         ('self.down(F.gelu(self.up(x), approximate="tanh"))', "self.net(x)")],
+        ["inner_dim"],
+        "            nn.Linear(4 * dim, dim),\n",
+    ),
+    "a sigmoid, and a mask that multiplies it": (
+        [('        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n', ""),
+         ("torch.softmax(scores, dim=-1)", "torch.sigmoid(scores) * (1 - self.mask[:T, :T])")],
+        ["other_softmax"],
+        "torch.softmax(scores.masked_fill((1 - self.mask[:T, :T]) == 0, ",
+    ),
+    "neither a mask nor a softmax": (
+        [('        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n'
+          "        weights = torch.softmax(scores, dim=-1)\n        weights = self.drop(weights)\n",
+          "        weights = self.drop(scores)\n")],
+        ["other_softmax", "no_mask"],
+        "        scores = torch.softmax(scores, dim=-1)\n        weights = self.drop(scores)\n",
+    ),
+    "heads that are as wide as the model": (
+        [("self.heads, self.head_dim = heads, dim // heads",
+          "self.heads, self.head_dim = heads, dim"),
+         ("self.W_query = nn.Linear(dim, dim)", "self.W_query = nn.Linear(dim, dim * heads)"),
+         ("self.W_key = nn.Linear(dim, dim)", "self.W_key = nn.Linear(dim, dim * heads)"),
+         ("self.W_value = nn.Linear(dim, dim)", "self.W_value = nn.Linear(dim, dim * heads)"),
+         ("self.out_proj = nn.Linear(dim, dim)", "self.out_proj = nn.Linear(dim * heads, dim)"),
+         ("view(B, T, C)", "view(B, T, -1)")],
+        ["head_width"],
+        "        self.heads, self.head_dim = heads, dim // heads\n"
+        "        self.W_query = nn.Linear(dim, dim)\n",
+    ),
+    "a list of heads that are as wide as the model": (
+        [*((f"self.W_{name} = nn.Linear(dim, dim)",
+            f"self.W_{name} = nn.ModuleList([nn.Linear(dim, dim) for _ in range(heads)])")
+           for name in ("query", "key", "value")),
+         ("self.out_proj = nn.Linear(dim, dim)", "self.out_proj = nn.Linear(heads * dim, dim)"),
+         (f"        keys = self.W_key(x)\n        queries = self.W_query(x)\n"
+          f"        values = self.W_value(x)\n{SPLIT}{ATTEND}",
+          "        out = []\n        for i in range(self.heads):\n"
+          "            q, k, v = self.W_query[i](x), self.W_key[i](x), self.W_value[i](x)\n"
+          "            scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))\n"
+          "            scores = scores.masked_fill(self.mask[:T, :T].bool(), float('-inf'))\n"
+          "            out.append(torch.softmax(scores, dim=-1) @ v)\n"
+          "        out = torch.cat(out, dim=-1)\n")],
+        ["head_width"],
+        "nn.ModuleList([nn.Linear(dim, dim // heads) for _ in range(heads)])",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],
@@ -562,6 +693,22 @@ def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
     assert changed.strip("+ ") == 'self.gelu = nn.GELU(approximate="tanh")'
     wrong = Repair({str(path): path.read_text()}, found.old, [])
     assert not is_proved(target_of(path, "nano"), open_checkpoint(tiny), wrong)
+
+
+def test_a_size_in_the_code_that_is_the_small_checkpoints_is_repaired(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """The search is repeated in the sizes of the user's checkpoint."""
+    path = tmp_path / "gpt.py"
+    blocks = (
+        "new = lambda: Block(emb_dim, n_heads, context_length)\n        blocks = [new(), new()]"
+    )
+    text = BOOK.replace(BLOCKS.partition("\n")[0].strip(), blocks)
+    text = text.replace(', approximate="tanh"', "")
+    path.write_text(text.replace("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"))
+    found = repair(Target(f"{path}:GPT"), str(make_checkpoint(n_layer=3)))
+    assert isinstance(found, Repair) and found.fixed == ["erf_gelu", "n_layer_mismatch"]
+    assert f"blocks = [{block} for _ in range(3)]" in found.diff
 
 
 def test_a_patch_from_python(tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from compat.adaptation.repair.repair import Search, Target, small_checkpoint
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.user_models import construct, load_target
 from tests.adaptation.test_mistakes import GPT
+from tests.adaptation.test_repair import ATTEND, SPLIT
 from tests.command_line import Cli
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
@@ -160,6 +161,22 @@ FORMS: dict[str, tuple[Edits, list[str], list[str]]] = {
         ["no_ln_bias", "no_ln_weight"],
         ["    def __init__(self, dim, eps=1e-5):\n", "self.norm1 = LayerNorm(dim, 1e-5)\n",
          "self.final_norm = LayerNorm(eps=1e-5, dim=emb_dim)\n"],
+    ),
+    "a number of heads": (
+        [("        self.heads, self.head_dim = heads, dim // heads\n", ""),
+         ("dim, heads, context)", "dim, context)"),
+         ("Block(emb_dim, n_heads, context_length)", "Block(emb_dim, context_length)"),
+         ("emb_dim, n_heads, n_layers", "emb_dim, n_layers"),
+         (SPLIT, ""),
+         (ATTEND,
+          "        scores = queries @ keys.transpose(1, 2) / math.sqrt(C)\n"
+          '        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n'
+          "        out = torch.softmax(scores, dim=-1) @ values\n")],
+        ["n_head_mismatch"],
+        ["    def __init__(self, dim, context, n_heads):\n",
+         "        keys = keys.view(B, T, self.n_heads, -1).transpose(1, 2)\n",
+         "queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])\n",
+         "context_length, emb_dim, n_layers, n_heads=12):\n"],
     ),
     "the width of an attention that gets its projections": (
         [("    def __init__(self, dim, heads, context):\n        super().__init__()\n"

@@ -253,8 +253,11 @@ def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = 
     if not isinstance(node, ast.Call):
         tensor = "" if is_module else " x"
         new = _module(site, base) if is_module else _function(site, "x", base)
-        within = isinstance(source.parents.get(node), (ast.BoolOp, ast.IfExp, ast.Compare))
+        above = source.parents.get(node)
+        within = isinstance(above, (ast.BoolOp, ast.IfExp, ast.Compare))
         function = f"lambda{tensor}: {new}"
+        if isinstance(above, ast.stmt) and isinstance(source.parents.get(above), ast.ClassDef):
+            function = f"staticmethod({function})"  # without self, as a function of torch is called
         return [source.replace(node, f"({function})" if within else function)]
     if name == TORCH[expected][0 if is_module else 1] and expected == "gelu_new":
         given = argument(node, 0 if is_module else 1, "approximate")

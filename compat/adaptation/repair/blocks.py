@@ -781,10 +781,17 @@ def residual_wrapper(site: Site) -> Iterator[Edits]:
 
 @fixes("missing_residual")
 def residual_inside(site: Site) -> Iterator[Edits]:
-    """Add the result of a branch whose call is an argument of the next: `x + mlp(attn(x))`."""
+    """Add the result of a branch that is part of the next one: `x + mlp(attn(x))`.
+
+    Its sum with the stream may be written there: `x + mlp(x + attn(x))`.
+    """
     source, statement = site.source, site.statement
     for residual in _residuals(source, statement):
         name = residual.stream.id
+        for total in source.nodes(ast.BinOp, residual.branch):
+            if is_sum(total) and name in (name_of(total.left), name_of(total.right)):
+                first = source.insert_before(statement, f"{name} = {source.code(total)}")
+                yield [first, source.replace_group(total, name)]
         for outer in source.nodes(ast.Call, residual.sum):
             for inner in outer.args:
                 if isinstance(inner, ast.Call) and _loads(source, inner, name):
@@ -887,6 +894,8 @@ def sequential_branches(site: Site) -> Iterator[Edits]:
                 edits = _split_sum(site, later, stream, attention, mlp)
                 if edits:
                     yield edits
+                if edits := _split_shared(site, later, stream, attention, mlp):
+                    yield edits
 
 
 def _terms(source: Source, statement: ast.stmt) -> list[ast.expr]:
@@ -928,6 +937,50 @@ def _split_sum(
     return [source.insert_before(place, f"{x} = {sums[0]}"), source.replace(value, sums[1])]
 
 
+def _split_shared(
+    site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
+) -> Edits | None:
+    """Split the sum of branches that read one norm, which is applied once more for the MLP."""
+    source, x = site.source, stream.id
+    block, gone = source.block(statement), []
+    if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
+        made = _assignment_before(source, statement, mlp.id)
+        if made is None or made not in block:
+            return None
+        mlp, gone = made.value, [source.remove(made)]
+    if (normed := _normed_again(site, statement, mlp, x)) is None:
+        return None
+    code, last = source.code(attention), source.span(stream)[0] > source.span(attention)[0]
+    if isinstance(statement, ast.AugAssign):
+        total, value = f"{x} += {code}", normed
+    else:
+        total = f"{x} = {code} + {x}" if last else f"{x} = {x} + {code}"
+        value = f"{normed} + {x}" if last else f"{x} + {normed}"
+    replaced = source.replace(getattr(statement, "value"), value)  # noqa: B009
+    return [*gone, source.insert_before(statement, total), replaced]
+
+
+def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
+    """The last assignment of a variable in a statement's block before the statement."""
+    block = source.block(statement)
+    for before in reversed(block[: block.index(statement)]):
+        if name in _stores(before):
+            return before if isinstance(before, ast.Assign) and len(_stores(before)) == 1 else None
+    return None
+
+
+def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
+    """The code of a branch that reads `h` of `h = norm(x)`, with the norm in the place of `h`."""
+    source = site.source
+    for node in source.nodes(ast.Name, branch):
+        made = _assignment_before(source, statement, node.id)
+        match made.value if made is not None else None:
+            case ast.Call(_, [ast.Name(read), *_]) as norm if read == x and _is_norm(site, norm):
+                (start, end), (first, last) = source.span(branch), source.span(node)
+                return source.text[start:first] + source.code(norm) + source.text[last:end]
+    return None
+
+
 @fixes("parallel_block")
 def mlp_after_attention(site: Site) -> Iterator[Edits]:
     """Let the MLP read the sum that includes attention."""
@@ -944,6 +997,9 @@ def mlp_after_attention(site: Site) -> Iterator[Edits]:
                         for n in _loads(source, s, old) if n is not residual.stream
                     ]  # fmt: skip
                     yield from _moved_behind(source, block, other, old)
+                    normed = _normed_again(site, statement, residual.branch, old)
+                    if normed is not None and new == [old]:
+                        yield [source.replace(residual.branch, normed)]
                     if uses and new and new[0] != old:
                         yield [source.replace(node, new[0]) for node in uses]
                         yield [source.replace(uses[0], new[0])]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from compat.adaptation.repair.source import Edit, Node, Source
+from compat.adaptation.repair.source import Edit, Node, Source, apply
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
 
@@ -145,3 +145,40 @@ class Site:
             if own := known.get(".".join(parts[:end])):
                 return ".".join([own, *parts[end:]])
         return name
+
+
+# Fixes of code that was already edited.
+
+
+def edited(site: Site, edits: Edits) -> Site:
+    """The finding in the edited code."""
+    sources = dict(site.sources)
+    for name in {edit.file for edit in edits}:
+        own = [edit for edit in edits if edit.file == name]
+        sources[name] = Source(name, apply(sources[name].text, own))
+
+    def moved(file: str, line: int) -> int:
+        source = site.sources[file]
+        start = source.offset(line, 0)
+        before = [e for e in edits if e.file == file and e.start <= start]
+        return line + sum(
+            e.text.count("\n") - source.text[e.start : e.end].count("\n") for e in before
+        )
+
+    also = []
+    for place in site.finding.also:
+        file, _, line = place.rpartition(":")
+        also.append(f"{file}:{moved(file, int(line))}" if file in sources else place)
+    finding = replace(site.finding, line=moved(site.source.file, site.line), also=also)
+    return replace(site, finding=finding, sources=sources)
+
+
+def rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
+    """Edits of the changed code as edits of the present one, which replace the whole text."""
+    found: Edits = []
+    for name, source in changed.sources.items():
+        text = apply(source.text, [edit for edit in edits if edit.file == name])
+        old = site.sources[name].text
+        if text != old:
+            found.append(Edit(name, 0, len(old), text))
+    return found

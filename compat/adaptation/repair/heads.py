@@ -5,17 +5,23 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
+from compat.adaptation.repair.scale import head_size_in_scale
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import (
+    assigned,
     called,
+    constant,
     constructor,
     name_of,
     own_attribute,
     unpacked_sizes,
 )
 from compat.adaptation.repair.tensors import (
+    HEAD_SIZE,
     SDPA,
     operand,
     products,
@@ -200,6 +206,45 @@ def projected_from_the_norm(site: Site) -> Iterator[Edits]:
                         yield [source.replace(argument, name)]
 
 
+# The width of a head.
+
+
+@fixes("head_width")
+def divided_width(site: Site) -> Iterator[Edits]:
+    """Divide the width of the model among the heads, each of which has all of it."""
+    products, widths = [], []
+    for source, cls in site.every(ast.ClassDef):
+        if (init := constructor(cls)) is None:
+            continue
+        numbers = hyperparameters(site, source, init, "n_head")
+        for width in hyperparameters(site, source, init, "n_embd"):
+            for node in source.nodes(ast.BinOp, init):
+                sides = {source.code(node.left), source.code(node.right)}
+                if isinstance(node.op, ast.Mult) and width in sides and sides & set(numbers):
+                    products.append(source.replace_group(node, width))
+            for node in _head_sizes(source, init, width, numbers):
+                widths.append(source.replace(node, f"{width} // {numbers[0]}"))
+    if widths:
+        yield list(dict.fromkeys([*products, *widths]))
+
+
+def _head_sizes(
+    source: Source, init: ast.FunctionDef, width: str, numbers: list[str]
+) -> Iterator[ast.expr]:
+    """Where a constructor uses the width of the model as that of a head."""
+    for node in source.nodes(ast.Assign, init):
+        for target, value in assigned(node):
+            if HEAD_SIZE.match(name_of(target)) and source.code(value) == width and numbers:
+                yield value
+    for each in source.nodes(ast.ListComp, init):  # of one projection for each head
+        counts = [source.code(node) for one in each.generators for node in ast.walk(one.iter)
+                  if isinstance(node, ast.expr)]  # fmt: skip
+        if isinstance(each.elt, ast.Call) and set(counts) & set(numbers):
+            for given in each.elt.args[1:2] if called(each.elt) == "Linear" else ():
+                if source.code(given) == width:
+                    yield given
+
+
 # Heads that are not split.
 
 
@@ -215,10 +260,35 @@ def split_heads(site: Site) -> Iterator[Edits]:
         sizes = _leading_sizes(site, names[0])
         for heads, stored in _numbers_of_heads(site):
             lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
-            split = [source.insert_before(first, *lines), *stored]
-            yield split
+            split = [source.insert_before(first, *lines), *stored, *_last_axes(site, names)]
             merged = f"{source.operand(last)}.transpose(1, 2).flatten(2)"
-            yield [*split, source.replace_group(last, merged)]
+            for edits in (split, [*split, source.replace_group(last, merged)]):
+                yield edits
+                yield from _rescaled(site, edits)
+
+
+def _last_axes(site: Site, names: list[str]) -> Edits:
+    """`k.transpose(1, 2)` with the axes counted from the end, so that the heads may come first."""
+    edits = []
+    for product in score_products(site):
+        for call in site.source.nodes(ast.Call, product.node):
+            axes = [constant(each) for each in call.args]
+            if axes in ([1, 2], [2, 1], [0, 2, 1]) and isinstance(call.func, ast.Attribute):
+                if name_of(tensor := call.func.value) in names:
+                    code = f"{site.source.code(tensor)}.transpose(-2, -1)"
+                    edits.append(site.source.replace(call, code))
+    return edits
+
+
+def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
+    """The split, and the size of a head in the place of the width that scaled the scores."""
+    d_head = site.config.n_embd // site.finding.values["expected"]
+    values = {"found": site.config.n_embd**-0.5, "expected": d_head**-0.5, "d_head": d_head}
+    changed = edited(site, split)
+    finding = replace(changed.finding, code="scale_by_d_model", values=values)
+    changed = replace(changed, finding=finding)
+    for edits in islice(head_size_in_scale(changed), 4):
+        yield rewritten(site, changed, edits)
 
 
 def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:

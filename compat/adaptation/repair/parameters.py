@@ -757,7 +757,7 @@ def inner_width(site: Site) -> Iterator[Edits]:
         return
     ratio = site.finding.values["expected"] // width
     source = site.source
-    calls = [call for call in site.calls if len(call.args) >= 2]
+    calls = [call for call in site.calls if len(call.args) >= 2 and called(call) != "Sequential"]
     for call in calls[:1]:
         text = f"{ratio} * {source.operand(call.args[0])}"
         hidden = call.args[1]
@@ -774,6 +774,10 @@ def inner_width(site: Site) -> Iterator[Edits]:
             if source.code(each) == code
         ]  # fmt: skip
         yield [source.replace(each, text) for each in same]
+        alike = [c for c in source.nodes(ast.Call, scope) if called(c) == called(call) and c.args]
+        for back in alike[alike.index(call) + 1 :][:1]:  # of the same width at both ends
+            if source.code(back.args[0]) == code:
+                yield [source.replace(hidden, text), source.replace(back.args[0], text)]
 
 
 def _model_width(site: Site) -> int:
@@ -863,23 +867,6 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
                     names = [each.arg for each in parameters(function)]
                     return next((n for n in names if default_of(function, n) is node), "")
     return ""
-
-
-@fixes("n_layer_mismatch")
-def generated_blocks(site: Site) -> Iterator[Edits]:
-    """Build the checkpoint's number of blocks in place of blocks that are written out."""
-    source, values = site.source, site.finding.values
-    for node in source.nodes(ast.expr, site.function):
-        items = getattr(node, "args" if isinstance(node, ast.Call) else "elts", [])
-        if len(items) == values["found"] and len({source.code(item) for item in items}) == 1:
-            sizes = _hyperparameters_at(site, source, node, "n_layer")
-            for size in [*sizes, str(values["expected"])]:
-                blocks = f"{source.code(items[0])} for _ in range({size})"
-                start, end = source.span(items[0])[0], source.span(items[-1])[1]
-                if isinstance(node, ast.List):
-                    yield [source.replace(node, f"[{blocks}]")]
-                elif isinstance(node, ast.Call):
-                    yield [Edit(source.file, start, end, f"*[{blocks}]")]
 
 
 def _variables(node: ast.expr) -> list[ast.expr]:

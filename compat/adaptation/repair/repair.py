@@ -29,6 +29,7 @@ from compat.adaptation.repair import (
     embeddings,
     heads,
     kv_cache,
+    layers,
     mask,
     modules,
     norms,
@@ -59,8 +60,8 @@ from compat.user_models.usage import user_modules
 
 # Importing these modules fills the registry.
 AREAS = (
-    activations, blocks, embeddings, heads, kv_cache, mask, modules, norms, parameters, scale,
-    softmax, signature,
+    activations, blocks, embeddings, heads, kv_cache, layers, mask, modules, norms, parameters,
+    scale, softmax, signature,
 )  # fmt: skip
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
@@ -190,9 +191,17 @@ def repair(
         if not search.is_built_in_its_sizes():
             search = Search(target, checkpoint, checkpoint.config, unsafe)
         found = search.run()
+        if found is not None and is_proved(target, checkpoint, found):
+            return found
+        # A size that the code contains may be the small checkpoint's and not the user's.
+        if found is not None and search.checkpoint is small:
+            search = Search(target, checkpoint, checkpoint.config, unsafe)
+            if not search.is_built_in_its_sizes() and (found := search.run()) is not None:
+                if is_proved(target, checkpoint, found):
+                    return found
     if found is None:
         return Unrepaired(search.fixed, search.left, search.has_untried_edits())
-    return found if is_proved(target, checkpoint, found) else Unrepaired(found.fixed, [])
+    return Unrepaired(found.fixed, [])
 
 
 def small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:

@@ -1,6 +1,7 @@
 """Fixes that change the signature of a constructor, which `--unsafe-fixes` allows.
 
-A position embedding needs the context length, and the parameters of a norm its width. Where a
+A position embedding needs the context length, the parameters of a norm its width, and an attention
+that is to have several heads their number. Where a
 constructor has no argument or config entry for such a size, one is added, and passed by the
 constructors that build the class. The fixes that keep signatures are then tried on the new code.
 """
@@ -10,10 +11,17 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
-from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source, apply
+from compat.adaptation.repair.fixes import (
+    FIXES,
+    UNSAFE,
+    Edits,
+    Site,
+    edited,
+    fixes,
+    rewritten,
+)
+from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import (
     called,
     constant,
@@ -33,9 +41,14 @@ NEEDED = {
     "no_ln_bias": "n_embd",
     "no_ln_weight": "n_embd",
     "no_out_proj": "n_embd",
+    "n_head_mismatch": "n_head",
 }
 # The names of a new argument: among those of Hugging Face's config, and among others.
-NAMES = {"n_positions": ("n_positions", "context_length"), "n_embd": ("n_embd", "emb_dim")}
+NAMES = {
+    "n_positions": ("n_positions", "context_length"),
+    "n_embd": ("n_embd", "emb_dim"),
+    "n_head": ("n_head", "n_heads"),
+}
 HUGGING_FACE = {"n_embd", "n_head", "n_layer", "n_ctx"}
 
 
@@ -46,11 +59,11 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
     for source, cls in _classes(site):
         _, added = _size(site, source, cls, role) or ("", [])
         if added:
-            changed = _edited(site, added)
+            changed = edited(site, added)
             for fix in FIXES[site.finding.code]:
                 if fix not in UNSAFE:
                     with contextlib.suppress(Exception):  # as in the search
-                        yield from (_rewritten(site, changed, edits) for edits in fix(changed))
+                        yield from (rewritten(site, changed, edits) for edits in fix(changed))
 
 
 def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
@@ -67,40 +80,6 @@ def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
     near = [(each.source, each.cls) for each in site.everywhere if each.cls is not None]
     named = [each for call in site.calls for each in classes(site, called(call))]
     yield from dict.fromkeys([*near, *named])
-
-
-def _edited(site: Site, edits: Edits) -> Site:
-    """The finding in the edited code."""
-    sources = dict(site.sources)
-    for name in {edit.file for edit in edits}:
-        own = [edit for edit in edits if edit.file == name]
-        sources[name] = Source(name, apply(sources[name].text, own))
-
-    def moved(file: str, line: int) -> int:
-        source = site.sources[file]
-        start = source.offset(line, 0)
-        before = [e for e in edits if e.file == file and e.start <= start]
-        return line + sum(
-            e.text.count("\n") - source.text[e.start : e.end].count("\n") for e in before
-        )
-
-    also = []
-    for place in site.finding.also:
-        file, _, line = place.rpartition(":")
-        also.append(f"{file}:{moved(file, int(line))}" if file in sources else place)
-    finding = replace(site.finding, line=moved(site.source.file, site.line), also=also)
-    return replace(site, finding=finding, sources=sources)
-
-
-def _rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
-    """Edits of the changed code as edits of the present one, which replace the whole text."""
-    found: Edits = []
-    for name, source in changed.sources.items():
-        text = apply(source.text, [edit for edit in edits if edit.file == name])
-        old = site.sources[name].text
-        if text != old:
-            found.append(Edit(name, 0, len(old), text))
-    return found
 
 
 # Where the size is added.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
 from compat.adaptation.repair.source import Edit
 from compat.adaptation.repair.syntax import argument, called, constant, is_integer, name_of
 from compat.adaptation.repair.tensors import (
@@ -16,12 +17,14 @@ from compat.adaptation.repair.tensors import (
     is_softmax,
     minus_inf,
     named_scores,
+    operand,
     operands,
     softmax_calls,
     with_mask,
 )
 from compat.adaptation.repair.values import settings
 
+ACTIVATIONS = "sigmoid relu relu6 softplus elu silu gelu tanh exp square".split()
 DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
 
 
@@ -51,6 +54,27 @@ def usual_sum(site: Site) -> Iterator[Edits]:
             for part, other in ((node.right, node.left), (node.left, node.right)):
                 if isinstance(node.op, ast.Add) and constant(other) == 1:
                     yield place.source.unwrap(node, part)
+
+
+@fixes("other_softmax")
+def softmax_of_scores(site: Site) -> Iterator[Edits]:
+    """Compute a softmax where another function, or none, turns the scores into weights."""
+    source = site.source
+    if "each score is" not in site.finding.values["found"]:
+        return
+    softmax, candidates = site.torch("torch.softmax"), []
+    for call in site.calls:
+        if called(call) in ACTIVATIONS and (scores := operand(site, call)) is not None:
+            candidates.append([source.replace(call, f"{softmax}({source.code(scores)}, dim=-1)")])
+    statement = site.statement
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        name = statement.targets[0].id
+        candidates.append([source.insert_after(statement, f"{name} = {softmax}({name}, dim=-1)")])
+    yield from candidates
+    for edits in candidates:  # with a mask that the other function let multiply the weights
+        changed = edited(site, edits)
+        for moved in islice(mask_before_softmax(changed), 4):
+            yield rewritten(site, changed, moved)
 
 
 @fixes("mask_after_softmax")
