@@ -700,10 +700,8 @@ def test_a_size_in_the_code_that_is_the_small_checkpoints_is_repaired(
 ) -> None:
     """The search is repeated in the sizes of the user's checkpoint."""
     path = tmp_path / "gpt.py"
-    blocks = (
-        "new = lambda: Block(emb_dim, n_heads, context_length)\n        blocks = [new(), new()]"
-    )
-    text = BOOK.replace(BLOCKS.partition("\n")[0].strip(), blocks)
+    block = "Block(emb_dim, n_heads, context_length)"
+    text = BOOK.replace(BLOCKS.partition("\n")[0].strip(), f"blocks = [{block}, {block}]")
     text = text.replace(', approximate="tanh"', "")
     path.write_text(text.replace("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"))
     found = repair(Target(f"{path}:GPT"), str(make_checkpoint(n_layer=3)))
