@@ -156,6 +156,19 @@ BLOCKS_BY_NAME = [
     ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"),
 ]  # fmt: skip
 SUM = "        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))\n"
+WAVES_ADDED = [
+    ("class GPT(nn.Module):\n", """class GPT(nn.Module):
+    def waves(self, x):
+        T, C = x.shape[1:]
+        angles = torch.arange(T)[:, None] / 10000 ** (torch.arange(0, C, 2) / C)
+        table = x.clone()
+        table[..., 0::2] += torch.sin(angles)
+        table[..., 1::2] += torch.cos(angles)
+        return table
+
+"""),
+    ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+]  # fmt: skip
 
 
 def gated(test: str, option: str) -> list[tuple[str, str]]:
@@ -640,6 +653,43 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["head_width"],
         "nn.ModuleList([nn.Linear(dim, dim // heads) for _ in range(heads)])",
     ),
+    "a norm that adds its weight in place of its bias": (
+        [("torch.sqrt(var + 1e-5) + self.shift", "torch.sqrt(var + 1e-5) + self.scale")],
+        ["no_ln_bias", "unexplained"],
+        "torch.sqrt(var + 1e-5) + self.shift",
+    ),
+    "an attention in the place of the MLP": (
+        [("x = self.ff(x)", "x = self.att(x)")],
+        ["no_mlp", "shared_parameters", "unexplained"],
+        "x = self.ff(x)",
+    ),
+    "padding that a method finds": (
+        [(SUM, f"{SUM}        x = x.masked_fill(ids.eq(0)[..., None], 0.0)\n")],
+        ["id_condition"],
+        "x = x.masked_fill(torch.zeros_like(ids, dtype=torch.bool)[..., None], 0.0)",
+    ),
+    "noise that is added": (
+        [(SUM, f"{SUM}        x = x + 0.1 * torch.randn_like(x)\n")],
+        ["random_in_forward"],
+        f"{SUM}        for block in self.blocks:\n",
+    ),
+    "positions that a function adds to the result of a call": (
+        [*WAVES_ADDED, (SUM, "        x = self.waves(self.tok_emb(ids))\n")],
+        ["sinusoidal_pos"],
+        "self.tok_emb(ids) + self.pos_emb(torch.arange(ids.size(1), device=ids.device))\n",
+    ),
+    "positions that a function adds to a variable": (
+        [*WAVES_ADDED, (SUM, "        x = self.tok_emb(ids)\n        x = self.waves(x)\n")],
+        ["sinusoidal_pos"],
+        "x = x + self.pos_emb(torch.arange(x.size(1), device=x.device))\n",
+    ),
+    "a width in the constructor": (
+        [("context_length, emb_dim, n_heads, n_layers):\n        super().__init__()\n",
+          "context_length, n_heads, n_layers):\n        super().__init__()\n"
+          "        emb_dim = 96\n")],
+        ["n_embd_mismatch"],
+        "        emb_dim = 48\n",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],
@@ -662,6 +712,28 @@ def test_a_deviation_in_another_form_is_repaired(
     found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.fixed == codes
     assert line in found.texts[str(path)]
+
+
+def test_weights_that_hold_all_layers_are_completed(small: Checkpoint, tmp_path: Path) -> None:
+    """A bias gets the axis of the layers; the final norm is built without a norm to copy."""
+    text = (ZOO / MODELS["stacked"].file).read_text()
+    for old, new in (
+        ("        self.qkv_bias = nn.Parameter(torch.zeros(layers, 3 * width))\n", ""),
+        ("        self.norm_scale = nn.Parameter(torch.ones(width))\n", ""),
+        ("        self.norm_shift = nn.Parameter(torch.zeros(width))\n", ""),
+        ("x @ self.qkv_weight[i] + self.qkv_bias[i]", "x @ self.qkv_weight[i]"),
+        ("self.norm(x, self.norm_scale, self.norm_shift)", "x"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "gpt.py"
+    path.write_text(text)
+    found = searched(path, "stacked", small)
+    assert found.fixed == ["no_qkv_bias", "no_final_ln"]
+    repaired = found.texts[str(path)]
+    assert "self.qkv_bias = nn.Parameter(torch.zeros(layers, 3 * width))\n" in repaired
+    assert "x @ self.qkv_weight[i] + self.qkv_bias[i]\n" in repaired
+    assert "self.ln_f = nn.LayerNorm(width)\n" in repaired
 
 
 def test_files_that_the_model_imports_are_edited_together(

@@ -22,6 +22,7 @@ from compat.adaptation.repair.syntax import (
     parameters,
     self_assignments,
 )
+from compat.adaptation.repair.values import hyperparameters
 
 NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
 WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
@@ -544,14 +545,18 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
             yield written[0]
     torchs = site.torch("torch.nn.LayerNorm")  # for where the user's own takes other arguments
     classes = [*sorted({ast.unparse(call.func) for call in norms} - {torchs}), torchs]
-    for call in site.source.nodes(ast.Call, init):
-        place = {"Linear": 0, "Embedding": 1}.get(called(call))
-        if place is not None and len(call.args) > place and is_known(call.args[place]):
-            for cls in classes:
-                new = f"{cls}({site.source.code(call.args[place])})"
-                if new not in seen:
-                    seen.add(new)
-                    yield new
+    widths = [
+        site.source.code(call.args[place])
+        for call in site.source.nodes(ast.Call, init)
+        if (place := {"Linear": 0, "Embedding": 1}.get(called(call))) is not None
+        and len(call.args) > place and is_known(call.args[place])
+    ]  # fmt: skip
+    for width in widths or hyperparameters(site, site.source, init, "n_embd"):
+        for cls in classes:
+            new = f"{cls}({width})"
+            if new not in seen:
+                seen.add(new)
+                yield new
 
 
 def _same_module(site: Site) -> list[Source]:

@@ -303,6 +303,13 @@ def _looked_up(
         if isinstance(each, ast.Name):
             positions = f"{arange}({each.id}.size(1), device={each.id}.device)"
             yield [new, source.replace(call, f"self.pos_emb({positions})")]
+            lookup = f"{each.id} + self.pos_emb({positions})"  # for a function that adds them
+            yield [new, source.replace(call, lookup)]
+        elif isinstance(each, ast.Call) and not is_size(each):
+            for ids in [name for name in names if name != "self"][:1]:
+                positions = f"{arange}({ids}.size(1), device={ids}.device)"
+                lookup = f"{source.code(each)} + self.pos_emb({positions})"
+                yield [new, source.replace(call, lookup)]
 
 
 def _new_embedding(

@@ -28,6 +28,7 @@ from compat.adaptation.repair.tensors import (
     is_number,
     minus_inf,
     named_scores,
+    operand,
     products,
     size_of,
     softmax_calls,
@@ -76,6 +77,12 @@ def no_padding(site: Site) -> Iterator[Edits]:
             function, dtype = site.torch(f"torch.{like}"), site.torch("torch.bool")
             text = f"{function}({source.code(node.left)}, dtype={dtype})"
             yield [source.replace_group(node, text)]
+    for call in site.calls:  # ids.eq(pad)
+        name = called(call).rstrip("_")
+        if name in ("eq", "ne", "not_equal") and (ids := operand(site, call)) is not None:
+            function = site.torch(f"torch.{'zeros' if name == 'eq' else 'ones'}_like")
+            text = f"{function}({source.code(ids)}, dtype={site.torch('torch.bool')})"
+            yield [source.replace(call, text)]
 
 
 @fixes("no_mask")

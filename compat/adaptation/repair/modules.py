@@ -13,6 +13,7 @@ from compat.adaptation.repair.syntax import (
     constant,
     is_self,
     is_size,
+    is_sum,
     last_name,
     name_of,
 )
@@ -23,6 +24,8 @@ DECODER = "TransformerDecoder"
 BATCH_FIRST = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
 # Options that name a part of another architecture, and what their names may be for GPT-2's.
 OTHER_OPTION = re.compile("glu|gate|rope|rotary|alibi|rms|sinus")
+# The functions of torch that draw random numbers in the shape that they are passed.
+RANDOM = ("randn", "rand", "randn_like", "rand_like")
 # Names of norms of q and k.
 NORM = re.compile(r"norm|(?<![a-z])ln|ln$")
 USUAL_OPTIONS = ("gelu", "learned", "layernorm")
@@ -155,6 +158,51 @@ def without_new_module(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if isinstance(call.func, ast.Call) and len(call.args) == 1:
             yield [site.source.replace(call, site.source.code(call.args[0]))]
+
+
+@fixes("random_in_forward")
+def without_noise(site: Site) -> Iterator[Edits]:
+    """Remove random numbers that are added, or put zeros in their place."""
+    source = site.source
+    for call in site.calls:
+        if called(call) not in RANDOM:
+            continue
+        for node in source.ancestors(call):
+            if is_sum(node):
+                kept = node.left if call in set(ast.walk(node.right)) else node.right
+                statement = source.parents[node]
+                is_all = isinstance(statement, ast.Assign) and ast.unparse(
+                    statement.targets[0]
+                ) == ast.unparse(kept)
+                if is_all and isinstance(statement, ast.stmt):
+                    yield [source.remove(statement)]
+                yield source.unwrap(node, kept)
+        if isinstance(site.statement, ast.AugAssign):
+            yield [source.remove(site.statement)]
+        name = "zeros_like" if called(call).endswith("_like") else "zeros"
+        yield [source.replace(call.func, site.torch(f"torch.{name}"))]
+
+
+@fixes("no_mlp", "shared_parameters")
+def unused_module(site: Site) -> Iterator[Edits]:
+    """Call a module that the class builds and never calls where another one is called again."""
+    source, cls = site.source, site.cls
+    if cls is None:
+        return
+    own = [node for node in source.nodes(ast.Attribute, cls) if is_self(node)]
+    reads = [node for node in own if isinstance(node.ctx, ast.Load)]
+    read = [node.attr for node in reads]
+    built = [
+        target.attr
+        for statement in source.nodes(ast.Assign, cls)
+        for target in statement.targets
+        if isinstance(target, ast.Attribute) and isinstance(statement.value, ast.Call)
+    ]
+    for name in dict.fromkeys(built):
+        if name not in read:
+            for node in reversed(reads):
+                if read.count(node.attr) > 1 and node.attr in built:
+                    yield [source.replace(node, f"self.{name}")]
 
 
 @fixes("time_shift")

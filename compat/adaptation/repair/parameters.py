@@ -158,8 +158,13 @@ def _is_on_by_default(site: Site, call: ast.Call, name: str) -> bool:
 
 @fixes("no_ln_bias")
 def norm_bias(site: Site) -> Iterator[Edits]:
-    """Create the bias of a hand-written norm and add it."""
+    """Create the bias of a hand-written norm and add it, or add one that is not used."""
     for source, cls in _modules(site):
+        created_here = [name for _, name, _ in _created(source, cls)]
+        for unused in (name for name in created_here if not _used(source, cls, name)):
+            for used in (each for name in created_here for each in _used(source, cls, name)):
+                if is_sum(above := source.parents[used]) and used in (above.left, above.right):
+                    yield [source.replace(used, f"self.{unused}")]
         for statement, name, created in _created(source, cls):
             bias = _partner(cls, name, 0)
             edits = _declared(source, cls, statement, created, bias, "zeros")
@@ -434,8 +439,23 @@ def _projection(
     sizes = _shape(source, created)
     if len(sizes) < 2:
         return
-    above, transposed = source.parents[weight], False
-    node: ast.expr = weight
+    above: ast.AST = source.parents[weight]
+    node = weight
+    if isinstance(above, ast.Subscript) and isinstance(above.slice, (ast.Name, ast.Constant)):
+        node, above = above, source.parents[above]  # the weight of one layer among all of them
+        index = f"[{source.code(node.slice)}]"
+        layers, sizes = sizes[0], sizes[1:]
+        for width, whole, form in _products(source, sizes, node, above):
+            yield f"{layers}, {width}", whole, form.replace("{}", f"{{}}{index}")
+        return
+    yield from _products(source, sizes, node, above)
+
+
+def _products(
+    source: Source, sizes: list[str], node: ast.expr, above: ast.AST
+) -> Iterator[tuple[str, ast.expr, str]]:
+    """As `_projection`, for a weight of these sizes."""
+    transposed = False
     while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
         whole = above if above.attr in ("T", "mT") else source.parents[above]
         assert isinstance(whole, ast.expr)
@@ -801,6 +821,21 @@ def _arguments(site: Site, calls: list[tuple[Source, ast.Call]]) -> Iterator[Wri
     for source, call in calls:
         for node in call.args:
             yield from chain(site, source, node)
+
+
+@fixes("n_embd_mismatch")
+def width_literal(site: Site) -> Iterator[Edits]:
+    """Write the checkpoint's width where the embedding gets its width from."""
+    found, expected = site.finding.values["found"], str(site.finding.values["expected"])
+    edits = [
+        place.source.replace(place.node, expected)
+        for call in site.calls
+        if "embedding" in called(call).lower()
+        and (width := argument(call, 1, "embedding_dim")) is not None
+        for place in origins(site, site.source, width)
+        if constant(place.node) == found
+    ]  # fmt: skip
+    yield from attempts(site, edits)
 
 
 ROLES = {
