@@ -222,8 +222,8 @@ def divided_width(site: Site) -> Iterator[Edits]:
                 sides = {source.code(node.left), source.code(node.right)}
                 if isinstance(node.op, ast.Mult) and width in sides and sides & set(numbers):
                     products.append(source.replace_group(node, width))
-            for node in _head_sizes(source, init, width, numbers):
-                widths.append(source.replace(node, f"{width} // {numbers[0]}"))
+            for own in _head_sizes(source, init, width, numbers):
+                widths.append(source.replace(own, f"{width} // {numbers[0]}"))
     if widths:
         yield list(dict.fromkeys([*products, *widths]))
 

@@ -63,7 +63,7 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
             case ast.Assign([ast.Attribute(attr=name) as target], ast.Call() as built):
                 if is_self(target):
                     alike.setdefault(source.code(built), []).append((name, statement))
-    for built, group in alike.items():
+    for code, group in alike.items():
         names = [name for name, _ in group]
         if len(group) != site.finding.values["found"] or not (
             len(group) > 1 or site.statement is group[0][1]
@@ -75,7 +75,7 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
         kept, *others = [statement for _, statement in group]
         removed = [source.remove(statement) for statement in others]
         for size in _numbers(site, source, kept):
-            module = f"{site.torch('torch.nn.ModuleList')}([{built} for _ in range({size})])"
+            module = f"{site.torch('torch.nn.ModuleList')}([{code} for _ in range({size})])"
             yield [source.replace(kept, f"self.{listed} = {module}"), *removed, *used]
 
 
