@@ -302,7 +302,13 @@ def merged(base: Any, entries: Any) -> Any:
 
 
 def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
-    """The user's config class, by the parameter's annotation or default."""
+    """The user's config class, by the parameter's annotation or default.
+
+    A subclass of a model of transformers names it in its attribute `config_class`.
+    """
+    named = getattr(cls, "config_class", None)
+    if isinstance(named, type) and is_config_name(parameter.name):
+        return named
     try:
         hints = typing.get_type_hints(inspect.getattr_static(cls, "__init__"))
         annotation = hints.get(parameter.name, parameter.annotation)

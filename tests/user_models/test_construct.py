@@ -950,3 +950,27 @@ def test_heads_of_keys_without_a_default_are_computed_by_the_code(
 ) -> None:
     source = gpt(f", n_kv_heads={default}", "1, 2, 3, 4, 5, n_kv_heads")
     assert build(tmp_path, source).extra == expected
+
+
+def test_a_subclass_of_a_model_of_transformers_gets_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        """
+from torch import nn
+from transformers import GPT2PreTrainedModel
+
+
+class GPT(GPT2PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)  # which refuses any other config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.n_embd)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    )
+    model: Any = construct(load_target(f"{path}:GPT"), CONFIG)
+    assert type(model.config).__name__ == "GPT2Config"
+    assert (model.config.n_layer, model.config.n_head) == SIZES[3:]
+    assert (*model.wte.weight.shape, len(model.wpe.weight)) == (97, 24, 32)
