@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
+from compat.adaptation.repair.modules import unused_module
 from compat.adaptation.repair.scale import head_size_in_scale
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import (
@@ -157,7 +158,7 @@ def own_value(site: Site) -> Iterator[Edits]:
             if any(isinstance(n.ctx, ast.Store) and n.id == target.id for n in before):
                 for other in source.nodes(ast.Name, assignment.value)[:1]:
                     yield [source.replace(other, target.id)]
-    yield from _unused_projections(site)
+    yield from unused_module(site)
 
 
 def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
@@ -173,21 +174,6 @@ def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
         if isinstance(node.ctx, ast.Load) and node.lineno > last.get(node.id, 0)
     }  # fmt: skip
     return [name for name in last if name not in read]
-
-
-def _unused_projections(site: Site) -> Iterator[Edits]:
-    """Use a module of the class that is built but never called in place of another one."""
-    source, cls = site.source, site.cls
-    if cls is None:
-        return
-    own = [node for node in source.nodes(ast.Attribute, cls) if own_attribute(node)]
-    loads = [node for node in own if isinstance(node.ctx, ast.Load)]
-    used = {node.attr for node in loads}
-    for node in own:
-        if isinstance(node.ctx, ast.Store) and node.attr not in used:
-            for other in reversed(loads):
-                if sum(load.attr == other.attr for load in loads) > 1:
-                    yield [source.replace(other, f"self.{node.attr}")]
 
 
 @fixes("missing_ln")

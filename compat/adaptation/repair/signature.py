@@ -1,9 +1,9 @@
 """Fixes that change the signature of a constructor, which `--unsafe-fixes` allows.
 
 A position embedding needs the context length, the parameters of a norm its width, and an attention
-that is to have several heads their number. Where a
-constructor has no argument or config entry for such a size, one is added, and passed by the
-constructors that build the class. The fixes that keep signatures are then tried on the new code.
+that is to have several heads their number. Where a constructor has no argument or config entry for
+such a size, one is added, and passed by the constructors that build the class. The fixes that keep
+signatures are then tried on the new code.
 """
 
 from __future__ import annotations

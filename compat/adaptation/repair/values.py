@@ -236,13 +236,13 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
     """
     names = [each.arg for each in parameters(init) if each.arg != "self"]
     found = [name for name in names if role_of(name) == role]
+    entries = [each for each in _entry_names(site) if role_of(each) == role]
     for name in names:
         reads = [
             node for node in source.nodes(ast.expr, init)
             if isinstance(node, (ast.Attribute, ast.Subscript)) and name_of(node.value) == name
         ]  # fmt: skip
         found += [source.code(node) for node in reads if role_of(last_name(node)) == role]
-        entries = [each for each in _entry_names(site) if role_of(each) == role]
         if any(isinstance(node, ast.Attribute) for node in reads):
             found += [f"{name}.{entry}" for entry in entries]
         elif reads:
