@@ -372,6 +372,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
     with _timed(run.seconds, "reference"):
         reference = run.reference()
         weights = _float64_weights(reference)
+    length_error = _length_error(run)
     context = DiagnosisContext(
         model,
         mapped.anatomy,
@@ -383,7 +384,8 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         last_only=mapped.last_only,
         with_targets=signature is not None and signature.targets,
         mask=signature.mask if signature is not None else "",
-        fixed_length=run.ids.shape[1] if run.ids.shape[1] == config.n_positions else None,
+        fixed_length=None if length_error is None else run.ids.shape[1],
+        length_error=length_error,
         noise=_noise(run) if graph.dropouts else "",
     )
     with _timed(run.seconds, "logits"):
@@ -655,6 +657,18 @@ def _signature(
             with suppress(AdaptError):
                 return find_signature(model, other, number, given), other
         raise
+
+
+def _length_error(run: _Run) -> Exception | None:
+    """What a model that is called on full length raises for a shorter sequence, if it raises."""
+    T = run.ids.shape[1]
+    if T == run.config.n_positions and T > 1:
+        try:
+            with eval_mode(run.model):
+                run.call(run.model, run.ids[:, : T - 1])
+        except Exception as error:
+            return error
+    return None
 
 
 def _float64_weights(reference: Reference) -> dict[str, Tensor]:

@@ -351,7 +351,8 @@ def _parity(adaptation: compat.Adaptation) -> str:
     report = report.float32 or report  # the copy of a model in half precision
     taps = f"{len(report.taps):,} of {len(report.taps):,} taps"
     if adaptation.compatible:
-        inputs = f"logits on {len(report.logits.inputs)} inputs"
+        number = len(report.logits.inputs)
+        inputs = "logits on 1 input" if number == 1 else f"logits on {number} inputs"
         return f"parity at {taps}, and {inputs}; max|Δlogits| = {report.max_abs_diff:.1g}"
     if all(tap.passed for tap in report.taps):
         return f"no parity, although {taps} agree"
@@ -377,7 +378,8 @@ def show_finding(finding: compat.Finding, out: Console) -> None:
         f": {finding.message}",
     )
     print_wrapped(out, title, "  ", "    ")
-    out.print(Text.assemble("  ", ("→ ", "bold green"), (finding.fix, "bold")), soft_wrap=True)
+    fix = finding.fix.replace("\n", "\n    ")
+    out.print(Text.assemble("  ", ("→ ", "bold green"), (fix, "bold")), soft_wrap=True)
     if finding.also:
         also = ", ".join(further_places(finding.also))
         print_wrapped(out, Text(f"also at {also}"), "    ", "    ")

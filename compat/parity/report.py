@@ -341,7 +341,10 @@ class ParityReport(HtmlPage):
         inputs = self._last.logits.inputs
         longest = max(result.input_shape[1] for result in inputs)
         text += f"max|Δlogits| = {self.max_abs_diff:.2g}; "
-        text += f"{len(inputs)} inputs of up to {longest:,} ids pass"
+        if len(inputs) == 1:
+            text += f"1 input of {longest:,} ids passes"
+        else:
+            text += f"{len(inputs)} inputs of up to {longest:,} ids pass"
         trained = self._last.gradients
         return f"{text}." if trained is None else f"{text}; {trained.headline}"
 

@@ -55,6 +55,7 @@ from compat.user_models.trials import (
     arguments_with,
     better,
     needed,
+    reassigned,
     small_config,
     tried,
     unnamed,
@@ -213,8 +214,8 @@ def _other_way(
 ) -> tuple[GPT2Config, dict[str, Any], str] | None:
     """Sizes and arguments with which a model runs that does not run in the ordinary way, and why.
 
-    Switches have the user's defaults, or the width is a number that the code contains, as in
-    `nn.LayerNorm(384)` beside sizes that are arguments.
+    Switches have the user's defaults, or sizes have other meanings than their names, or the width
+    is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are arguments.
     """
 
     def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
@@ -238,9 +239,18 @@ def _other_way(
     constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
     width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
-    if width is None:
-        return None
-    return with_width(config, width), {}, f"runs in width {width} and not in {config.n_embd}"
+    if width is not None:
+        return with_width(config, width), {}, f"runs in width {width} and not in {config.n_embd}"
+
+    def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+        return _tried(target, sizes, merged(more, kwargs))
+
+    with contextlib.suppress(AdaptError):
+        arguments = _found_arguments(target, config, kwargs, None)
+        meant = reassigned(run, _all_sizes(target, arguments, kwargs), config)
+        if found := arguments_with(meant, config):
+            return config, found, f"only runs with {_listed_entries(found)}"
+    return None
 
 
 def _own_switches(
@@ -281,20 +291,7 @@ def _inferred(
     """Values for arguments with ambiguous names, found by building small models; see trials.py."""
 
     def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
-        arguments = _found_arguments(target, sizes, merged(more, kwargs or {}), None)
-        with _entries_known(target, arguments, sizes), resized(target, sizes):
-            model = target(**arguments)
-            try:
-                found = _called(model, sizes)
-            except ModuleNotFoundError:
-                raise
-            except Exception as error:
-                if _missing_entries(target, arguments, error):
-                    raise
-                return model, False
-            # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
-            words = vocabulary(model, sizes)
-            return model, not isinstance(found, Tensor) or words in found.shape
+        return _tried(target, sizes, merged(more, kwargs or {}))
 
     small, chosen = small_config(config), dict[str, Value]()
     try:
@@ -324,6 +321,31 @@ def _inferred(
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)
+
+
+def _tried(
+    target: type[nn.Module], sizes: GPT2Config, kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, bool]:
+    """The model in these sizes, and whether it can be called with ids.
+
+    Raises:
+        AdaptError: an argument or an entry of a config is unknown.
+        Exception: what the constructor raises.
+    """
+    arguments = _found_arguments(target, sizes, kwargs, None)
+    with _entries_known(target, arguments, sizes), resized(target, sizes):
+        model = target(**arguments)
+        try:
+            found = _called(model, sizes)
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:
+            if _missing_entries(target, arguments, error):
+                raise
+            return model, False
+        # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
+        words = vocabulary(model, sizes)
+        return model, not isinstance(found, Tensor) or words in found.shape
 
 
 def _roles(target: type[nn.Module]) -> set[str | None]:

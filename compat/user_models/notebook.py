@@ -161,6 +161,12 @@ def read_source(path: Path) -> str:
         return file.read()
 
 
+def encoding(path: Path) -> str:
+    """The encoding that a Python file declares; a byte order mark is a character in it."""
+    with path.open("rb") as file:
+        return tokenize.detect_encoding(file.readline)[0].removesuffix("-sig")
+
+
 def python_tree(path: Path) -> ast.Module:
     """The syntax of a Python file; magics in it, as Colab exports them, are replaced by `pass`.
 

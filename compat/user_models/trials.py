@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import combinations, islice, permutations, product
+from itertools import chain, combinations, islice, permutations, product
 from threading import get_ident
 from time import process_time
 from typing import Any
@@ -49,7 +49,7 @@ SMALL = GPT2Config(
 SIZE_ROLES = (
     "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
 )  # fmt: skip
-
+WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
 
 # Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
 NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
@@ -168,6 +168,37 @@ def unnamed(
     if first is None and len(names) == len(roles) == 1:
         most = OTHER_VOCABULARY
     best, _ = _best(run, config, chosen, assigned, most)
+    return best
+
+
+def reassigned(run: Run, sizes: Mapping[str, int], config: GPT2Config) -> dict[str, Value]:
+    """Other roles for one or two widths or numbers of heads, if the model can be called so, or {}.
+
+    Some authors call the number of heads `head_size`. A name of a dimension is only given the role
+    of a width, and no two names are given the same role.
+
+    Args:
+        run: builds and calls the user's model.
+        sizes: the integers among the arguments and the entries of configs.
+        config: the config of the checkpoint.
+    """
+    roles = {name: role_of(name.rpartition(".")[2], sizes) for name in sizes}
+
+    def others(name: str) -> Iterable[str]:
+        is_width = "dim" in plain(name.rpartition(".")[2])
+        return (
+            role for role in WIDTHS if role != roles[name] and (role != "n_head" or not is_width)
+        )
+
+    def assigned(names: Sequence[str]) -> Iterator[dict[str, Value]]:
+        kept = {role for name, role in roles.items() if name not in names}
+        for found in product(*map(others, names)):
+            if len(set(found)) == len(found) and not kept.intersection(found):
+                yield dict(zip(names, map(_of_role, found), strict=True))
+
+    widths = [name for name, role in roles.items() if role in WIDTHS]
+    changed = [*combinations(widths, 1), *combinations(widths, 2)]
+    best, _ = _best(run, config, {}, chain.from_iterable(map(assigned, changed)))
     return best
 
 

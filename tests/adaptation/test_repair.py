@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from compat.adaptation.repair.repair import small_checkpoint as made_small
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.write import write
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.user_models.notebook import read_source
 from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import build
@@ -831,6 +833,33 @@ def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:
     write(Repair({str(path): new}, {str(path): old}, []))
     assert path.read_bytes() == "# coding: latin-1\r\nx = 'è'\r\n".encode("latin-1")
     assert [p.name for p in tmp_path.iterdir()] == ["gpt.py"]
+
+
+ENDS = {
+    "CRLF": (b"a\r\nb\r\nc\r\n", b"a\r\nB\r\nc\r\n"),
+    "no end of the last line": (b"a\nb\nc", b"a\nB\nc"),
+    "an edit of a last line without an end": (b"a\nc\nb", b"a\nc\nB"),
+    "mixed ends": (b"a\nb\nc\r\n", b"a\nB\nc\r\n"),
+    "a byte order mark": (b"\xef\xbb\xbfa\nb\n", b"\xef\xbb\xbfa\nB\n"),
+    "a form feed": (b"a\n\x0cb\nc\n", b"a\n\x0cB\nc\n"),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), ENDS.values(), ids=ENDS)
+def test_git_applies_the_diff_and_writing_gives_the_same_bytes(
+    before: bytes, after: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, applied = tmp_path / "gpt.py", tmp_path / "applied"
+    applied.mkdir()
+    for each in (path, applied / "gpt.py"):
+        each.write_bytes(before)
+    monkeypatch.chdir(tmp_path)
+    old = read_source(path)
+    repaired = Repair({str(path): old.replace("b", "B")}, {str(path): old}, [])
+    patch = repaired.diff.encode()
+    write(repaired)
+    subprocess.run(["git", "apply"], input=patch, cwd=applied, check=True)
+    assert path.read_bytes() == (applied / "gpt.py").read_bytes() == after
 
 
 def test_a_cell_of_a_notebook_is_written_and_the_rest_is_kept(tmp_path: Path) -> None:

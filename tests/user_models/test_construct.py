@@ -509,6 +509,32 @@ class GPT(nn.Module):
     assert vars(model)["sizes"] == (24, 4) and "width" not in call
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_sizes_whose_names_usually_have_another_meaning(broken: bool, tmp_path: Path) -> None:
+    """Here `head_size` is the number of heads; code that runs with no values is built by names."""
+    path = tmp_path / "own.py"
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, input_dim, head_size, hidden_dim):
+        super().__init__()
+        self.sizes = head_size, hidden_dim
+        self.wte = nn.Embedding(vocab_size, input_dim)
+        self.qkv = nn.Linear(input_dim, 3 * head_size * hidden_dim)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        heads, width = self.sizes
+        q, k, v = (t.reshape(*ids.shape, heads, width).mT for t in self.qkv(x).chunk(3, -1))
+        x = x + (v @ k.mT @ q).mT.reshape(*ids.shape, heads * width)
+        return x @ self.wte.weight.T
+"""
+    path.write_text(CORE + source.replace("+ (v", "+ x[..., 1:] + (v" if broken else "+ (v"))
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    heads, width = CONFIG.n_head, CONFIG.n_embd // CONFIG.n_head
+    assert vars(model)["sizes"] == ((width, CONFIG.d_inner) if broken else (heads, width))
+    assert ("your code only runs with head_size" in call) is not broken
+
+
 def test_a_switch_that_the_code_only_runs_with_as_it_is_by_default(tmp_path: Path) -> None:
     """The user's own default is passed, and the call says so."""
     path = tmp_path / "own.py"

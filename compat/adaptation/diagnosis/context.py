@@ -45,6 +45,7 @@ class DiagnosisContext:
         with_targets: the model is called with targets, because it drops these positions otherwise.
         mask: the optional argument that is passed, because tokens attend to later ones without it.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
+        length_error: what the model raises for a shorter sequence, if it accepts only one length.
         noise: a sentence that says by how much two runs in eval mode differ.
         failed_input: the first designed input on which the logits differ, if they agree on ids that
             were drawn at random.
@@ -61,6 +62,7 @@ class DiagnosisContext:
     with_targets: bool = False
     mask: str = ""
     fixed_length: int | None = None
+    length_error: Exception | None = None
     noise: str = ""
     failed_input: str = ""
 

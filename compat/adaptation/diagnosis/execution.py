@@ -10,10 +10,11 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
-from compat.adaptation.tracing.graph import DRAWS, MOVES, kind, tensor_inputs
+from compat.adaptation.tracing.graph import DRAWS, MOVES, Place, kind, tensor_inputs
 from compat.config import HALF, dtype_name
 from compat.errors import listed
 from compat.parity.conditions import COMPARISONS
+from compat.user_code import exception_summary, users_frames
 
 
 @deviation(
@@ -71,6 +72,22 @@ def mask_argument(context: DiagnosisContext) -> Iterator[Deviation]:
         name = context.mask.partition("=")[0]
         place = source.matching(context.model, rf"\b{name}\b.*=")
         yield Deviation(None, place, {"found": context.mask})
+
+
+@deviation(
+    "the model accepts only sequences of {found} ids, but GPT-2 accepts any number of ids up to "
+    "n_positions",
+    "Cut the mask and the positions to the length of the input: mask[:T, :T].",
+    severity="limit",
+)
+def fixed_length(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.fixed_length and context.length_error:
+        frames = users_frames(context.length_error)
+        places = [Place(frame.filename, frame.lineno or 0) for frame in frames]
+        values = {"found": f"{context.fixed_length:,}"}
+        raised = exception_summary(context.length_error)
+        evidence = f"observed: for {context.fixed_length - 1:,} ids, {raised}"
+        yield Deviation(None, next(reversed(places), None), values, evidence=evidence, lines=places)
 
 
 @deviation(

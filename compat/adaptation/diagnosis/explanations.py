@@ -185,6 +185,8 @@ EXPLANATIONS = {
     "soft cap change it.",
     "mask_argument": "GPT-2 always applies a causal mask. A call without this argument predicts a "
     "token from the tokens after it, so parity was shown for calls with the argument only.",
+    "fixed_length": "A mask or a table of positions that is not cut to the length of the input "
+    "fits only a full context. Generation begins with a short prompt and fails at once.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "

@@ -55,7 +55,7 @@ from compat.user_models import (
     on_available_device,
     resized,
 )
-from compat.user_models.notebook import code_cells, read_source
+from compat.user_models.notebook import code_cells, encoding, read_source
 from compat.user_models.usage import user_modules
 
 # Importing these modules fills the registry.
@@ -123,17 +123,37 @@ class Repair:
 
     @property
     def diff(self) -> str:
-        """The edits as a unified diff, with paths relative to the working directory."""
+        """The edits as a unified diff, with paths relative to the working directory.
+
+        Lines keep their ends, so `patch -p1` and `git apply` accept the diff of a file. That of a
+        notebook shows its cells.
+        """
         found: list[str] = []
-        for name, new in self.texts.items():
+        for name in self.texts:
             shown = _shown(name)
-            found += difflib.unified_diff(
-                self.old[name].splitlines(keepends=True),
-                new.splitlines(keepends=True),
-                f"a/{shown}",
-                f"b/{shown}",
-            )
-        return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
+            found += difflib.unified_diff(*self.lines(name), f"a/{shown}", f"b/{shown}")
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in found
+        )
+
+    def lines(self, name: str) -> tuple[list[str], list[str]]:
+        """The lines of a file or cell as they are stored, and with the edits.
+
+        Unchanged lines keep their ends, and others get those of the first line.
+        """
+        old, new = (io.StringIO(texts[name]).readlines() for texts in (self.old, self.texts))
+        if "#cell-" in name:
+            return old, new
+        path = Path(name)
+        stored = io.StringIO(path.read_bytes().decode(encoding(path)), newline="").readlines()
+        end = "\r\n" if stored and stored[0].endswith("\r\n") else "\n"
+        written: list[str] = []
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        for tag, start, stop, first, last in matcher.get_opcodes():
+            changed = [line.replace("\n", end) for line in new[first:last]]
+            written += stored[start:stop] if tag == "equal" else changed
+        return stored, written
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
 from compat.adaptation.repair.repair import Repair, present_text
 from compat.errors import AdaptError
+from compat.user_models.notebook import encoding
 
 
 def write(repair: Repair) -> list[Path]:
@@ -27,16 +27,22 @@ def write(repair: Repair) -> list[Path]:
     for name, old in repair.old.items():
         if present_text(name) != old:
             raise AdaptError(f"{name} was changed while it was repaired. Run the command again")
-    files: dict[Path, dict[str, str]] = {}
+    contents: dict[Path, bytes] = {}
+    notebooks: dict[Path, dict[str, str]] = {}
     for name, text in repair.texts.items():
         file, _, cell = name.partition("#cell-")
-        files.setdefault(Path(file), {})[cell] = text
+        path = Path(file)
+        if cell:
+            notebooks.setdefault(path, {})[cell] = text
+        else:
+            contents[path] = "".join(repair.lines(name)[1]).encode(encoding(path))
+    contents |= {path: _notebook(path, texts) for path, texts in notebooks.items()}
     ready: list[tuple[Path, Path]] = []
     try:
-        for path, texts in files.items():
+        for path, content in contents.items():
             written = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
             ready.append((written, path))
-            written.write_bytes(_file(path, texts) if "" in texts else _notebook(path, texts))
+            written.write_bytes(content)
             shutil.copymode(path, written)
         for written, path in ready:
             os.replace(written, path)
@@ -45,16 +51,7 @@ def write(repair: Repair) -> list[Path]:
     finally:
         for written, _ in ready:
             written.unlink(missing_ok=True)
-    return list(files)
-
-
-def _file(path: Path, texts: Mapping[str, str]) -> bytes:
-    with path.open("rb") as file:
-        encoding, _ = tokenize.detect_encoding(file.readline)
-    text = texts[""]
-    if b"\r\n" in path.read_bytes():
-        text = text.replace("\n", "\r\n")
-    return text.encode(encoding)
+    return list(contents)
 
 
 def _notebook(path: Path, texts: Mapping[str, str]) -> bytes:

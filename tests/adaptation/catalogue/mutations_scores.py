@@ -52,6 +52,10 @@ MUTATIONS = [
     M("head_loop", "no_mask", "score + mask", "score", "torch.softmax(score, dim=2)"),
     M("mha_seq_first", "no_mask", "attn_mask=attn_mask, ", "",
       "self.attn(y, y, y, need_weights=False)"),
+    # fixed_length
+    M("mingpt", "fixed_length", "self.mask[:, :, :T, :T]", "self.mask", "self.mask == 0"),
+    M("encoder_layers", "fixed_length", "self.attn_mask[:length, :length]", "self.attn_mask",
+      "src_mask=self.attn_mask"),
     # mask_argument
     M("annotated", "mask_argument",
       "def forward(self, tgt):\n        mask = subsequent_mask(tgt.size(-1)).to(tgt.device)\n",
