@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from textwrap import shorten
 from types import FunctionType, SimpleNamespace
 from typing import Any, get_args
@@ -54,6 +55,7 @@ from compat.user_models.trials import (
     Value,
     arguments_with,
     better,
+    constant,
     needed,
     reassigned,
     small_config,
@@ -75,6 +77,10 @@ from compat.user_models.usage import (
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
 LIST_OF_CONFIGS = re.compile(r"(typing\.)?(list|List|Sequence)\[(typing\.)?(dict|Dict)\b")
+# How authors name the implementation of an interface that others are compared with.
+USUAL = re.compile(
+    "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE
+)
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that are made here
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
@@ -302,7 +308,7 @@ def _inferred(
         if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
-        code = Code(modules_text(target), _enums(target), _roles(target))
+        code = Code(modules_text(target), _choices(target), _roles(target))
         sizes = _all_sizes(target, {}, kwargs or {}) | dict.fromkeys(error.names, 0)
         if found := unnamed(run, sizes, chosen, config):
             return arguments_with({**chosen, **found}, config)
@@ -355,11 +361,26 @@ def _roles(target: type[nn.Module]) -> set[str | None]:
     return {role_of(name, names) for name in names}
 
 
-def _enums(target: type[nn.Module]) -> list[type[Enum]]:
-    """The enumerations in the user's code."""
+def _choices(target: type[nn.Module]) -> dict[str, list[Value]]:
+    """The members of the user's enumerations, and instances of what implements an interface.
+
+    An implementation is built without arguments. Those that are named as the usual one come first.
+    """
     values = [v for module in user_modules(target) for v in list(vars(module).values())]
-    enums = [v for v in values if isinstance(v, type) and issubclass(v, Enum)]
-    return list(dict.fromkeys(enum for enum in enums if is_users_class(enum)))
+    classes = dict.fromkeys(v for v in values if isinstance(v, type) and is_users_class(v))
+    found: dict[str, list[Value]] = {}
+    for cls in classes:
+        if issubclass(cls, Enum):
+            found[cls.__name__] = [constant(member) for member in cls]
+        elif inspect.isabstract(cls):
+            concrete = [c for c in classes if issubclass(c, cls) and not inspect.isabstract(c)]
+            concrete.sort(key=lambda c: USUAL.search(c.__name__) is None)
+            found[cls.__name__] = [partial(_instance, each) for each in concrete]
+    return {name: values for name, values in found.items() if values}
+
+
+def _instance(cls: Callable[[], Any], config: GPT2Config) -> Any:
+    return cls()
 
 
 def _alternatives(

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import chain, combinations, islice, permutations, product
 from threading import get_ident
 from time import process_time
@@ -63,12 +62,12 @@ class Code:
 
     Args:
         text: the source.
-        enums: its enumerations.
+        choices: the values of its enumerations and interfaces, by the names of these.
         roles: of the arguments and entries whose values are known.
     """
 
     text: str
-    enums: Sequence[type[Enum]]
+    choices: Mapping[str, Sequence[Value]]
     roles: Collection[str | None]
 
 
@@ -235,7 +234,7 @@ def needed(
         return sum(p.numel() for p in {p for m in modules for p in m.parameters(recurse=False)})
 
     for name, value in switches.items():
-        kept = {name: _constant(value)}
+        kept = {name: constant(value)}
         with suppress(Exception, SystemExit):
             more = count(kept) - count({})
             positions = re.search("rope|rotary|alibi|sinus", plain(name.rpartition(".")[2]))
@@ -374,36 +373,36 @@ def _counts(config: GPT2Config) -> Iterable[int]:
 def _candidates(entry: str, code: Code) -> list[Value]:
     """The possible values of an argument or `argument.entry`, the most likely first."""
     name, text = entry.rpartition(".")[2], code.text
-    for enum in code.enums:  # `norm_type` or `norm: NormType`
-        annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{enum.__name__}\b", text)
-        if annotated or plain(name) in plain(enum.__name__):
-            return [_constant(member) for member in enum]
+    for kind, values in code.choices.items():  # `norm_type` or `norm: NormType`
+        annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{kind}\b", text)
+        if annotated or plain(name) in plain(kind):
+            return [*values]
     near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
     texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]
     if texts:
         usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
-        return [_constant(value) for value in usual]
+        return [constant(value) for value in usual]
     if re.search("flash|sdpa|use_?emb", name):
-        return [_constant(True), _constant(False)]
+        return [constant(True), constant(False)]
     if re.search(rf"\b{re.escape(name)}\s*:\s*float\b", text):
-        return [_constant(number) for number in (1.0, 0.0, 10000.0)]
+        return [constant(number) for number in (1.0, 0.0, 10000.0)]
     sizes = [_of_role(role) for role in SIZE_ROLES]
     if "window" in plain(name):  # GPT-2's attention reaches all tokens before it
-        return [_of_role("n_positions"), _constant(None), *sizes]
+        return [_of_role("n_positions"), constant(None), *sizes]
     if re.search(rf"\brange\([^()]*\b{re.escape(name)}\b", text):
         lacking = [_of_role(role) for role in NECESSARY if role not in code.roles]
-        return [*lacking, _of_role("n_layer"), *sizes, _constant(1)]
-    switches = [_constant(False), _constant(True)]
+        return [*lacking, _of_role("n_layer"), *sizes, constant(1)]
+    switches = [constant(False), constant(True)]
     if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
         return switches
-    others = [_constant(None), _constant(1), *sizes, _constant(10000.0), _constant(())]
+    others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
     number = re.search(
         rf"\b{re.escape(name)}\s*(:\s*int\b|[*/%])|[*/%]\s*{re.escape(name)}\b", text
     )
     return others if number else [*switches, *others]
 
 
-def _constant(value: Any) -> Value:
+def constant(value: Any) -> Value:
     return lambda config: value
 
 

@@ -186,6 +186,16 @@ class Picky(Plain):
         raise ValueError("the moon is in the wrong place")
 
 
+class Library(Plain):
+    """Some arguments fail before the import of a library that is not installed."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        assert mask is not None
+        import no_such_library  # type: ignore[import-not-found]
+
+        return self.table(ids) + no_such_library.zero
+
+
 class Sentence(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids).mean()
@@ -195,6 +205,7 @@ class Sentence(Plain):
     ("cls", "words"),
     [
         (Picky, ["Picky gives no logits", "the moon is in the wrong place", __file__]),
+        (Library, ["Library raises an exception", "pip install no_such_library", __file__]),
         (Sentence, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
 )

@@ -391,6 +391,13 @@ class EinsumNorms(GPT):
             block.ln_1, block.ln_2 = EinsumNorm(), EinsumNorm()
 
 
+class EinsumOfLastPosition(GPT):
+    """The head is an einsum of a fixed number of axes on the last position."""
+
+    def head(self, x: Tensor) -> Tensor:
+        return torch.einsum("b c, v c -> b v", x[:, -1, :], self.wte.weight)
+
+
 class WideNorm(nn.Module):
     """An RMSNorm over tokens and channels, with a weight for each token."""
 
@@ -613,6 +620,7 @@ EQUAL: dict[str, Build] = {
     "norms with an einsum": EinsumNorms,
     "one parameter for all norms": StackedNorms,
     "heads summed by an einsum": SummedHeadsGPT,
+    "an einsum of the last position": EinsumOfLastPosition,
 }
 
 

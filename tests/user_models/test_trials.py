@@ -107,6 +107,33 @@ def test_a_member_of_an_enumeration(tmp_path: Path, entry: str, more: str) -> No
     assert f"{entry}=<PosKind.LEARNED: 2>" in call
 
 
+def test_an_implementation_of_an_interface(tmp_path: Path) -> None:
+    """Of those without arguments, the one that is named as the usual one is built."""
+    interface = """
+from abc import ABC, abstractmethod
+import torch
+
+class Scores(torch.nn.Module, ABC):
+    @abstractmethod
+    def weights(self, x): ...
+
+class Sparse(Scores):
+    def weights(self, x): return x.relu()
+
+class VanillaSoftmax(Scores):
+    def weights(self, x): return x.softmax(-1)
+
+class Config:
+    def __init__(self, vocab_size, block_size, n_layer, WIDTH, scores: Scores):
+        vars(self).update(locals())
+"""
+    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
+    source = source.replace("self.cfg, width = cfg", "self.scores, width = cfg.scores")
+    source = interface + source.replace("= self.tok(ids)", "= self.scores.weights(self.tok(ids))")
+    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
+    assert "cfg.scores=VanillaSoftmax()" in construct_with_call(target, CONFIG)[1]
+
+
 def test_a_model_that_no_value_makes_run_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
-from compat.user_code import is_users, users_frames
+from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.synonyms import plain
 from compat.user_models.usage import modules_text, source_of, user_modules
 
@@ -277,9 +277,10 @@ def find_signature(
         time_first: whether the model takes ids (T, B).
 
     Raises:
-        AdaptError: none returned logits.
+        AdaptError: none returned logits, or a library is not installed.
     """
     tried: list[str] = []
+    missing: ModuleNotFoundError | None = None
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
     kinds = (_signatures(model, False), _with_optional_arguments(model), _signatures(model, True))
     for last, signatures in zip((False, False, True), kinds, strict=True):
@@ -294,6 +295,8 @@ def find_signature(
                         signature(model, ids)
                 found.append(signature)
             except Exception as error:
+                if isinstance(error, ModuleNotFoundError):
+                    missing = error
                 if not last:
                     tried.append(f"{text}: {describe_error(error)}")
         masked = _with_optional_masks(model, found[0]) if found else []
@@ -302,6 +305,9 @@ def find_signature(
         causal = (s for s in [*found, *masked] if _is_causal(model, s, ids))
         if found:
             return found[0] if len(found) == 1 and not masked else next(causal, found[0])
+    if missing is not None:
+        headline = f"{type(model).__name__} raises an exception when it runs"
+        raise AdaptError(f"{headline}: {exception_report(missing)}") from missing
     raise AdaptError(
         f"{type(model).__name__} gives no logits, but adapt() expected a float tensor (B, T, V) "
         "for ids (B, T). It was called as follows:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"

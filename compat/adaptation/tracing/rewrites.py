@@ -73,9 +73,28 @@ def keep_every_position(graph: Graph) -> Node | None:
             while kind(graph.output) in MOVES | CUTS:  # they expect the shape of one position
                 graph.output = tensor_inputs(graph.output)[0]
             graph.invalidate()
+            if len(size(node)) < len(size(above)):
+                _add_positions_to_einsums(graph, above)
             _update_shapes(graph, above)
             return node
     return None
+
+
+def _add_positions_to_einsums(graph: Graph, start: Node) -> None:
+    """Give the einsums after `start` an axis of positions: `b c, v c -> b v` to `bzc,vc->bzv`."""
+    nodes = graph.live_between([graph.output], [start])
+    for node in nodes:
+        if kind(node) == "einsum" and "..." not in str(node.args[0]):
+            terms, _, result = str(node.args[0]).replace(" ", "").partition("->")
+            operands = list(zip(terms.split(","), tensor_inputs(node), strict=True))
+            added = next(letter for letter in "zyxwZYXW" if letter not in terms)
+            batch = next(term[0] for term, operand in operands if operand in {start, *nodes})
+            widened = [
+                term.replace(batch, batch + added) if operand in {start, *nodes} else term
+                for term, operand in operands
+            ]
+            equation = f"{','.join(widened)}->{result.replace(batch, batch + added)}"
+            node.args = (equation, *node.args[1:])
 
 
 def _path_from_attention(graph: Graph) -> list[Node]:
