@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from rich.console import Console
 
 from compat import Adaptation, Finding, NameMap, check_parity, load_into
@@ -250,6 +252,28 @@ def test_a_model_in_a_width_of_its_own_is_not_repaired(cli: Cli, tiny: Path) -> 
     assert done.code == 1 and "your code runs in width 40 and not in 24" in done.err
     assert "none for n_embd_mismatch" in done.err and "nothing was written" in done.err
     assert path.read_text() == edited
+
+
+@pytest.mark.parametrize("downloads", [True, False])
+@pytest.mark.parametrize("reachable", [True, False])
+def test_downloads_fail_at_once_if_the_hub_cannot_be_reached(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch, downloads: bool, reachable: bool
+) -> None:
+    def address(*args: object) -> list[str]:
+        if not reachable:
+            raise socket.gaierror
+        return ["address"]
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", address)
+    monkeypatch.setattr("compat.checkpoint.hub.getproxies", dict)
+    asked = "# GPT2Tokenizer.from_pretrained('gpt2')" if downloads else ""
+    source = f"{asked}\nfrom huggingface_hub import constants\nprint(constants.HF_HUB_OFFLINE)\n"
+    Path("download.py").write_text(source + GPT)
+    done = cli("adapt", "download.py:MyGPT", "--model", tiny)
+    assert done.code == 0 and not constants.HF_HUB_OFFLINE
+    offline = downloads and not reachable
+    assert done.err.startswith(f"{offline}\n") and ("cannot be reached" in done.err) is offline
 
 
 def test_code_for_a_device_that_the_machine_lacks(cli: Cli, tiny: Path) -> None:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
 
 from compat.checkpoint.files import read_json
 from compat.checkpoint.layout import CONFIG, SMALL_FILES, WEIGHT_FILES
@@ -25,6 +28,37 @@ from compat.errors import HubError, lines, listed
 # The hash's name, by its number of hex digits. The hub states SHA-256 for large files and git's
 # blob hash for small ones.
 HASHES = {64: "SHA-256", 40: "git's SHA-1"}
+OFFLINE = "HF_HUB_OFFLINE"
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[bool]:
+    """Run the body in the client's offline mode if the hub's host name has no address.
+
+    Downloads in the body, and in processes that it starts, fail at once then. Otherwise the client
+    tries each again for half a minute. The value is whether the mode was set. Behind a proxy, which
+    resolves names itself, it is not.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies() or _has_address(urlsplit(constants.ENDPOINT)):
+        yield False
+        return
+    before = os.environ.get(OFFLINE)
+    os.environ[OFFLINE], constants.HF_HUB_OFFLINE = "1", True
+    try:
+        yield True
+    finally:
+        constants.HF_HUB_OFFLINE = False
+        os.environ.pop(OFFLINE)
+        os.environ.update({} if before is None else {OFFLINE: before})
+
+
+def _has_address(url: SplitResult) -> bool:
+    try:
+        return bool(socket.getaddrinfo(url.hostname, url.port))
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

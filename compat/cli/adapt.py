@@ -199,10 +199,13 @@ def adapt_command(
                     progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
                 )
 
-    with contextlib.redirect_stdout(sys.stderr):  # for the output of the user's code
+    # For the output and the downloads of the user's code.
+    with contextlib.redirect_stdout(sys.stderr), _hub(target) as offline:
         (call, adaptation), on_cpu = on_available_device(examined)
     if on_cpu:
         notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
+    if offline:
+        notes.append("the hub cannot be reached, so downloads in your code failed at once")
     print_notes([*checkpoint.notes, *notes, f"compat built {call}"])
     if html is not None:
         write_page(html, page(adaptation))
@@ -243,6 +246,14 @@ def _summarize(
     return 0 if all(row[1] == WORDS[0] for row in rows) else 1
 
 
+def _hub(target: str) -> contextlib.AbstractContextManager[bool]:
+    """Offline mode for code that downloads from the hub while the hub cannot be reached."""
+    from compat.checkpoint.hub import offline_if_unreachable
+    from compat.user_models import downloads
+
+    return offline_if_unreachable() if downloads(target) else contextlib.nullcontext(False)
+
+
 def _repair(
     target: Target,
     checkpoint: compat.Checkpoint,
@@ -255,7 +266,7 @@ def _repair(
     from compat.adaptation.repair.write import write
 
     status = Console(stderr=True).status("searching for edits …", spinner="line")
-    with status:
+    with status, _hub(target.name):
         found = repair(target, checkpoint, unsafe=unsafe)
     if isinstance(found, Unrepaired):
         show(adaptation, console())

@@ -4,11 +4,12 @@ from compat.user_models.accelerators import on_available_device
 from compat.user_models.construct import construct, construct_with_call
 from compat.user_models.edited import edited_sources
 from compat.user_models.module_sizes import resized
-from compat.user_models.target import load_forward, load_target
+from compat.user_models.target import downloads, load_forward, load_target
 
 __all__ = [
     "construct",
     "construct_with_call",
+    "downloads",
     "edited_sources",
     "load_forward",
     "load_target",

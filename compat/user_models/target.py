@@ -63,6 +63,7 @@ OTHER_MODELS = re.compile(
     "|Choice|Tagg|Question|Sentiment"
 )
 INIT = "__init__"
+DOWNLOADS = re.compile(rb"\.from_pretrained\(|\bload_dataset\(|\b(hf_hub|snapshot)_download\(")
 
 
 def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn.Module]:
@@ -131,6 +132,13 @@ def load_forward(text: str) -> Forward:
         return found
 
     return forward
+
+
+def downloads(target: str) -> bool:
+    """Whether the target's file, or a Python file beside it, may download from the hub."""
+    path = Path(_parsed(target)[0]).expanduser()
+    files = [path, *path.parent.glob("*.py")] if path.is_file() else []
+    return any(DOWNLOADS.search(file.read_bytes()) for file in files)
 
 
 def _parsed(target: str) -> tuple[str, str | None]:
