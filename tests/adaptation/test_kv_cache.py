@@ -129,7 +129,7 @@ def target(tmp_path: Path, text: str) -> Target:
 def about_the_cache(adaptation: Adaptation) -> list[Finding]:
     return [
         f for f in adaptation.findings
-        if f.code == "kv_cache" or (f.code == "not_compared" and "KV cache" in f.message)
+        if f.code.startswith("kv_cache") or (f.code == "not_compared" and "KV cache" in f.message)
     ]  # fmt: skip
 
 
@@ -159,6 +159,18 @@ def test_an_unknown_fault_is_a_limit(tmp_path: Path, small: Checkpoint) -> None:
     [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
     assert (found.code, found.severity) == ("kv_cache", "limit")
     assert "for a reason that compat does not know" in found.message
+
+
+def test_a_cache_without_a_mask_after_the_first_call(tmp_path: Path, small: Checkpoint) -> None:
+    """Steps of one id need no mask; those of several ids do."""
+    mask = "mask = torch.ones(T, k.shape[2], dtype=torch.bool).tril(k.shape[2] - T)"
+    assert KEPT.count(mask) == 1
+    text = KEPT.replace(mask, f"{mask} if k.shape[2] == T else torch.tensor(True)")
+    adaptation = target(tmp_path, text).adapt(small, {})
+    assert adaptation.compatible
+    [found] = about_the_cache(adaptation)
+    assert (found.code, found.severity) == ("kv_cache_chunk", "limit")
+    assert "for one new id at a time, but not for 3 at once" in found.message
 
 
 def test_a_cache_that_raises_is_reported(tmp_path: Path, small: Checkpoint) -> None:

@@ -222,6 +222,13 @@ CODES.update(
         "Use the positions torch.arange(past, past + T) for the new ids, and let these ids "
         "attend to all cached keys and causally to each other.",
     ),
+    kv_cache_chunk=Code(
+        "limit",
+        "with the KV cache, {step} computes the logits of the whole sequence for one new id at a "
+        "time, but not for {number} at once: they differ by {found} of their norm",
+        "Let several new ids attend to all cached keys and causally to each other, for example "
+        "with the mask torch.ones(T, past + T, dtype=torch.bool).tril(past).",
+    ),
     wrong_gradient=Code(
         "limit",
         "the logits are GPT-2's, but the gradients are not: {found}",

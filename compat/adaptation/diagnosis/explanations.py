@@ -206,6 +206,9 @@ EXPLANATIONS = {
     "kv_cache": "With a cache, only the new ids are passed. Their positions follow those of the "
     "cached ids, and they attend to all of them. With this cache, generated text is wrong from "
     "the second new token on. Without the cache, it is right.",
+    "kv_cache_chunk": "Many caches are written for one new id at a time, without a causal mask "
+    "after the first call. Several ids at once, as in a second prompt, then "
+    "attend to those after them.",
     "wrong_gradient": "The logits are GPT-2's, but autograd computes other gradients. "
     "Fine-tuning would not update some parameters, or update them in a wrong direction, and the "
     "loss may decrease nevertheless.",

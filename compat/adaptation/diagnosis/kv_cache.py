@@ -90,14 +90,15 @@ def wrong_cache(
             found, past = _decoded(model, call, protocol, ids, known)
             if found is None:
                 return []  # the caller has to create the cache, and the signature does not show how
-            largest = _largest_error(found, whole)
+            largest, passed = _largest_error(found, whole), False
             if largest > bound and protocol.positions:
                 again, _ = _decoded(model, call, protocol, ids, known, positions=True)
                 largest = bound if again is None else min(largest, _largest_error(again, whole))
+                passed = largest <= bound
         except Exception as error:
             return [_not_compared(model, protocol, describe_error(error))]
         if largest <= bound:
-            return []
+            return _wrong_chunk(model, call, protocol, ids, whole, passed, bound)
         step = ids[:1, : known + 1]
         cause = next(_causes(model, call, reference, step, found[:1, 0]), None)
     differs = f"its logits differ from those of the whole sequence by {largest:.2g} of their norm"
@@ -113,6 +114,31 @@ def wrong_cache(
         "logits", place, {"found": what, "step": protocol.step, "past": past}, code="kv_cache"
     )
     return [finding(deviation, severity, evidence)]
+
+
+def _wrong_chunk(
+    model: nn.Module,
+    call: CallSignature,
+    protocol: Protocol,
+    ids: Tensor,
+    whole: Tensor,
+    positions: bool,
+    bound: float,
+) -> list[Finding]:
+    """The finding for a cache with which steps of one id work, and steps of several do not.
+
+    A step that raises an exception cannot be taken for a right one, so it is not reported.
+    """
+    try:
+        found, _ = _decoded(model, call, protocol, ids, ids.shape[1] - STEPS, positions, STEPS)
+    except Exception:
+        return []
+    if found is None or (largest := _largest_error(found, whole)) <= bound:
+        return []
+    values = {"step": protocol.step, "found": f"{largest:.2g}", "number": STEPS}
+    deviation = Deviation(None, _first_use(model, protocol), values, code="kv_cache_chunk")
+    evidence = "observed: steps of one id agree with the whole sequence"
+    return [finding(deviation, "limit", evidence)]
 
 
 def _not_compared(model: nn.Module, protocol: Protocol, why: str) -> Finding:
@@ -146,6 +172,7 @@ def _decoded(
     ids: Tensor,
     known: int,
     positions: bool = False,
+    chunk: int = 1,
 ) -> tuple[Tensor | None, str]:
     """Logits (B, STEPS, V) of steps after `known` ids, and code for the number of cached ids.
 
@@ -153,6 +180,7 @@ def _decoded(
         model, call, protocol, ids: as in `wrong_cache`.
         known: the number of ids of the first call.
         positions: pass the positions even if they are optional.
+        chunk: the number of ids of each step.
 
     Returns:
         None for the logits if no cache is returned, and "" for the code if it is not known.
@@ -163,7 +191,8 @@ def _decoded(
             if RESET.fullmatch(plain(name)) and not inspect.signature(method).parameters:
                 method()
     cache, past, logits = None, "", []
-    for start, end in [(0, known), *((i, i + 1) for i in range(known, known + STEPS))]:
+    steps = [(start, start + chunk) for start in range(known, known + STEPS, chunk)]
+    for start, end in [(0, known), *steps]:
         part = ids[:, start:end]
         arguments = {name: value(model, part) for name, value in call.arguments}
         if protocol.switch:
