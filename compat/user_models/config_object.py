@@ -188,6 +188,11 @@ def _instance(
         if replaced or (name in needed and not hasattr(made, name)):
             with contextlib.suppress(*REFUSED):  # a property, or frozen
                 setattr(made, name, value)
+    # Fields of a class whose decorator is that of a missing library, such as attrs.
+    for name, annotation in inspect.get_annotations(template).items():
+        if not parameters and not hasattr(made, name):
+            unread = UNREAD.get(getattr(annotation, "__name__", str(annotation)))
+            setattr(made, name, neutral(name)[1] if neutral(name)[0] else unread)
     for name in _sections(usage):
         section = getattr(made, name, made)
         with contextlib.suppress(Exception):  # of a property, or a constructor of the user's

@@ -104,6 +104,21 @@ def test_a_missing_library_that_logs_and_decorates(tmp_path: Path) -> None:
         build(tmp_path, source + "        self.width = log.info(width)\n")
 
 
+def test_fields_of_a_missing_library(tmp_path: Path) -> None:
+    """Also those that only `forward` reads, which have no value without the decorator."""
+    source = SIZED.format(signature=", hparams: HParams").replace(
+        "super().__init__()",
+        "super().__init__()\n        self.hparams = hparams\n"
+        "        vocab_size, n_embd, n_layer = hparams.vocab_size, hparams.n_embd, hparams.n_layer",
+    )
+    fields = "vocab_size: int\n    n_embd: int\n    n_layer: int\n"
+    config = f"import no_such_library\n\n@no_such_library.define\nclass HParams:\n    {fields}"
+    config += "    gradient_checkpointing: bool\n    path: str\n    made = 3\n"
+    model = build(tmp_path, config + source)
+    assert model.wte.weight.shape == (97, 24) and model.hparams.gradient_checkpointing is False
+    assert (model.hparams.path, model.hparams.made) == ("", 3)
+
+
 def test_data_that_a_missing_library_downloads(tmp_path: Path) -> None:
     """At module level, by a function of the project, as book chapters load OpenAI's weights."""
     (tmp_path / "own_download.py").write_text(

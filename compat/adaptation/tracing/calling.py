@@ -127,9 +127,9 @@ def describe_error(error: Exception) -> str:
     lines = [f"{f.filename}:{f.lineno} {f.line}" for f in users_frames(error)]
     named = re.findall(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)', str(error))
     lines += [f"{file}:{line} {text}" for file, line, text in named if is_users(file)]
-    headline = (str(error).strip().splitlines() or [""])[0]
+    headline = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
     where = f" at {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}: {headline}{where}"
+    return f"{type(error).__name__}{headline}{where}"
 
 
 @dataclass(frozen=True)
