@@ -251,7 +251,7 @@ def _other_way(
     def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
         return _tried(target, sizes, merged(more, kwargs))
 
-    with contextlib.suppress(AdaptError):
+    with contextlib.suppress(AdaptError, ModuleNotFoundError):
         arguments = _found_arguments(target, config, kwargs, None)
         meant = reassigned(run, _all_sizes(target, arguments, kwargs), config)
         if found := arguments_with(meant, config):
