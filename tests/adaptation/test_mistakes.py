@@ -1161,17 +1161,39 @@ def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
     assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
 
 
+QUERIES_AND_KEYS = (("queries", "query"), ("keys", "key"))
+TURNED = """def turned(x):
+    T, D = x.shape[-2:]
+    angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
+    a, b = x.chunk(2, -1)
+    c, s = angle.cos(), angle.sin()
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+class GPT("""
+
+
+@pytest.mark.parametrize("positions", ["wpe", "no wpe"])
+def test_a_rotation_of_all_heads_together_is_named(
+    tiny: Path, tmp_path: Path, positions: str
+) -> None:
+    """The reference cannot be changed in the same way, but the difference is not unexplained."""
+    edits = [(f"{n} = self.W_{w}(x)", f"{n} = turned(self.W_{w}(x))") for n, w in QUERIES_AND_KEYS]
+    edits += [("class GPT(", TURNED)]
+    edits += (
+        [] if positions == "wpe" else [("+ self.pos_emb(torch.arange(T, device=ids.device))", "")]
+    )
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"rope"}
+    assert "a * c" in (only(adaptation, "rope").source_line or "")
+
+
 def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: Path) -> None:
     scores = "        scores = queries @"
     edits = [
         (scores, "        queries, keys = turned(unit(queries)), turned(unit(keys))\n" + scores),
-        ("class GPT(", "def unit(x):\n    return F.rms_norm(x, x.shape[-1:])\n\n\n"
-         "def turned(x):\n    T, D = x.shape[-2:]\n"
-         "    angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)\n"
-         "    a, b = x.chunk(2, -1)\n"
-         "    c, s = angle.cos(), angle.sin()\n"
-         "    return torch.cat([a * c - b * s, b * c + a * s], -1)\n\n\nclass GPT("),
-    ]  # fmt: skip
+        ("class GPT(", f"def unit(x):\n    return F.rms_norm(x, x.shape[-1:])\n\n\n{TURNED}"),
+    ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"qk_norm", "rope"}
     assert "a * c" in (only(adaptation, "rope").source_line or "")

@@ -272,23 +272,29 @@ def rope(layer: LayerAttention) -> Deviation | None:
     if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
         usual = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
     place = source.running(layer.graph, usual or live)
-    changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
+    changes, partial = _rotation(layer) if layer.attention.rotated else (layer.own_attention, False)
     if "wpe.weight" not in layer.context.mapping.by_tensor:
         changes.weights["wpe.weight"] = None
-    return layer.deviation(place, changes, tap="q")
+    known = changes if changes.weights or not partial else None
+    return Deviation(f"h.{layer.i}.q", place, changes=known, partial=partial)
 
 
-def _rotation(layer: LayerAttention) -> Changes:
-    """The measured rotation; none if the heads are not as wide as the checkpoint's."""
+def _rotation(layer: LayerAttention) -> tuple[Changes, bool]:
+    """The measured rotation, and whether it is left out, because each head has not its own.
+
+    It is left out as well if the heads are not as wide as the checkpoint's.
+    """
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
     if math.prod(layer.attention.q.index.shape[1::2]) != context.config.n_embd:
-        return Changes()
+        return Changes(), False
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:
         bias = torch.zeros(3 * context.config.n_embd, dtype=torch.float64)
     rotation = rotation_of(layer.graph, layer.attention, layer.layer.x1, weight, bias)
-    return Changes() if rotation is None else Changes(rotation={layer.i: rotation})
+    if rotation is None:
+        return Changes(), True
+    return Changes(rotation={layer.i: rotation}), False
 
 
 @deviation(
