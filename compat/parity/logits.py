@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.errors import CompatError
+from compat.errors import CompatError, collapse_layers, listed
 from compat.parity.conditions import (
     LONGEST_PHRASE,
     BranchObserver,
@@ -268,9 +268,10 @@ class _LogitsProver:
         for (file, line), seen in by_line.items():
             self.proof.add_limit(seen.message, file, line)
         now = state_digests(self.model)
-        for name in {**state, **now}:
-            if now.get(name) != state.get(name):
-                self.proof.add_limit(f"the forward pass changes {name}, which later calls may read")
+        changed = [name for name in {**state, **now} if now.get(name) != state.get(name)]
+        if changed:
+            names = listed(collapse_layers(changed), 4)
+            self.proof.add_limit(f"the forward pass changes {names}, which later calls may read")
 
     def _draws_random_numbers(self) -> bool:
         """Whether a call, and not another thread, changes the state of a generator."""
