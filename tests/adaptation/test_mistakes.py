@@ -978,6 +978,10 @@ BY_MATRIX = """        pairs = torch.arange(self.head_dim // 2)
             for x in (queries, keys)
         )
 """
+RELATIVE = """        steps = torch.arange(T)[:, None] - torch.arange(T)
+        table = torch.sin(steps[..., None] / (1 + torch.arange(self.head_dim)))
+        relative = torch.einsum("bhtd,tsd->bhts", queries, table)
+"""
 # The edits, the code, and words on lines that are named, the first or others.
 LINES: dict[str, tuple[Edits, str, list[str]]] = {
     "an activation as an argument": (
@@ -1074,6 +1078,11 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         [("        scores = queries", f"{BY_MATRIX}        scores = queries")],
         "rope",
         ["torch.einsum("],
+    ),
+    "scores of relative positions": (
+        [("        scores = queries @", f"{RELATIVE}        scores = relative + queries @")],
+        "position_bias",
+        ["scores = relative + queries @"],
     ),
     "attention that is called again": (
         [("x = self.ff(x)", "x = self.att(x)  # again")],

@@ -177,6 +177,31 @@ class LayerAttention:
         return weights if own and not torch.allclose(weights, columns) else None
 
     @cached_property
+    def adds_relative_scores(self) -> bool:
+        """Whether what is added to the scaled scores depends on the query and the positions.
+
+        Then the weights are not even without keys, and keys change their logarithms by c·q·k.
+        """
+        if self.formula is not None or self.attention.indirect or self.attention.over_heads:
+            return False
+        if self.mixing or self.added_scores:
+            return False
+        piece = AttentionPiece(self.graph, self.attention)
+        q, k = piece.random(1, 0.3), piece.keys(2, 0.3)
+        without, weights = piece.probabilities(q, piece.random(0, 0.0)), piece.probabilities(q, k)
+        causal = torch.ones_like(weights[0, 0]).bool().tril()
+        if not torch.equal(without > 0, causal.expand_as(without)):
+            return False
+        even = causal.to(without.dtype) / causal.sum(-1, keepdim=True)
+        # The logarithms are known up to a constant of each query.
+        change = torch.where(causal, weights.log() - without.log(), 0)
+        change = torch.where(causal, change - change[..., :1], 0)
+        scores = torch.where(causal, q @ k.mT - (q @ k.mT)[..., :1], 0)
+        fitted = (change * scores).sum() / scores.square().sum() * scores
+        agrees = torch.allclose(change, fitted, atol=1e-6)
+        return agrees and not torch.allclose(without, even.expand_as(without))
+
+    @cached_property
     def shift(self) -> tuple[str, int, Node] | None:
         """What is computed from another token, the distance to it, and a node of the shift."""
         graph, anatomy = self.graph, self.context.anatomy
@@ -477,6 +502,8 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         return None
     if layer.mask_value is not None or layer.shift is not None or layer.pairwise is not None:
         return None
+    if layer.adds_relative_scores:
+        return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
         found = "q, k or v of a token is not a projection of this token only"
@@ -596,6 +623,20 @@ def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     ]  # fmt: skip
     place = source.running(graph, adds) or layer.softmax_line
     return layer.deviation(place, found=described_bias(formula.bias))
+
+
+@detects("position_bias")
+@each_layer
+def relative_scores(layer: LayerAttention) -> Deviation | None:
+    if not layer.adds_relative_scores:
+        return None
+    above, key = layer.graph.ancestors, layer.core.k.node
+    sums = [n for n in layer.live(frozenset({"add"})) if len(live_inputs(layer.graph, n)) == 2]
+    of_key = {n: [key in above[a] | {a} for a in live_inputs(layer.graph, n)] for n in sums}
+    adding = [n for n in sums if sum(of_key[n]) == 1]
+    place = source.running(layer.graph, adding) or layer.scores_line
+    found = "a term that depends on the query and the position of the key is added to the scores"
+    return layer.deviation(place, layer.own_attention, found=found)
 
 
 @deviation(
