@@ -121,7 +121,9 @@ def make_config(
     values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
     values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
     numbers = [name for name, value in template.items() if type(value) is int]
-    values |= {**template, **known_values(cls, [*usage.names, *template], config, numbers)}
+    known = known_values(cls, [*usage.names, *template], config, numbers)
+    values |= template
+    values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
     values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
     form: type = ReadableDict
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
@@ -256,6 +258,8 @@ def accepts(parameter: Parameter, value: Any) -> bool:
     A string default is kept.
     """
     default = parameter.default
+    if value is None:
+        return default is None or re.search("None|Optional", str(parameter.annotation)) is not None
     if isinstance(default, Unknown):
         return True
     if parameter.annotation in (str, "str") and not isinstance(value, str):

@@ -41,6 +41,7 @@ _PATTERNS = {
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|normlast"
     r"|post(layer)?(norm(ali[sz]ation)?|ln)"
     r"|parallel(block|residual))",
+    "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
     rf"|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
     r"|(alphabet|charset|lexicon)size|(n|num)(chars|characters|symbols)",
@@ -63,6 +64,11 @@ _PATTERNS = {
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip
+# Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.
+_NEGATED = re.compile(r"(?:no|not|disabled?|without|skip|omit|remove)(.+)")
+_OPPOSITES = {"off": "on"} | dict.fromkeys(
+    ("bias", "qkv_bias", "layer_norm_bias", "pre_norm", "causal", "residual"), "off"
+)
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
@@ -159,6 +165,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
 @lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
 def _only_role(short: str) -> str | None:
     """The role of a plain name that has at most one."""
+    if (negated := _NEGATED.fullmatch(short)) and (role := _only_role(negated[1])) in _OPPOSITES:
+        return _OPPOSITES[role]
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
     return next(matching, None) or _FIELDS.get(short)
 
@@ -208,6 +216,8 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "causal": True,
         "residual": True,
         "off": False,
+        "on": True,
+        "cap": None,
         "device": "cpu",
         "max_batch": _most_rows(config),
     }

@@ -292,6 +292,32 @@ class GPT(nn.Module):
     assert (model.rope, model.wide) == ("default", (24, 3))
 
 
+@pytest.mark.parametrize("kind", ["typing.Optional[float]", "float"])
+def test_switches_that_are_negated_and_caps(tmp_path: Path, kind: str) -> None:
+    """A cap is switched off if its type says that it may be."""
+    config = f"""
+import typing
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 4
+    n_layer: int = 1
+    no_bias: bool = True
+    logit_soft_cap: {kind} = 50.0
+"""
+    source = SIZED.format(signature=", config: Config").replace(
+        "super().__init__()",
+        "super().__init__()\n        self.config = config\n"
+        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer\n"
+        "        self.linear = nn.Linear(4, 4, bias=not config.no_bias and config.logit_soft_cap)",
+    )
+    model = build(tmp_path, config + source)
+    assert model.config.no_bias is False
+    assert model.config.logit_soft_cap == (50.0 if kind == "float" else None)
+
+
 @pytest.mark.parametrize(
     ("name", "alone", "beside_a_width"),
     [
@@ -329,6 +355,9 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
             ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
             ["d_inner", "d_inner", None, None, None],
         ),
+        (["no_bias", "disable_rope", "without_residual"], ["off", "on", "off"]),
+        (["no_of_heads", "norm_first", "noise"], ["n_head", "pre_norm", None]),
+        (["logit_soft_cap", "softcap", "capacity"], ["cap", "cap", None]),
     ],
 )
 def test_names_beside_each_other(names: list[str], roles: list[str | None]) -> None:
