@@ -1243,6 +1243,20 @@ def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Pat
     assert found.severity == "breaks" and "does not have" in found.evidence
 
 
+def test_one_block_in_place_of_all(tiny: Path, tmp_path: Path) -> None:
+    """Also without an output projection, all blocks are named, and the line that builds them."""
+    edits = [
+        ("for _ in range(n_layers)]", "] * n_layers"),
+        ("return self.out_proj(out)", "return out"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"shared_parameters", "no_out_proj"}
+    found = only(adaptation, "shared_parameters")
+    assert "the blocks h.0, h.1, h.2 share one set" in found.message
+    lines = (tmp_path / "learner.py").read_text().splitlines()
+    assert any("self.blocks = " in lines[int(p.rpartition(":")[2]) - 1] for p in found.also)
+
+
 def test_heads_that_are_not_transposed_are_not_a_rotation(tiny: Path, tmp_path: Path) -> None:
     split = "self.heads, self.head_dim).transpose(1, 2)"
     edits = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -777,17 +778,19 @@ class ProjectedHeads(Block):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = []
         for proj, *head in zip(self.projs, *(t.chunk(4, -1) for t in (q, k, v)), strict=True):
-            found.append(proj(F.scaled_dot_product_attention(*head, is_causal=True)))
+            result = F.scaled_dot_product_attention(*head, is_causal=True)
+            found.append(proj(result))
         return torch.cat(found, dim=-1)
 
 
 def test_heads_with_projections_of_their_own_are_named(tiny: Path) -> None:
     model = GPT()
     model.blocks = nn.ModuleList(ProjectedHeads(24, 4, 96) for _ in range(3))
-    [found] = [f for f in adapt(model, tiny).findings if f.code == "unexplained"]
-    assert "torch.cat(found" in (found.source_line or "")
-    assert "each head is projected on its own" in found.message
+    [found] = [f for f in adapt(model, tiny).findings if f.severity == "breaks"]
+    assert found.code == "per_head_projection" and "torch.cat(found" in (found.source_line or "")
     assert "to 6 of the 24 channels" in found.message
+    lines = [linecache.getline(__file__, int(p.rpartition(":")[2])) for p in found.also]
+    assert any("proj(result)" in line for line in lines)
 
 
 class Differential(Block):

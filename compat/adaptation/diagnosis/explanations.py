@@ -28,6 +28,8 @@ EXPLANATIONS = {
     "shifted in every head and every layer. Later models often have no such bias.",
     "no_proj_bias": "attn.c_proj.bias is trained and added to the residual stream in every layer. "
     "Without it, each layer shifts all hidden states that follow.",
+    "per_head_projection": "attn.c_proj.weight adds each channel of each head to all channels "
+    "of the block. A projection within a head reaches only the channels of this head.",
     "no_out_proj": "attn.c_proj mixes the concatenated heads. Without it, each head writes to its "
     "own slice of the residual stream, which is not what the next layers were trained to read.",
     "no_mlp_bias": "The biases of c_fc decide which inner neurons are active, and that of c_proj "

@@ -187,8 +187,12 @@ def _unknown(code: str) -> Detector:
                 place = context.graph.place(each.node)
                 if code == "shared_parameters":
                     place = _repeated_call(context, each) or context.owner_of(hf)
+                lines = [place]
+                if code == "per_head_projection":
+                    readers = (context.graph.first_reader([node]) for node in each.parameters)
+                    lines += [context.graph.place(reader) for reader in readers]
                 values = {"n_embd": context.config.n_embd, **each.values}
-                yield Deviation(_first_tap(hf), place, values)
+                yield Deviation(_first_tap(hf), place, values, lines=lines)
 
     return detect
 
@@ -206,6 +210,12 @@ deviation(
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
     code="sliced_heads",
 )(_unknown("sliced_heads"))
+deviation(
+    "each head is projected on its own, to {found} of the {n_embd} channels, but GPT-2 projects "
+    "all heads together, to all channels",
+    "self.c_proj = nn.Linear({n_embd}, {n_embd})",
+    code="per_head_projection",
+)(_unknown("per_head_projection"))
 
 
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
@@ -382,10 +392,11 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         if whole_of(graph.names[parameter]):  # a wrong slice
             place = graph.place(graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
-    whole = [i for i in blocks if _block_tensors(context, i) <= shared.keys()]
+    first_block = f"h.{other.split('.')[1]}"
+    parts_of_block = [name.removeprefix(first_block) for name in _assigned(context, first_block)]
+    whole = [i for i in blocks if all(f"h.{i}{part}" in shared for part in parts_of_block)]
     lines = [place]
     if whole and list(blocks) == whole:
-        first_block = f"h.{other.split('.')[1]}"
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
         lines.append(source.building(context.model, _own_path(context, first_block)))
     else:
@@ -399,16 +410,16 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     yield Deviation(_first_tap(hf), place, values, changes, lines=lines)
 
 
-def _block_tensors(context: DiagnosisContext, i: str) -> set[str]:
-    """The names of the checkpoint's tensors of a block."""
-    return {name for name in context.weights if name.startswith(f"h.{i}.")}
+def _assigned(context: DiagnosisContext, block: str) -> list[str]:
+    """The checkpoint's tensors of a block that the model has a parameter for."""
+    return [name for name in context.mapping.by_tensor if name.startswith(f"{block}.")]
 
 
 def _own_path(context: DiagnosisContext, block: str) -> str:
     """The path of the model's module that holds a block."""
     assigned = context.mapping.by_tensor
-    tensors = _block_tensors(context, block.split(".")[1])
-    names = [context.graph.names[node].split(".") for hf in tensors for node in assigned[hf][0]]
+    nodes = (node for name in _assigned(context, block) for node in assigned[name][0])
+    names = [context.graph.names[node].split(".") for node in nodes]
     shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False))
     return ".".join(parts[0] for parts in shared)
 

@@ -358,6 +358,8 @@ def _assign_layer(
                     f"layer {i}: each head is projected on its own{graph.at(node)}, to {narrow} of "
                     f"the {C} channels, but GPT-2 projects all heads together, to all channels",
                     [node],
+                    "per_head_projection",
+                    {"found": narrow},
                 )
             raise _not_linear(graph, i, "attention's output projection", node)
         return _assign_projection(graph, "attn.c_proj", found, n_head, i, node)
