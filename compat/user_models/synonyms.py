@@ -48,7 +48,7 @@ _PATTERNS = {
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
-    r"|n(key|query|value)s?|keysize",
+    r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)",
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
     r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
@@ -72,7 +72,7 @@ _OPPOSITES = {"off": "on"} | dict.fromkeys(
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
-_KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|keysize")
+_KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|(query)?(key|query|value)s?(dim|size)")
 # The second role applies if another name beside it has the first role.
 _TWO_ROLES = [
     (_WIDE, "n_embd", "d_inner"),

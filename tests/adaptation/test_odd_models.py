@@ -711,6 +711,34 @@ class KeyOfTheQuery(Block):
         return self.mix(q, q.clone(), v)
 
 
+class RepeatedHead(Block):
+    """One head of keys, queries and values is computed once for each head."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.qkv = nn.Linear(24, 18)
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = []
+        for _ in range(4):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            heads.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return self.proj(torch.cat(heads, dim=-1))
+
+
+def test_a_head_that_is_computed_several_times_is_named(tiny: Path) -> None:
+    """The rows of the output projection cannot be told apart, and the rest is examined."""
+    model = GPT()
+    model.blocks = nn.ModuleList(RepeatedHead(emb_dim=24, heads=4, inner=100) for _ in range(3))
+    adaptation = adapt(model, tiny)
+    breaking = {f.code: f for f in adaptation.findings if f.severity == "breaks"}
+    assert breaking.keys() == {"shared_parameters", "inner_dim", "n_head_mismatch"}
+    found = breaking["shared_parameters"]
+    assert "the heads of q, k and v share one set" in found.message
+    assert "torch.cat(heads" in (found.source_line or "")
+    assert "the model has 1 head, but the checkpoint has 4" in breaking["n_head_mismatch"].message
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

@@ -852,12 +852,13 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
             return
 
 
-@deviation("the model has {found} heads, but the checkpoint has {expected}", "n_head={expected}")
+@deviation("the model has {heads}, but the checkpoint has {expected}", "n_head={expected}")
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = context.n_head, context.config.n_head
     if found is not None and found != expected:
         place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])
-        values = {"found": found, "expected": expected}
+        heads = "1 head" if found == 1 else f"{found} heads"
+        values = {"found": found, "heads": heads, "expected": expected}
         pattern = rf"(\w+) *= *{found}\b"
         written = [
             line for line in source.mentions(context.model, pattern)

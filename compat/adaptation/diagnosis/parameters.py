@@ -185,8 +185,10 @@ def _unknown(code: str) -> Detector:
             if each.code == code:
                 hf = f"{each.module}.weight"
                 place = context.graph.place(each.node)
-                if code == "shared_parameters":
+                if code == "shared_parameters" and each.module.endswith("attn.c_attn"):
                     place = _repeated_call(context, each) or context.owner_of(hf)
+                elif code == "shared_parameters":  # heads that are computed several times
+                    place = context.graph.place(each.reasons[0])
                 lines = [place]
                 if code == "per_head_projection":
                     readers = (context.graph.first_reader([node]) for node in each.parameters)

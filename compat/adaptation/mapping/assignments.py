@@ -95,6 +95,7 @@ class UnknownProjection:
         parameters: of the projection.
         code: of the finding that says why they cannot be loaded.
         values: for the message of this finding.
+        reasons: the nodes that are the reason.
     """
 
     module: str
@@ -102,6 +103,7 @@ class UnknownProjection:
     parameters: tuple[Node, ...]
     code: str
     values: dict[str, Any]
+    reasons: tuple[Node, ...]
 
 
 @dataclass
@@ -301,7 +303,9 @@ def _assign_layer(
                 raise
             parameters = tuple(graph.parameters_between(ends, [start]))
             module = f"h.{i}.{hf}"
-            found = UnknownProjection(module, ends[0], parameters, error.code, error.values)
+            found = UnknownProjection(
+                module, ends[0], parameters, error.code, error.values, tuple(error.nodes)
+            )
             unknown.append(found)
 
     def view(node: Node, what: str) -> View:
@@ -342,6 +346,10 @@ def _assign_layer(
         end = view(layer.projected, "the result of attention")
         ends = {core.out.node for core in layer.cores}
         between = graph.live_between([layer.heads], ends)
+        joins = [n for n in graph.live_between([node], ends) if kind(n) in JOINS]
+        for join in joins:
+            if len({*tensor_inputs(join)}) == 1 < len(tensor_inputs(join)):
+                raise _shared(graph, "the heads of q, k and v", [join])
         gated = any(not ends & graph.ancestors[n] for n in between)
         found = None if gated else linear_map(graph, merged(attention.heads), end, d_head)
         if found is None:
@@ -616,9 +624,10 @@ def _assign_projection(
         if op is None:
             names = ", ".join(graph.names[node] for node in contents)
             if any(bool((content < 0).any()) for content in contents.values()):
-                raise AdaptError(
-                    f"layer {i}: {hf}.{part} cannot be loaded into {names}, because other layers "
-                    "are in the same parameter"
+                raise UnknownPart(
+                    f"layer {i}: {hf}.{part} cannot be loaded into {names}, because this parameter "
+                    "has other numbers as well",
+                    [end],
                 )
             raise UnknownPart(
                 f"layer {i}: {hf}.{part} cannot be loaded into {names}, because the order of its "
