@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from compat.user_models.usage import is_users_class, modules_text, tree_of, user
 
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
+# The argument of torch's own GELU, which is no name of an activation.
+APPROXIMATE = re.compile(r"""\bapproximate\s*=\s*["'](tanh|none)["']""")
 
 
 def gelu_new(x: Tensor) -> Tensor:
@@ -43,6 +46,7 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
             return new_gelu
         if "called" in uses or any("Callable" in each for each in annotations):
             return gelu_new
+    text = APPROXIMATE.sub("", text)
     return next((g for g in GELUS if f'"{g}"' in text or f"'{g}'" in text), "gelu")
 
 

@@ -342,14 +342,15 @@ def _similar(
     """The config class or dictionary in the class's modules that fits best what is read, or {}.
 
     It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of the
-    sizes that are read. If several fit equally well, the one nearest to the class is used. If the
-    modules have none, it is that of a config file.
+    sizes that are read. If several fit equally well, the one with most of the other names that are
+    read is used, or else the one nearest to the class. If the modules have none, it is that of a
+    config file.
     """
     if isinstance(parameter.default, Mapping):
         return parameter.default
     sizes = {name for name in usage.names if role_of(name) in SIZES}
     best: type | Mapping[str, Any] = {}
-    most = 0
+    most = (0, 0)
     for name, value in (item for m in user_modules(cls) for item in list(vars(m).items())):
         names: set[str] = set()
         if isinstance(value, type) and _is_named_like(parameter, value):
@@ -358,7 +359,8 @@ def _similar(
             names = {*inspect.signature(value).parameters, *dir(value), *_constants(value)}
         elif isinstance(value, Mapping) and usage.items:
             names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
-        if most < (found := len(names & sizes)) >= len(sizes) / 2:
+        found = len(names & sizes), len(names.intersection(usage.names))
+        if most < found and 0 < found[0] >= len(sizes) / 2:
             best, most = value, found
     in_file = None if best else config_in_files(cls, usage.names)
     if in_file is None:

@@ -173,8 +173,9 @@ def unnamed(
 def reassigned(run: Run, sizes: Mapping[str, int], config: GPT2Config) -> dict[str, Value]:
     """Other roles for one or two widths or numbers of heads, if the model can be called so, or {}.
 
-    Some authors call the number of heads `head_size`. A name of a dimension is only given the role
-    of a width, and no two names are given the same role.
+    Some authors call the number of heads `head_size`, or the width `head_dim`. A name of a
+    dimension is only given the role of a width, and no two names are given the same role, except
+    that of the width.
 
     Args:
         run: builds and calls the user's model.
@@ -190,7 +191,7 @@ def reassigned(run: Run, sizes: Mapping[str, int], config: GPT2Config) -> dict[s
         )
 
     def assigned(names: Sequence[str]) -> Iterator[dict[str, Value]]:
-        kept = {role for name, role in roles.items() if name not in names}
+        kept = {role for name, role in roles.items() if name not in names} - {"n_embd"}
         for found in product(*map(others, names)):
             if len(set(found)) == len(found) and not kept.intersection(found):
                 yield dict(zip(names, map(_of_role, found), strict=True))

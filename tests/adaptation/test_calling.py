@@ -181,6 +181,18 @@ def test_a_model_that_returns_the_last_position_only() -> None:
     assert torch.equal(signature(model, IDS), model.table(IDS)[:, -1:])
 
 
+class Asked(Plain):
+    """Returns logits only on request."""
+
+    def forward(self, ids: Tensor, targets: Tensor, return_logits: bool | None = None) -> Any:
+        return (self.table(ids), 0.0) if return_logits else (None, 0.0)
+
+
+def test_a_model_is_asked_for_logits() -> None:
+    model = Asked()
+    assert torch.equal(find_signature(model, IDS)(model, IDS), model.table(IDS))
+
+
 class Picky(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         raise ValueError("the moon is in the wrong place")

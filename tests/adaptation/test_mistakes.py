@@ -1243,6 +1243,21 @@ def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Pat
     assert found.severity == "breaks" and "does not have" in found.evidence
 
 
+@pytest.mark.parametrize("positions", [True, False])
+def test_no_positions_before_or_after_a_projection(
+    tiny: Path, tmp_path: Path, positions: bool
+) -> None:
+    added = "self.pos_emb(torch.arange(T, device=ids.device))"
+    later = f" + {added}" if positions else ""
+    edits = [
+        (f"self.tok_emb(ids) + {added}", f"self.project(self.tok_emb(ids)){later}"),
+        ("        self.final_norm = ", "        self.project = nn.Linear(emb_dim, emb_dim)\n"
+         "        self.final_norm = "),
+    ]  # fmt: skip
+    codes = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert "extra_projection" in codes and ("no_pos" in codes) is not positions
+
+
 def test_one_block_in_place_of_all(tiny: Path, tmp_path: Path) -> None:
     """Also without an output projection, all blocks are named, and the line that builds them."""
     edits = [

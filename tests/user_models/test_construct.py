@@ -127,7 +127,11 @@ def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("reads", "expected"),
-    [("{'gelu': 1, 'gelu_new': 2}[act]", 2), ("{'relu': 0, 'gelu': 1}[act]", 1)],
+    [
+        ("{'gelu': 1, 'gelu_new': 2}[act]", 2),
+        ("{'relu': 0, 'gelu': 1}[act]", 1),
+        ("dict(gelu=nn.GELU(approximate='tanh')) and {'relu': 0, 'gelu': 1}[act]", 1),
+    ],
 )
 def test_activation_has_a_name_that_the_code_knows(
     tmp_path: Path, reads: str, expected: int
@@ -533,6 +537,52 @@ class GPT(nn.Module):
     heads, width = CONFIG.n_head, CONFIG.n_embd // CONFIG.n_head
     assert vars(model)["sizes"] == ((width, CONFIG.d_inner) if broken else (heads, width))
     assert ("your code only runs with head_size" in call) is not broken
+
+
+def test_a_width_that_is_called_head_dim(tmp_path: Path) -> None:
+    """Two names may stand for the width, as `d_in` and `d_out` do."""
+    path = tmp_path / "own.py"
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, head_dim):
+        super().__init__()
+        self.sizes = n_embd, head_dim
+        self.wte, self.ln_f = nn.Embedding(vocab_size, n_embd), nn.LayerNorm(head_dim)
+
+    def forward(self, ids):
+        return self.ln_f(self.wte(ids)) @ self.wte.weight.T
+"""
+    path.write_text(CORE + source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert vars(model)["sizes"] == (24, 24) and call.endswith("only runs with head_dim=24")
+
+
+def test_the_config_class_with_all_names_that_are_read(tmp_path: Path) -> None:
+    """Of two with the same sizes, the one with a further entry that the code reads."""
+    source = """
+@dataclass
+class Base:
+    vocab_size: int = 5
+    n_embd: int = 4
+
+@dataclass
+class Own(Base):
+    visible: bool = False
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.config = config
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T if not self.config.visible else None
+"""
+    source = source.replace("Base", "BaseConfig").replace("Own", "OwnConfig")
+    path = tmp_path / "own.py"
+    path.write_text(CORE + source)
+    model, _ = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert type(vars(model)["config"]).__name__ == "OwnConfig"
 
 
 def test_a_switch_that_the_code_only_runs_with_as_it_is_by_default(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from compat.adaptation.tracing.graph import (
     NAN_GUARDS,
     Place,
     kind,
+    size,
     tensor_inputs,
 )
 from compat.adaptation.tracing.rewrites import CUTS
@@ -95,8 +96,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None or found.rows:
         return
-    if context.anatomy.leading:
-        return  # the positions may be added after these projections
+    if context.anatomy.leading and _position_vectors(context):
+        return  # they may be added after these projections
     if found.from_tokens:
         tables = context.mapping.by_tensor["wte.weight"][0]
         after = [n for n in _path(context) if n not in context.graph.live and n not in tables]
@@ -113,6 +114,13 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         line = source.running(context.graph, [context.anatomy.token_embedding])
         lines = [line, context.owner_of("wte.weight")]
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
+
+
+def _position_vectors(context: DiagnosisContext) -> bool:
+    """Whether the graph has a vector for each position, (T, C), that no id changes."""
+    graph = context.graph
+    shape = graph.shape[1], context.anatomy.width
+    return any(node not in graph.live and size(node)[-2:] == shape for node in graph.nodes)
 
 
 @deviation(

@@ -71,7 +71,8 @@ def mask_argument(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.mask:
         name = context.mask.partition("=")[0]
         place = source.matching(context.model, rf"\b{name}\b.*=")
-        yield Deviation(None, place, {"found": context.mask})
+        evidence = "observed: without it, the last token changes the logits of earlier tokens"
+        yield Deviation(None, place, {"found": context.mask}, evidence=evidence)
 
 
 @deviation(

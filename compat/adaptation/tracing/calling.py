@@ -347,7 +347,7 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
         signature = CallSignature(tuple(arguments), last=last, targets=True)
         found.append((f"model(ids, {targets[0]}=ids)", signature))
     for name, parameter in inspect.signature(model.forward).parameters.items():
-        if "logits" in name and parameter.default is False:
+        if "logits" in name and parameter.default in (False, None):
             asked = [*((n, _values(n)[0]) for n in required), (name, _yes)]
             found.append((f"model(ids, {name}=True)", CallSignature(tuple(asked), last)))
     if re.search(r"""["']input_ids["']""", source_of(model.forward)):
