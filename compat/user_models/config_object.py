@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -40,6 +41,7 @@ from compat.user_models.usage import (
     is_users_class,
     modules_text,
     source_of,
+    tree_of,
     user_modules,
 )
 
@@ -351,7 +353,13 @@ def _similar(
     sizes = {name for name in usage.names if role_of(name) in SIZES}
     best: type | Mapping[str, Any] = {}
     most = (0, 0)
-    for name, value in (item for m in user_modules(cls) for item in list(vars(m).items())):
+    modules = user_modules(cls)
+    for module in modules:  # of a script, only what the class needs was executed
+        for node in tree_of(module).body:
+            if isinstance(node, ast.ClassDef) and node.name.lower().endswith(CONFIG_CLASSES):
+                with contextlib.suppress(Exception):
+                    getattr(module, node.name)
+    for name, value in (item for m in modules for item in list(vars(m).items())):
         names: set[str] = set()
         if isinstance(value, type) and _is_named_like(parameter, value):
             return value

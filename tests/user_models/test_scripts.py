@@ -48,6 +48,29 @@ if __name__ == "__main__":
         build(tmp_path, SIZED.format(signature="").replace("n_embd", "secret"))
 
 
+def test_the_config_class_of_a_script_that_trains(tmp_path: Path) -> None:
+    """Only the script reads its name, and the script fails before it does."""
+    config = """
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 5
+    n_embd: int = 4
+    n_layer: int = 1
+    pattern: str = "SSSL"
+
+"""
+    source = SIZED.format(signature=", config").replace(
+        "super().__init__()",
+        "super().__init__()\n        self.pattern = config.pattern.lower()\n"
+        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer",
+    )
+    script = "text = open('no such file').read()\nprint(GPT(GPTConfig()), text)\n"
+    model = build(tmp_path, config + source + script)
+    assert (model.pattern, model.wte.weight.shape) == ("sssl", (97, 24))
+
+
 def test_sizes_that_nothing_defines(tmp_path: Path) -> None:
     """As in a notebook whose cell with the hyperparameters was deleted."""
     path = tmp_path / "own.py"
