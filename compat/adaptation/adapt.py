@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional as F
 
-from compat.adaptation.anatomy.dissect import Anatomy, NoHead, UnknownPart, dissect
+from compat.adaptation.anatomy.dissect import (
+    NO_ATTENTION,
+    Anatomy,
+    NoHead,
+    UnknownPart,
+    dissect,
+)
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.counterfactual import relative_rms
@@ -80,6 +86,7 @@ from compat.adaptation.tracing.rewrites import (
     remove_output_softmax,
     split_stacked_parameters,
 )
+from compat.adaptation.tracing.watched import attention_at
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.layout import HEAD, saved_name
 from compat.config import HALF, GPT2Config, dtype_name
@@ -556,7 +563,10 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
 
 def _survey(run: _Run, error: UnknownPart) -> Adaptation:
     """The deviations that the graph shows, without a map; the model keeps its own weights."""
-    findings = survey(to_graph(run.model, run.call, run.ids), run.model, run.config, error)
+    has_none = error.code == NO_ATTENTION
+    attention = attention_at(run.model, run.call, run.ids) if has_none else []
+    graph = to_graph(run.model, run.call, run.ids)
+    findings = survey(graph, run.model, run.config, error, attention)
     tied = {HEAD} if run.config.tie_word_embeddings else set()
     names = [name for name in run.checkpoint.infos if name not in tied]
     return run.result(NameMap(()), None, findings, names)

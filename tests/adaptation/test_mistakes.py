@@ -1258,6 +1258,20 @@ def test_no_positions_before_or_after_a_projection(
     assert "extra_projection" in codes and ("no_pos" in codes) is not positions
 
 
+@pytest.mark.parametrize("computed", [True, False])
+def test_attention_that_does_not_reach_the_logits(
+    tiny: Path, tmp_path: Path, computed: bool
+) -> None:
+    edits = [("return self.out_proj(out)", "return self.out_proj(x)")]
+    if not computed:
+        edits += [("out = (weights @ values)", "out = values")]
+        edits += [("torch.softmax(scores, dim=-1)", "scores")]
+    [found, *_] = adapted(tiny, tmp_path, edits).findings
+    assert found.code == ("unused_attention" if computed else "no_attention")
+    if computed:
+        assert "torch.softmax(scores" in (found.source_line or "")
+
+
 def test_one_block_in_place_of_all(tiny: Path, tmp_path: Path) -> None:
     """Also without an output projection, all blocks are named, and the line that builds them."""
     edits = [

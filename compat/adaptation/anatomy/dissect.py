@@ -40,6 +40,9 @@ EMBEDDINGS = SHIFTS | frozenset(
 )
 
 
+NO_ATTENTION = "no_attention"
+
+
 class UnknownPart(AdaptError):
     """A part whose structure compat does not know.
 
@@ -437,6 +440,7 @@ class _Dissection:
             "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
             f"with v anywhere; {len(projections)} projections were found",
             projections,
+            NO_ATTENTION,
         )
 
     def _with_own_operands(self, core: Core) -> Core:

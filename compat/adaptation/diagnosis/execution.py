@@ -199,6 +199,17 @@ CODES.update(
         "the hidden states with the token embedding",
         "return x @ self.{table}.T",
     ),
+    no_attention=Code(
+        "breaks",
+        "the model has no attention, so it is not a GPT-2: softmax(q·kᵀ) is not multiplied with v "
+        "anywhere",
+        "x = x + attn(ln_1(x))",
+    ),
+    unused_attention=Code(
+        "breaks",
+        "attention is computed here, but its result does not reach the logits",
+        "out = self.proj(out)  # of the heads, not of their input",
+    ),
     untraced=Code(
         "info",
         "{found}, so compat mapped the model by the order of its module calls and compared only "

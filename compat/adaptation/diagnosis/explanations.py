@@ -30,6 +30,10 @@ EXPLANATIONS = {
     "Without it, each layer shifts all hidden states that follow.",
     "per_head_projection": "attn.c_proj.weight adds each channel of each head to all channels "
     "of the block. A projection within a head reaches only the channels of this head.",
+    "no_attention": "Attention is the only part in which a token reads other tokens. Without it, "
+    "the next token is predicted from the last one alone.",
+    "unused_attention": "The result of the heads is computed and then lost, for example because "
+    "the projection is applied to their input. So no token reads other tokens.",
     "no_out_proj": "attn.c_proj mixes the concatenated heads. Without it, each head writes to its "
     "own slice of the residual stream, which is not what the next layers were trained to read.",
     "no_mlp_bias": "The biases of c_fc decide which inner neurons are active, and that of c_proj "

@@ -18,9 +18,9 @@ from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
-from compat.adaptation.tracing.detached import detached_at
 from compat.adaptation.tracing.graph import NAN_GUARDS, Graph, Place
 from compat.adaptation.tracing.plain_lists import PlainList
+from compat.adaptation.tracing.watched import detached_at
 from compat.config import dtype_name
 from compat.errors import NameMapError, collapse_layers, listed
 from compat.name_map import NameMap

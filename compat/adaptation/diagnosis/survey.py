@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.fx import Node
@@ -26,9 +26,21 @@ RMS_NORMS = ("rms_norm", "_fused_rms_norm")
 
 
 def survey(
-    graph: Graph, model: nn.Module, config: GPT2Config, unknown: UnknownPart
+    graph: Graph,
+    model: nn.Module,
+    config: GPT2Config,
+    unknown: UnknownPart,
+    attention: Sequence[Place] = (),
 ) -> list[Finding]:
-    """The finding for the unknown part, then those for single operations."""
+    """The finding for the unknown part, then those for single operations.
+
+    Args:
+        graph: the model's graph.
+        model: the user's model.
+        config: of the checkpoint.
+        unknown: the unknown part.
+        attention: the lines that compute attention, if none of it is in the graph.
+    """
     by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
     part = [by_name[node.name] for node in unknown.nodes if node.name in by_name]
     place = source.running(graph, part)
@@ -37,6 +49,9 @@ def survey(
         place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
         values = {"n_embd": config.n_embd, **unknown.values}
         first = finding(Deviation(None, place, values, code=unknown.code), "breaks", EVIDENCE)
+    if attention:
+        lost = Deviation(None, attention[0], code="unused_attention", lines=attention)
+        first = finding(lost, "breaks", "observed while the model ran")
     found = [first]
     for code, deviation in _deviations(graph, model, config):
         deviation.code = code

@@ -1,4 +1,8 @@
-"""The lines of a user's code where hidden states leave autograd."""
+"""Lines of a user's code, found by watching its calls of torch while the model runs.
+
+These are lines where hidden states leave autograd, and lines of attention that a graph, which has
+only what reaches the logits, does not show.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,53 @@ from compat.adaptation.tracing.calling import Forward, eval_mode
 from compat.adaptation.tracing.graph import SHAPE_ONLY, Place
 from compat.user_code import is_users
 
+ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+
 
 def detached_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
     """Lines that compute a value without a gradient from one with a gradient, the last one first.
 
     These are `x.detach()`, `x.data`, and what is computed under `torch.no_grad()`.
     """
-    watch = _Watch()
+    watch = _Detached()
     with eval_mode(model), torch.enable_grad(), watch, suppress(Exception):
         call(model, ids)
     return list(dict.fromkeys(reversed(watch.places)))
 
 
+def attention_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
+    """Lines that compute the weights of attention, or all of it as one operation, in their order.
+
+    The weights are a softmax whose result has the length of the ids (B, T) as two of its sizes.
+    """
+    watch = _Attention(ids.shape[1])
+    with eval_mode(model), watch, suppress(Exception):
+        call(model, ids)
+    return list(dict.fromkeys(watch.places))
+
+
 class _Watch(TorchFunctionMode):
-    """Records the user's lines that call such a function of torch."""
+    """Records lines of the user's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[Place] = []
 
+
+class _Attention(_Watch):
+    def __init__(self, T: int) -> None:
+        super().__init__()
+        self.T = T
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        weights = name == "softmax" and tuple(result.shape).count(self.T) > 1
+        if (weights or name in ATTENTION) and (place := _users_line()) is not None:
+            self.places.append(place)
+        return result
+
+
+class _Detached(_Watch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
