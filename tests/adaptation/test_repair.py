@@ -173,6 +173,17 @@ WAVES_ADDED = [
 ]  # fmt: skip
 
 
+ROPE = """def rope(x):
+    T, D = x.shape[-2:]
+    angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
+    a, b = x.chunk(2, -1)
+    c, s = angle.cos(), angle.sin()
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+class GPT("""
+
+
 def gated(test: str, option: str) -> list[tuple[str, str]]:
     """The edits that give a block a gated MLP where a test of an option says so."""
     mlp = """class Gated(FeedForward):
@@ -450,6 +461,42 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         [("return self.out_proj(out)", "return x + self.out_proj(out)")],
         ["doubled_residual"],
         "return self.out_proj(out)",
+    ),
+    "rotations in place of positions": (
+        [(" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+         ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+         ("        scores = queries @", "        if self.heads:\n"
+          "            queries = rope(queries)\n            keys = rope(keys)\n"
+          "        scores = queries @"), ("class GPT(", ROPE)],
+        ["rope", "no_pos"],
+        "transpose(1, 2)\n        scores = queries @",
+    ),
+    "rotations of both in one line": (
+        [(" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+         ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+         ("        scores = queries @", "        q, k = rope(queries), rope(keys)\n"
+          "        scores = q @"), ("@ keys.tr", "@ k.tr"), ("class GPT(", ROPE)],
+        ["rope", "no_pos"],
+        "        q, k = queries, keys\n",
+    ),
+    "a gated MLP": (
+        [("        self.down", "        self.gate = nn.Linear(dim, 4 * dim)\n        self.down"),
+         ('F.gelu(self.up(x), approximate="tanh")', "F.silu(self.gate(x)) * self.up(x)")],
+        ["gated_mlp", "silu"],
+        "        self.gate = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n"
+        "\n    def forward(self, x):\n"
+        '        return self.down(F.gelu(self.gate(x), approximate="tanh"))',
+    ),
+    "a gated MLP without biases, step by step": (
+        [("        self.down = nn.Linear(4 * dim, dim)",
+          "        self.gate = nn.Linear(dim, 4 * dim, bias=False)\n"
+          "        self.down = nn.Linear(4 * dim, dim, bias=False)"),
+         ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim, bias=False)"),
+         ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
+          "        gate = F.silu(self.gate(x))\n        up = self.up(x)\n"
+          "        return self.down(gate * up)")],
+        ["gated_mlp", "no_mlp_bias", "silu", "no_mlp_bias"],
+        "        return self.down(gate)\n",
     ),
     "an option that names another MLP": (
         gated('kind == "SwiGLU"', 'kind="SwiGLU"'), ["gated_mlp"], 'context, kind="gelu"',

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.formulas import formulas, inputs
+from compat.adaptation.repair.formulas import formulas, inputs, unused
 from compat.adaptation.repair.source import Source
 from compat.adaptation.repair.syntax import argument, called, name_of
+from compat.adaptation.repair.tensors import assigned_values
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
 
@@ -31,6 +33,8 @@ NAMES = {
         "softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "leakyrelu",
     },
 }  # fmt: skip
+# How functions and modules of activations are called.
+ACTIVATION = re.compile("silu|swish|gelu|relu|sigmoid|act|nonlin", re.IGNORECASE)
 STRINGS = ("gelu_new", "gelu_pytorch_tanh", "gelu_tanh", "tanh_gelu", "new_gelu", "gelu_approx")
 
 
@@ -66,6 +70,42 @@ def replaced_activation(site: Site) -> Iterator[Edits]:
     if site.finding.values["expected"] in TORCH:
         mentions = islice(_mentions(site, _names(site)), 6)
         yield from (_replaced(site, source, node) for source, node in mentions)
+
+
+@fixes("gated_mlp")
+def without_gate(site: Site) -> Iterator[Edits]:
+    """Keep the activated factor of the product, and remove the other with its module.
+
+    The activation is replaced afterwards.
+    """
+    for source, product in site.every(ast.BinOp):
+        function = source.parent(product, ast.FunctionDef)
+        if not isinstance(product.op, ast.Mult) or not isinstance(function, ast.FunctionDef):
+            continue
+        for kept, gone in ((product.left, product.right), (product.right, product.left)):
+            inner = {source.code(a) for call in source.nodes(ast.Call, kept) for a in call.args}
+            if source.code(gone) in inner:  # x * sigmoid(x) is an activation
+                continue
+            if _is_activated(source, function, kept) and not _is_activated(source, function, gone):
+                at = replace(site.finding, file=source.file, line=product.lineno)
+                named = gone.id if isinstance(gone, ast.Name) else ""
+                lost: list[ast.AST] = [gone]
+                lost += [value for value, _ in assigned_values(source, function, named)]
+                edits = unused(replace(site, finding=at), lost)
+                yield [*source.unwrap(product, kept), *edits]
+
+
+def _is_activated(source: Source, function: ast.FunctionDef, value: ast.expr) -> bool:
+    """Whether a value is the result of an activation, also if it was assigned before."""
+    if isinstance(value, ast.Name):
+        assigned = [v for v, _ in assigned_values(source, function, value.id)]
+        return any(not isinstance(v, ast.Name) and _applies(source, v) for v in assigned)
+    return _applies(source, value)
+
+
+def _applies(source: Source, value: ast.expr) -> bool:
+    calls = source.nodes(ast.Call, value)
+    return any(ACTIVATION.search(called(call) or source.code(call.func)) for call in calls)
 
 
 @fixes(*CODES)

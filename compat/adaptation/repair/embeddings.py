@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
@@ -23,6 +23,10 @@ from compat.adaptation.repair.syntax import (
 from compat.adaptation.repair.values import calls_of, hyperparameters
 
 # Positions.
+
+
+# How functions and modules are called that rotate q and k by their position.
+ROTATION = re.compile("rot|rope|pos", re.IGNORECASE)
 
 
 @fixes("pos_offset")
@@ -167,6 +171,50 @@ def added_positions(site: Site) -> Iterator[Edits]:
             new = f"self.{name} = {kind}({length}, {width})"
             edit = source.insert_after(statement, new)
             yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
+
+
+@fixes("rope")
+def without_rotation(site: Site) -> Iterator[Edits]:
+    """Remove the calls that rotate q and k; a table of positions is added afterwards."""
+    edits: Edits = []
+    gone: dict[ast.stmt, Source] = {}
+    for statement, source in {each.statement: each.source for each in site.everywhere}.items():
+        match statement:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(calls)):
+                pass
+            case ast.Assign([ast.Tuple(targets)], value):
+                calls = [value]
+            case ast.Assign([target], value):
+                targets, calls = [target], [value]
+            case _:
+                continue
+        rotations = [
+            call for call in calls
+            if isinstance(call, ast.Call) and ROTATION.search(source.code(call.func))
+        ]  # fmt: skip
+        if not rotations or len(rotations) < len(calls):
+            continue
+        count = len(targets) // len(calls)  # what each call rotates
+        given = [[source.code(argument) for argument in call.args[:count]] for call in rotations]
+        if [code for codes in given for code in codes] == [source.code(t) for t in targets]:
+            gone[statement] = source
+        else:
+            pairs = zip(rotations, given, strict=True)
+            edits += [source.replace(call, ", ".join(codes)) for call, codes in pairs]
+    edits += _removed_together(gone)
+    if edits:
+        yield edits
+
+
+def _removed_together(gone: Mapping[ast.stmt, Source]) -> Edits:
+    """The removal of statements, and of an `if` around them if it has no others."""
+    found: dict[ast.stmt, Source] = {}
+    for statement, source in gone.items():
+        above = source.parents.get(statement)
+        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= gone.keys():
+            statement = above
+        found[statement] = source
+    return [removed(source, statement) for statement, source in found.items()]
 
 
 @fixes("no_pos")

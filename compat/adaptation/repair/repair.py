@@ -66,6 +66,9 @@ AREAS = (
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
 MAX_TRIALS = 120  # models that are built and compared in one search
+# Deviations that hide others, which are found after their repair: a gated MLP may have other biases
+# and widths, and another activation; a rotation stands for the positions.
+HIDING = {"gated_mlp": 4, "rope": 2}
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
 
@@ -396,7 +399,8 @@ def _rank(state: Adaptation) -> tuple[Any, ...]:
         taps = [tap.passed for tap in state.parity.taps]
         agreeing = taps.index(False) if False in taps else len(taps)
     codes = {(finding.code, finding.line) for finding in state.deviations}
-    return not state.compatible, state.parity is None, len(codes), len(state.unmatched), -agreeing
+    number = sum(HIDING.get(code, 1) for code, _ in codes)
+    return not state.compatible, state.parity is None, number, len(state.unmatched), -agreeing
 
 
 # The proof in a process of its own.
