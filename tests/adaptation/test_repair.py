@@ -722,6 +722,25 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["random_in_forward"],
         f"{SUM}        for block in self.blocks:\n",
     ),
+    "positions in a step that is too large": (
+        [(LOOKUP, "self.pos_emb(torch.arange(0, T, 64, device=ids.device))")],
+        ["position_ids"],
+        "self.pos_emb(torch.arange(0, T, device=ids.device))",
+    ),
+    "positions in a named step": (
+        [("    def forward(self, ids):\n        B, T = ids.shape\n",
+          "    def forward(self, ids):\n        B, T = ids.shape\n"
+          "        positions = torch.arange(start=0, end=T, step=64)\n"),
+         (LOOKUP, "self.pos_emb(positions)")],
+        ["position_ids"],
+        "positions = torch.arange(start=0, end=T)\n",
+    ),
+    "positions that are doubled by their step": (
+        [("nn.Embedding(context_length, emb_dim)", "nn.Embedding(2 * context_length, emb_dim)"),
+         (LOOKUP, "self.pos_emb(torch.arange(0, T * 2, 2))")],
+        ["position_ids"],
+        "self.pos_emb(torch.arange(0, T))",
+    ),
     "positions that a function adds to the result of a call": (
         [*WAVES_ADDED, (SUM, "        x = self.waves(self.tok_emb(ids))\n")],
         ["sinusoidal_pos"],

@@ -510,7 +510,7 @@ def counted_once(site: Site) -> Iterator[Edits]:
 
 @fixes("position_ids")
 def consecutive_positions(site: Site) -> Iterator[Edits]:
-    """Number the tokens in place of `torch.zeros(T)` or of `torch.zeros_like(ids)`."""
+    """Number the tokens in place of `torch.zeros(T)`, `torch.zeros_like(ids)` or steps."""
     source, arange = site.source, site.torch("torch.arange")
     for call in site.calls:
         name = called(call)
@@ -519,8 +519,25 @@ def consecutive_positions(site: Site) -> Iterator[Edits]:
             yield [source.replace(call, f"{arange}({ids}.shape[-1], device={ids}.device)")]
         elif name in ("zeros", "ones", "full") and call.args:
             yield [source.replace(call.func, arange)]
+        elif name in ("arange", "range"):
+            yield from _without_step(source, call)
     for node in source.nodes(ast.BinOp, site.statement):
         yield source.unwrap(node, node.left)
+
+
+def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
+    """`arange(0, T)` in place of `arange(0, T, step)`, and of `arange(0, step * T, step)`."""
+    step = argument(call, 2, "step")
+    if step is None:
+        return
+    given = next((keyword for keyword in call.keywords if keyword.value is step), step)
+    gone = source.remove_argument(call, given)
+    yield [gone]
+    match argument(call, 1, "end"):
+        case ast.BinOp(left, ast.Mult(), right) as end:
+            for length, factor in ((left, right), (right, left)):
+                if ast.dump(factor) == ast.dump(step):
+                    yield [gone, *source.unwrap(end, length)]
 
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
