@@ -135,6 +135,7 @@ BLOCK = """        shortcut = x
         x = x + shortcut
         return x
 """
+BOTH_NORMS = "        first = self.norm1(x)\n        second = self.norm2(x)\n"
 WAVES = """
 def waves(length, depth, device=None):
     angles = torch.arange(length, device=device)[:, None] / 10000 ** (
@@ -721,6 +722,27 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         [(SUM, f"{SUM}        x = x + 0.1 * torch.randn_like(x)\n")],
         ["random_in_forward"],
         f"{SUM}        for block in self.blocks:\n",
+    ),
+    "an MLP that is computed before the sum with attention": (
+        [(BLOCK, f"{BOTH_NORMS}        a, _ = self.att(first), None\n        m = self.ff(second)\n"
+          "        y = x + a\n        out = y + m\n        return out\n"),
+         ("second = self.norm2(x)\n", "second = self.norm2(x)  # of the MLP\n")],
+        ["parallel_block"],
+        "        y = x + a\n        second = self.norm2(y)  # of the MLP\n"
+        "        m = self.ff(second)\n        out = y + m\n",
+    ),
+    "both branches of a block in one sum": (
+        [(BLOCK, f"        residual = x\n{BOTH_NORMS}        a = self.att(first)\n"
+          "        m = self.ff(second)\n        return residual + a + m\n")],
+        ["parallel_block"],
+        "        residual = residual + a\n        second = self.norm2(residual)\n"
+        "        m = self.ff(second)\n        return residual + m\n",
+    ),
+    "branches that are added in place, with one name for both": (
+        [(BLOCK, "        h = self.norm2(x)\n        m = self.ff(h)\n        h = self.norm1(x)\n"
+          "        h = self.att(h)\n        x += h\n        x += m\n        return x\n")],
+        ["parallel_block"],
+        "        x += h\n        h = self.norm2(x)\n        m = self.ff(h)\n        x += m\n",
     ),
     "positions in a step that is too large": (
         [(LOOKUP, "self.pos_emb(torch.arange(0, T, 64, device=ids.device))")],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import removed, unused
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.syntax import (
     assigned,
     called,
@@ -1008,6 +1008,102 @@ def mlp_after_attention(site: Site) -> Iterator[Edits]:
                     if uses and new and new[0] != old:
                         yield [source.replace(node, new[0]) for node in uses]
                         yield [source.replace(uses[0], new[0])]
+
+
+@fixes("parallel_block")
+def attention_added_first(site: Site) -> Iterator[Edits]:
+    """Add attention to the stream before the statements that compute the MLP from it."""
+    source = site.source
+    for last in _statements(site):
+        block = source.block(last)
+        for stream, rest in _with_rest(_terms(source, last)):
+            if len(rest) == 2:  # out = x + attention + mlp
+                for attention, mlp in (rest, rest[::-1]):
+                    if edits := _summed_first(site, last, None, stream, attention, mlp):
+                        yield edits
+            before = reversed(block[: block.index(last)])
+            total = next((s for s in before if stream.id in _stores(s)), None)
+            if len(rest) != 1 or total is None or len(_stores(total)) != 1:
+                continue
+            for x, others in _with_rest(_terms(source, total)):  # h = x + attention; out = h + mlp
+                if len(others) == 1:
+                    if edits := _summed_first(site, last, total, x, others[0], rest[0]):
+                        yield edits
+
+
+def _with_rest(terms: list[ast.expr]) -> list[tuple[ast.Name, list[ast.expr]]]:
+    """Each term that is a variable, with the other terms."""
+    return [(t, [o for o in terms if o is not t]) for t in terms if isinstance(t, ast.Name)]
+
+
+def _summed_first(
+    site: Site,
+    last: ast.stmt,
+    first: ast.stmt | None,
+    stream: ast.Name,
+    attention: ast.expr,
+    mlp: ast.expr,
+) -> Edits | None:
+    """Move the statements that compute the MLP's branch behind the sum with attention.
+
+    Args:
+        site: the finding.
+        last: the statement that adds the MLP to the stream.
+        first: the statement that adds attention before, if `last` does not add both.
+        stream: the variable to which attention is added.
+        attention, mlp: the terms of the two branches.
+    """
+    source, block = site.source, site.source.block(last)
+    before = block[: block.index(last)]
+    names = {stream.id}  # of the tensor to which attention is added
+    if (made := _assignment_before(source, last, stream.id)) is not None:
+        names |= {copied} if (copied := _copied(made, stream.id)) is not None else set()
+    kept, derived, moved = _computing(source, before, attention), set(names), list[ast.stmt]()
+    for node in _computing(source, before, mlp):
+        from_stream = any(_loads(source, node, name) for name in derived)
+        if from_stream and node not in kept and node is not first:
+            moved.append(node)
+            derived |= _stores(node)
+    read = [node for s in [*moved, mlp] for name in names for node in _loads(source, s, name)]
+    if not read or any(hasattr(node, "body") for node in moved):
+        return None
+    total = stream.id if first is None else min(_stores(first))
+
+    def summed(node: ast.AST) -> str:
+        """The code of a node that reads the sum in place of the stream, with a comment after it."""
+        start, end = source.span(node)
+        if isinstance(node, ast.stmt):
+            end = source.text.find("\n", end)
+        within = [n for n in read if n in set(ast.walk(node))]
+        renamed = (Edit("", a - start, b - start, total) for a, b in map(source.span, within))
+        return apply(source.text[start:end], renamed)
+
+    gone, lines = [source.remove(s) for s in moved], [summed(s) for s in moved]
+    if first is not None:
+        place = source.insert_after(first, *lines)
+        return [*gone, place, source.replace(mlp, summed(mlp))]
+    if isinstance(last, ast.AugAssign):
+        sums = [f"{total} += {source.code(attention)}", f"{total} += {summed(mlp)}"]
+        return [*gone, source.insert_before(last, sums[0], *lines), source.replace(last, sums[1])]
+    after = source.span(stream)[0] > min(source.span(t)[0] for t in (attention, mlp))
+    sums = [f"{branch} + {total}" if after else f"{total} + {branch}"
+            for branch in (source.code(attention), summed(mlp))]  # fmt: skip
+    place = source.insert_before(last, f"{total} = {sums[0]}", *lines)
+    return [*gone, place, source.replace(getattr(last, "value"), sums[1])]  # noqa: B009
+
+
+def _computing(source: Source, before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
+    """The statements of a block that a branch is computed by."""
+    needed = {node.id for node in source.nodes(ast.Name, branch)}
+    found = []
+    for statement in reversed(before):
+        if _stores(statement) & needed:
+            found.append(statement)
+            if not isinstance(statement, ast.AugAssign):
+                needed -= _stores(statement)
+            names = source.nodes(ast.Name, statement)
+            needed |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    return found[::-1]
 
 
 def _moved_behind(
