@@ -193,6 +193,16 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "random_in_forward",
         "torch.randn_like",
     ),
+    "uniform noise in eval mode": (
+        [(LOOP, f"        x = x + 0.01 * torch.rand_like(x)\n{LOOP}")],
+        "random_in_forward",
+        "torch.rand_like",
+    ),
+    "bits that are drawn with the ids": (
+        [(LOOP, f"        x = x + torch.bernoulli(torch.sigmoid(ids / 9))[..., None]\n{LOOP}")],
+        "random_in_forward",
+        "torch.bernoulli",
+    ),
     "weights that change": (
         [(LOOP, f"        self.tok_emb.weight.data.mul_(1.001)\n{LOOP}")],
         "weights_changed",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compat.adaptation.tracing.graph import Graph, kind
+from compat.adaptation.tracing.graph import DRAWS, Graph, kind
 from compat.adaptation.tracing.record import Untraceable, to_graph
 
 IDS = torch.tensor([[1, 5, 3, 9, 2], [4, 4, 8, 10, 6]])
@@ -207,6 +207,38 @@ def test_operations_know_their_lines_and_modules() -> None:
     assert ".relu()" in graph.places(relu)[-1].text
     [embedding] = [node for node in graph.nodes if kind(node) == "embedding"]
     assert embedding.meta["modules"] == ("table",)
+
+
+@pytest.mark.parametrize(
+    "dropping",
+    [
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.9)) / 0.9,
+        lambda x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.9).div_(0.9),
+        lambda x: x * (torch.rand_like(x) > 0.1).float() / 0.9,
+        lambda x: x * (1 - torch.rand(x.shape).lt(0.1).type_as(x)),
+        lambda x: x.masked_fill(torch.rand(x.shape[:2]).lt(0.1)[..., None], 0.0),
+        lambda x: torch.where(torch.rand_like(x) < 0.1, 0.0, x),
+        lambda x: x / 0.9 * torch.floor(0.9 + torch.rand(len(x), 1, 1)),
+    ],
+)
+def test_a_random_mask_is_dropout(dropping: Callable[[Tensor], Tensor]) -> None:
+    graph, _ = recorded(lambda model, x: dropping(x))
+    assert len(graph.dropouts) == 1
+
+
+@pytest.mark.parametrize(
+    "noisy",
+    [
+        lambda x: x + torch.rand_like(x) - torch.rand_like(x),
+        lambda x: x * (1 + 0.1 * torch.rand(x.shape)) * torch.rand(len(x), 1, 1),
+        lambda x: x - torch.log(-torch.log(torch.rand_like(x))) + torch.rand(x.shape),
+        lambda x: x + torch.bernoulli(torch.full_like(x, 0.1)) + (torch.rand_like(x) > 0.5),
+    ],
+)
+def test_other_random_numbers_are_no_dropout(noisy: Callable[[Tensor], Tensor]) -> None:
+    graph, _ = recorded(lambda model, x: noisy(x))
+    assert not graph.dropouts
+    assert sum(kind(node) in DRAWS for node in graph.nodes) == 2  # which are not merged
 
 
 def test_values_that_leave_torch_are_named_with_their_line() -> None:

@@ -723,6 +723,11 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["random_in_forward"],
         f"{SUM}        for block in self.blocks:\n",
     ),
+    "uniform noise that multiplies": (
+        [(SUM, f"{SUM}        x = x * (1 + 0.1 * torch.rand(x.shape))\n")],
+        ["random_in_forward"],
+        "x = x * (1)\n",
+    ),
     "an MLP that is computed before the sum with attention": (
         [(BLOCK, f"{BOTH_NORMS}        a, _ = self.att(first), None\n        m = self.ff(second)\n"
           "        y = x + a\n        out = y + m\n        return out\n"),

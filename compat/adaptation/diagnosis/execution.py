@@ -41,7 +41,7 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
     drawn = [
         n for n in graph.between([graph.output], [graph.input])
-        if n not in graph.live and n not in graph.dropouts and kind(n) in DRAWS
+        if kind(n) in DRAWS and n not in graph.dropouts
     ]  # fmt: skip
     if drawn:
         later = graph.nodes[graph.order[drawn[0]] + 1 :]

@@ -26,7 +26,7 @@ from compat.adaptation.tracing.calling import (
     global_state,
     plain_kernels,
 )
-from compat.adaptation.tracing.graph import Graph, Place, aten, kind
+from compat.adaptation.tracing.graph import DRAWS, MOVES, Graph, Place, aten, kind
 from compat.errors import AdaptError
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
@@ -49,6 +49,12 @@ LIKE = {
     "view_as": aten.view.default,
     "reshape_as": aten.reshape.default,
 }
+
+# Operations by which dropout that is written out draws a mask, scales it and applies it.
+THRESHOLDS = frozenset("lt le gt ge floor bernoulli".split())
+ARITHMETIC = frozenset("add sub rsub mul div bitwise_not logical_not".split())
+PARTS = frozenset("getitem select slice type_as".split())
+SELECTIONS = frozenset("mul div where masked_fill index_put".split())
 
 # Operations that replace a part of a tensor, by the operation that selects the part.
 SCATTERS = {"select": aten.select_scatter.default, "slice": aten.slice_scatter.default}
@@ -410,7 +416,7 @@ def _merge_repeats(graph: fx.Graph) -> None:
     """Merge nodes that compute the same, such as a norm that is called for each of q, k and v."""
     seen: dict[str, Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and not _drops(node):
+        if node.op == "call_function" and kind(node) not in DRAWS and not _drops(node):
             first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 first.meta.setdefault("repeats", node.meta.get("places", ()))
@@ -441,4 +447,26 @@ def _drops(node: Node) -> bool:
     if kind(node) == "scaled_dot_product_attention":
         p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(p)
-    return kind(node) in ("bernoulli", "rand_like", "rand")
+    return kind(node) in ("bernoulli", "rand_like", "rand") and _selects(node)
+
+
+def _selects(node: Node) -> bool:
+    """Whether random numbers only select elements to keep, as a mask with two values.
+
+    Other random numbers, such as those that are added to a tensor, are noise.
+    """
+    stack, selects = [(node, kind(node) == "bernoulli")], False
+    while stack:
+        node, is_mask = stack.pop()
+        for user in node.users:
+            if kind(user) in THRESHOLDS:
+                stack.append((user, True))
+            elif kind(user) in MOVES | PARTS or (
+                kind(user) in ARITHMETIC and len(user.all_input_nodes) == 1
+            ):
+                stack.append((user, is_mask))
+            elif is_mask and kind(user) in SELECTIONS:
+                selects = True
+            else:
+                return False
+    return selects
