@@ -236,6 +236,32 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_projection",
         "self.out_proj(self.out_proj(out))",
     ),
+    "GELU around the second projection": (
+        [(f"self.down({GELU})", 'F.gelu(self.down(self.up(x)), approximate="tanh")')],
+        "other_activation",
+        "F.gelu(self.down(self.up(x))",
+    ),
+    "a module of GELU after the second projection": (
+        [
+            (
+                "class FeedForward(",
+                "class Gelu(nn.Module):\n    def forward(self, x):\n"
+                '        return F.gelu(x, approximate="tanh")\n\n\nclass FeedForward(',
+            ),
+            ("self.up = nn", "self.act = Gelu()\n        self.up = nn"),
+            (
+                f"        return self.down({GELU})\n",
+                "        x = self.down(self.up(x))\n        x = self.act(x)\n        return x\n",
+            ),
+        ],
+        "other_activation",
+        "x = self.act(x)",
+    ),
+    "tanh of the result of the MLP": (
+        [("x = self.ff(x)", "x = torch.tanh(self.ff(x))")],
+        "other_activation",
+        "x = torch.tanh(self.ff(x))",
+    ),
     "squared ReLU": ([(GELU, "F.relu(self.up(x)).square()")], "other_activation", "F.relu("),
     "log-softmax": (
         [("return self.head(x)", "return F.log_softmax(self.head(x), -1)")],

@@ -135,6 +135,7 @@ BLOCK = """        shortcut = x
         x = x + shortcut
         return x
 """
+MLP = 'self.down(F.gelu(self.up(x), approximate="tanh"))'
 BOTH_NORMS = "        first = self.norm1(x)\n        second = self.norm2(x)\n"
 WAVES = """
 def waves(length, depth, device=None):
@@ -748,6 +749,75 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
           "        h = self.att(h)\n        x += h\n        x += m\n        return x\n")],
         ["parallel_block"],
         "        x += h\n        h = self.norm2(x)\n        m = self.ff(h)\n        x += m\n",
+    ),
+    "an activation in the line after the second projection": (
+        [(f"        return {MLP}\n", "        x = self.up(x)\n        x = self.down(x)\n"
+          '        x = F.gelu(x, approximate="tanh")  # the activation\n        return x\n')],
+        ["other_activation"],
+        '        x = F.gelu(x, approximate="tanh")  # the activation\n        x = self.down(x)\n',
+    ),
+    "an activation around the second projection": (
+        [(MLP, 'F.gelu(self.down(self.up(x)), approximate="tanh")')],
+        ["other_activation"],
+        f"return {MLP}\n",
+    ),
+    "another activation after the second projection": (
+        [("self.up = nn", "self.act = nn.GELU()\n        self.up = nn"),
+         (f"        return {MLP}\n", "        h = self.down(self.up(x))\n"
+          "        return self.act(h)\n")],
+        ["other_activation"],
+        "        self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n\n"
+        "    def forward(self, x):\n"
+        '        h = self.down(F.gelu(self.up(x), approximate="tanh"))\n        return h\n',
+    ),
+    "an activation after a product with a parameter": (
+        [("self.down = nn.Linear(4 * dim, dim)",
+          "self.w = nn.Parameter(torch.randn(4 * dim, dim))\n"
+          "        self.b = nn.Parameter(torch.zeros(dim))"),
+         (MLP, 'F.gelu(self.up(x) @ self.w + self.b, approximate="tanh")')],
+        ["other_activation"],
+        'return F.gelu(self.up(x), approximate="tanh") @ self.w + self.b\n',
+    ),
+    "a formula of the activation after the second projection": (
+        [(f"        return {MLP}\n", "        h = self.up(x)\n        h = self.down(h)\n"
+          "        return 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))\n")],
+        ["other_activation"],
+        '        h = self.down(F.gelu(h, approximate="tanh"))\n        return h\n',
+    ),
+    "an activation after the second projection in a Sequential": (
+        [("        self.up = nn.Linear(dim, 4 * dim)\n"
+          "        self.down = nn.Linear(4 * dim, dim)\n",
+          "        self.net = nn.Sequential(\n            nn.Linear(dim, 4 * dim),\n"
+          "            nn.Linear(4 * dim, dim),\n            nn.Dropout(0.1),\n"
+          '            nn.GELU(approximate="tanh"),\n        )\n'), (MLP, "self.net(x)")],
+        ["other_activation"],
+        '            nn.Linear(dim, 4 * dim),\n            nn.GELU(approximate="tanh"),\n'
+        "            nn.Linear(4 * dim, dim),\n            nn.Dropout(0.1),\n        )\n",
+    ),
+    "an activation of the MLP in the block": (
+        [(MLP, "self.down(self.up(x))"), ("self.ff(x)", "F.silu(self.ff(x))")],
+        ["other_activation"],
+        f"return {MLP}\n",
+    ),
+    "an activation in the block of an MLP that is a Sequential": (
+        [("self.ff = FeedForward(dim)",
+          "self.ff = nn.Sequential(nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim))"),
+         ("self.ff(x)", "F.relu(self.ff(x))")],
+        ["other_activation"],
+        "nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate=\"tanh\"), nn.Linear(",
+    ),
+    "activations after both projections": (
+        [("self.up = nn", "self.act = nn.ReLU()\n        self.up = nn"),
+         (MLP, "self.act(self.down(self.act(self.up(x))))")],
+        ["relu", "other_activation"],
+        "return self.down(self.act(self.up(x)))\n",
+    ),
+    "activations after both projections in a Sequential": (
+        [("self.ff = FeedForward(dim)",
+          "self.ff = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU('tanh'), "
+          "nn.Linear(4 * dim, dim), nn.ReLU())")],
+        ["other_activation"],
+        "nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU('tanh'), nn.Linear(4 * dim, dim))",
     ),
     "positions in a step that is too large": (
         [(LOOKUP, "self.pos_emb(torch.arange(0, T, 64, device=ids.device))")],

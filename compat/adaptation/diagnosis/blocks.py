@@ -14,6 +14,7 @@ from compat.adaptation.anatomy.dissect import Layer, Operand
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
+    ACTIVATIONS,
     Activation,
     activation_code,
     called_activation,
@@ -52,6 +53,8 @@ def _activations(code: str) -> Detector:
             if layer.is_gated or not layer.has_mlp:
                 continue
             if layer.unknown and activation.name is None:
+                continue
+            if i in context.late_activations and activation.name == "identity":
                 continue
             name = activation.name or "a function that compat does not know"
             found.setdefault(name, {})[i] = activation
@@ -106,6 +109,50 @@ for _code, _message in (
     ),
 ):
     deviation(_message, "{fix}", code=_code)(_activations(_code))
+
+
+@detects("other_activation")
+def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Activations of the results of MLPs, in place of those between the projections or too many."""
+    expected = canonical_activation(context.config)
+    found: dict[tuple[str, bool], dict[int, Activation]] = {}
+    for i, late in context.late_activations.items():
+        moved = context.activations[i].name == "identity"
+        found.setdefault((str(late.name), moved), {})[i] = late
+    for (name, moved), layers in found.items():
+        lines = [line for i in layers for line in _late_lines(context, i)]
+        message = (
+            "the activation ({found}) is applied after the second projection of the MLP, but GPT-2 "
+            "applies {expected} between the two projections"
+        )
+        fix = "Apply the activation between the projections: c_proj(act(c_fc(x)))."
+        changes = Changes(
+            mlp_output={i: late.function for i, late in layers.items() if late.function is not None}
+        )
+        if moved:
+            changes.activation = {i: ACTIVATIONS["identity"] for i in layers}
+        else:
+            message = (
+                "an activation ({found}) is applied to the result of the MLP's second projection, "
+                "but GPT-2 adds this result to the residual stream as it is"
+            )
+            fix = "Remove it. GPT-2's activation is the one between the projections."
+        values = {"found": name, "expected": expected, "fix": fix, "after": True, "moved": moved}
+        tap = f"h.{next(iter(layers))}.{'act' if moved else 'out'}"
+        yield Deviation(
+            tap, lines[0], values, changes, lines=lines, layers=list(layers), message=message
+        )
+
+
+def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
+    """The line that applies the activation after the MLP, and those of the projection before it."""
+    graph, model, layer = context.graph, context.model, context.anatomy.layers[i]
+    inside = graph.live_between([layer.mlp_sum.branch], [layer.mlp])
+    node = next(n for n in inside if kind(n) not in MOVES)
+    last = layer.mlp_proj or layer.mlp
+    built = source.torch_built(model, [node]) if source.in_sequence(model, node) else None
+    lines = [built or source.beside(graph, node, last)]
+    return [*lines, source.beside(graph, last, node), source.projecting(graph, model, last)]
 
 
 @deviation(

@@ -133,6 +133,22 @@ class DiagnosisContext:
         return found
 
     @cached_property
+    def late_activations(self) -> dict[int, Activation]:
+        """The activations that are applied to the results of MLPs, by layer."""
+        graph, found = self.graph, {}
+        for i, layer in self.layers:
+            start, end = layer.mlp, layer.mlp_sum.branch
+            inside = graph.live_between([end], [start])
+            if layer.mlp_proj is None or layer.extra or all(kind(n) in MOVES for n in inside):
+                continue
+            if graph.parameters_between([end], [start]) or graph.input in inside:
+                continue
+            activation = activation_of(graph, start, end)
+            if activation.name not in (None, "identity"):
+                found[i] = activation
+        return found
+
+    @cached_property
     def learned_factors(self) -> dict[str, tuple[list[Node], Tensor]]:
         """The products of branches with parameters that are not 1, and the factors (C,), by branch.
 

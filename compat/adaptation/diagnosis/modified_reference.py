@@ -37,6 +37,7 @@ class Changes:
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
         activation: activation functions, by layer.
+        mlp_output: functions of the results of MLPs, by layer.
         attention: attention functions, by layer.
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
         unnormed: which of q, k and v are projected from the input of ln_1, by layer.
@@ -66,6 +67,7 @@ class Changes:
     norm_on_output: set[str] = field(default_factory=set)
     residual_from_norm: set[str] = field(default_factory=set)
     activation: dict[int, Function] = field(default_factory=dict)
+    mlp_output: dict[int, Function] = field(default_factory=dict)
     attention: dict[int, AttentionFormula | OwnAttention] = field(default_factory=dict)
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     unnormed: dict[int, str] = field(default_factory=dict)
@@ -245,7 +247,7 @@ class ModifiedReference:
         fc = taps[f"h.{i}.fc"] = self._linear(f"{name}.c_fc", x)
         act = taps[f"h.{i}.act"] = self.changes.activation.get(i, usual)(fc)
         out = taps[name] = self._linear(f"{name}.c_proj", act)
-        return out
+        return self.changes.mlp_output[i](out) if i in self.changes.mlp_output else out
 
 
 def causal(T: int, scale: float) -> AttentionFormula:

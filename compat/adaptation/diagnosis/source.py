@@ -46,6 +46,18 @@ def calling(graph: Graph, model: nn.Module, node: Node, other: Node) -> Place | 
     return before or (frames[-1] if frames else None)
 
 
+def beside(graph: Graph, node: Node, other: Node) -> Place | None:
+    """The line that leads to `node` in the innermost function that also leads to `other`."""
+    line = None
+    for frame, of_other in zip(graph.places(node), graph.places(other), strict=False):
+        if (frame.file, frame.function) != (of_other.file, of_other.function):
+            break
+        line = frame
+        if frame != of_other:
+            break
+    return line
+
+
 def callers(graph: Graph, place: Place) -> list[Place]:
     """The lines that call the function or module whose own code a line is."""
     frames = [graph.places(node) for node in graph.nodes if graph.place(node) == place]
@@ -140,6 +152,12 @@ def built(model: nn.Module, parameter: str) -> Place | None:
 def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     """The line that builds a torch module, such as nn.GELU, that computes one of the nodes."""
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
+
+
+def in_sequence(model: nn.Module, node: Node) -> bool:
+    """Whether a node is computed by an item of an nn.Sequential."""
+    paths = _module_paths(node)
+    return len(paths) > 1 and isinstance(model.get_submodule(paths[1]), nn.Sequential)
 
 
 def torch_layer(model: nn.Module, path: str) -> Place | None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import islice
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.formulas import formulas, inputs, unused
-from compat.adaptation.repair.source import Source
+from compat.adaptation.repair.formulas import formulas, inputs, only, unused
+from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import argument, called, name_of
 from compat.adaptation.repair.tensors import assigned_values
 
@@ -36,6 +36,101 @@ NAMES = {
 # How functions and modules of activations are called.
 ACTIVATION = re.compile("silu|swish|gelu|relu|sigmoid|act|nonlin", re.IGNORECASE)
 STRINGS = ("gelu_new", "gelu_pytorch_tanh", "gelu_tanh", "tanh_gelu", "new_gelu", "gelu_approx")
+
+
+@fixes("other_activation")
+def earlier_activation(site: Site) -> Iterator[Edits]:
+    """Apply an activation before the second projection of the MLP instead of after it."""
+    values, source, statement = site.finding.values, site.source, site.statement
+    if not values.get("after"):
+        return
+    if not values["moved"]:  # there is one before it as well
+        yield from _without_item(site)
+        for node, inner in _applied(site):
+            functions: list[ast.AST] = [node.func] if isinstance(node, ast.Call) else []
+            yield [*only(source, node, inner), *unused(site, functions)]
+        return
+    yield from _earlier_item(site)
+    for place in site.everywhere[1:]:
+        if place.source is source and _is_of_one_variable([place.statement, statement]):
+            start, end = source.span(statement)
+            line = source.text[start : source.text.find("\n", end)]
+            yield [source.insert_before(place.statement, line), source.remove(statement)]
+    for node, inner in _applied(site):
+        without = only(source, node, inner)
+        gone = unused(site, [node.func]) if isinstance(node, ast.Call) else []
+        for place in site.everywhere[::-1]:
+            if place.function is site.function:  # it can be called there as it was
+                (start, end), (first, last) = source.span(node), source.span(inner)
+                code = source.text[start:first], source.text[last:end]
+                yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
+            code = _function(place, "{}").partition("{}")[::2]
+            yield from ([*without, *gone, *edits] for edits in _on_operand(place, node, *code))
+        yield from ([*without, *gone, *edits] for edits in _between_items(site))
+
+
+def _without_item(site: Site) -> Iterator[Edits]:
+    """Remove an item of a Sequential that begins on the finding's line."""
+    for sequence in site.source.nodes(ast.Call):
+        if called(sequence) == "Sequential":
+            for item in sequence.args[2:]:
+                if item.lineno <= site.line <= (item.end_lineno or 0):
+                    yield [site.source.remove_argument(sequence, item)]
+
+
+def _earlier_item(site: Site) -> Iterator[Edits]:
+    """Move an item of a Sequential in front of a linear layer."""
+    source = site.source
+    for sequence in _nearest(site, source.nodes(ast.Call)):
+        items = sequence.args if called(sequence) == "Sequential" else []
+        linear = [i for i, n in enumerate(items) if isinstance(n, ast.Call) and "Lin" in called(n)]
+        for j in linear[:0:-1]:
+            for k in range(j + 1, len(items)):
+                order = [items[k], *items[j:k]]
+                pairs = zip(items[j : k + 1], order, strict=True)
+                yield [source.replace(old, source.code(new)) for old, new in pairs]
+
+
+def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
+    """Whether each statement assigns a variable a function of itself, the same in all of them."""
+    names = set()
+    for statement in statements:
+        match statement:
+            case ast.Assign([ast.Name(name)], value):
+                read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+                names.add(name if name in read else "")
+            case _:
+                names.add("")
+    return len(names) == 1 and "" not in names
+
+
+def _applied(site: Site) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The expressions of the finding's statement that may be the activation, and its operand."""
+    for call in site.calls:
+        if call.args and not isinstance(call.args[0], ast.Starred):
+            yield call, call.args[0]
+    for formula in formulas(site, site.statement):
+        operands = inputs(site, formula)
+        if len(operands) == 1 and operands[0] is not formula:
+            yield formula, operands[0]
+
+
+def _on_operand(place: Site, activation: ast.expr, before: str, after: str) -> Iterator[Edits]:
+    """Apply an activation to an operand of a product or of a call, such as of `c_proj(x)`.
+
+    Args:
+        place: the line of the projection.
+        activation: the expression that is removed.
+        before, after: the code of the activation around its operand.
+    """
+    source = place.source
+    operands = [call.args[0] for call in place.calls if call.args and call is not activation]
+    products = source.nodes(ast.BinOp, place.statement)
+    operands += [node.left for node in products if isinstance(node.op, ast.MatMult)]
+    for operand in operands:
+        if activation not in set(ast.walk(operand)) and not isinstance(operand, ast.Starred):
+            start, end = source.span(operand)
+            yield [Edit(source.file, start, start, before), Edit(source.file, end, end, after)]
 
 
 @fixes(*CODES)
@@ -174,6 +269,11 @@ def added_activation(site: Site) -> Iterator[Edits]:
     if values["found"] != "identity" or values["expected"] not in TORCH:
         return
     yield from _inserted(site)
+    yield from _between_items(site)
+
+
+def _between_items(site: Site) -> Iterator[Edits]:
+    """Insert the activation between two items of a Sequential."""
     for sequence in _nearest(site, site.source.nodes(ast.Call)):
         if called(sequence) == "Sequential" and len(sequence.args) > 1:
             new = _module(site, site.torch("torch.nn"))

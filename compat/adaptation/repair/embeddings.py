@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.formulas import formulas, inputs, removed, unused
+from compat.adaptation.repair.formulas import formulas, inputs, only, removed, unused
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import (
     argument,
@@ -478,7 +478,7 @@ def removed_factor(site: Site) -> Iterator[Edits]:
         for product in source.nodes(ast.expr, region):
             for tensor, factor in _factors(product):
                 gone = unused(site, [factor])
-                yield [*_only(source, product, tensor), *gone]
+                yield [*only(source, product, tensor), *gone]
 
 
 @fixes("unexplained")
@@ -491,7 +491,7 @@ def without_assignment(site: Site) -> Iterator[Edits]:
         for each in site.everywhere:
             for node in each.source.nodes(ast.BinOp, each.statement):
                 for part in (node.left, node.right):
-                    yield _only(each.source, node, part)
+                    yield only(each.source, node, part)
             for call in each.calls:
                 if len(call.args) == 1:
                     yield [each.source.replace(call, each.source.code(call.args[0]))]
@@ -503,7 +503,7 @@ def counted_once(site: Site) -> Iterator[Edits]:
     for node in site.source.nodes(ast.BinOp, site.statement):
         if isinstance(node.op, (ast.Add, ast.Sub)):
             for part, other in ((node.right, node.left), (node.left, node.right)):
-                yield [*_only(site.source, node, part), *unused(site, [other])]
+                yield [*only(site.source, node, part), *unused(site, [other])]
     if isinstance(site.statement, ast.AugAssign):
         yield [removed(site.source, site.statement)]
 
@@ -559,16 +559,6 @@ def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
     return []
 
 
-def _only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
-    """A part in place of an expression; without the statement if that then does nothing."""
-    match source.parents.get(node):
-        case ast.Expr() as statement:
-            return [removed(source, statement)]
-        case ast.Assign([target]) as statement if ast.unparse(target) == ast.unparse(part):
-            return [removed(source, statement)]
-    return source.unwrap(node, part)
-
-
 # The logits.
 
 
@@ -611,7 +601,7 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
             assert isinstance(statement, ast.stmt)
             yield [removed(source, statement), *(source.replace(n, tensor.id) for n in reads)]
         own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
-        yield [*_only(source, call, tensor), *(unused(site, [call.func]) if own else [])]
+        yield [*only(source, call, tensor), *(unused(site, [call.func]) if own else [])]
 
 
 def _argument(call: ast.Call) -> ast.expr | None:
@@ -645,7 +635,7 @@ def removed_softmax_module(site: Site) -> Iterator[Edits]:
                 built
             ) in ("Softmax", "LogSoftmax"):
                 uses = [c for c in source.nodes(ast.Call) if called(c) == name and c.args]
-                edits = [edit for use in uses for edit in _only(source, use, use.args[0])]
+                edits = [edit for use in uses for edit in only(source, use, use.args[0])]
                 if edits:
                     yield [source.remove(node), *edits]
 
@@ -663,15 +653,15 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
         ranked = [o for kind in order for o in operands if isinstance(o, kind)]
         for operand in ranked:
             gone: list[ast.AST] = [o for o in operands if o is not operand]
-            yield [*_only(source, formula, operand), *unused(site, gone)]
+            yield [*only(source, formula, operand), *unused(site, gone)]
     statement = site.statement
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
         yield [removed(source, statement)]
     for call in site.calls:
         if isinstance(call.func, ast.Attribute) and isinstance(statement, (ast.Assign, ast.Return)):
-            yield _only(source, call, call.func.value)
+            yield only(source, call, call.func.value)
         if call.args:
-            yield _only(source, call, call.args[0])
+            yield only(source, call, call.args[0])
 
 
 def _steps(site: Site) -> list[ast.stmt]:

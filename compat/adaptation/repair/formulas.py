@@ -103,6 +103,16 @@ def removed(source: Source, statement: ast.stmt) -> Edit:
     return source.remove(statement)
 
 
+def only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
+    """A part in place of an expression; without the statement if that then does nothing."""
+    match source.parents.get(node):
+        case ast.Expr() as statement:
+            return [removed(source, statement)]
+        case ast.Assign([target]) as statement if ast.unparse(target) == ast.unparse(part):
+            return [removed(source, statement)]
+    return source.unwrap(node, part)
+
+
 def unused(site: Site, gone: list[ast.AST]) -> Edits:
     """The removal of assignments whose names are only read in nodes that are removed."""
     source = site.source
