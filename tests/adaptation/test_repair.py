@@ -137,6 +137,16 @@ BLOCK = """        shortcut = x
 """
 MLP = 'self.down(F.gelu(self.up(x), approximate="tanh"))'
 BOTH_NORMS = "        first = self.norm1(x)\n        second = self.norm2(x)\n"
+PARTS = """        x = self.attend(x)
+        x = self.think(x)
+        return x
+
+    def attend(self, x):
+        return x + self.att(self.norm1(x))
+
+    def think(self, x):
+{}
+"""
 WAVES = """
 def waves(length, depth, device=None):
     angles = torch.arange(length, device=device)[:, None] / 10000 ** (
@@ -962,6 +972,27 @@ def test_a_deviation_without_a_repair_gives_none(small: Checkpoint, tmp_path: Pa
 
 
 # Text and files.
+
+
+def test_an_edit_that_removes_a_part_with_several_deviations_is_no_repair(
+    small: Checkpoint, tmp_path: Path
+) -> None:
+    """Without its MLP, the model has one deviation instead of three."""
+    text = BOOK
+    for old, new in (
+        (BLOCK, PARTS.format("        y = x.tanh()\n        return y + self.ff(self.norm2(y))")),
+        ('F.gelu(self.up(x), approximate="tanh")', "F.relu(self.up(x))"),
+        ("nn.Linear(dim, 4 * dim)", "nn.Linear(dim, 4 * dim, bias=False)"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "gpt.py"
+    path.write_text(text)
+    search = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False)
+    assert search.run() is None
+    assert search.fixed == ["no_mlp_bias", "relu"]
+    assert [finding.code for finding in search.left] == ["unexplained"]
+    assert "x = self.think(x)" in search.texts[str(path)]
 
 
 def test_edits_of_a_text() -> None:

@@ -315,6 +315,8 @@ class Search:
         """The model after the first edit for a finding with which it is better.
 
         An edit that brings findings of other kinds, such as a bias of the head, is the last choice.
+        It must not leave more tensors unmatched: an edit that removes the call of a whole MLP
+        leaves fewer findings than the MLP had.
         """
         second = None
         if finding.file is None:
@@ -336,7 +338,8 @@ class Search:
             if _rank(after) < _rank(state):
                 if {f.code for f in after.findings} <= {f.code for f in state.findings}:
                     return after, changed
-                second = second or (after, changed)
+                if len(after.unmatched) <= len(state.unmatched):
+                    second = second or (after, changed)
         return second
 
     def has_untried_edits(self) -> bool:
