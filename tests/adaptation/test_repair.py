@@ -829,6 +829,13 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["other_activation"],
         "nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU('tanh'), nn.Linear(4 * dim, dim))",
     ),
+    "a tensor that is changed in a method whose call is on another line": (
+        [(BLOCK, PARTS.format("        x = x.tanh()\n        return x + self.ff(self.norm2(x))")),
+         (MLP, "self.down(F.relu(self.up(x)))"),
+         ("nn.Linear(dim, 4 * dim)", "nn.Linear(dim, 4 * dim, bias=False)")],
+        ["unexplained", "no_mlp_bias", "relu"],
+        "    def think(self, x):\n        return x + self.ff(self.norm2(x))\n",
+    ),
     "positions in a step that is too large": (
         [(LOOKUP, "self.pos_emb(torch.arange(0, T, 64, device=ids.device))")],
         ["position_ids"],

@@ -488,6 +488,8 @@ def without_assignment(site: Site) -> Iterator[Edits]:
         every = {each.statement: each.source for each in site.everywhere}
         assigned = [(s, node) for node, s in every.items() if isinstance(node, ast.Assign)]
         yield [removed(source, node) for source, node in assigned]
+        if len(assigned) > 1:  # others may call the function in which the tensor is changed
+            yield from ([removed(source, node)] for source, node in assigned)
         for each in site.everywhere:
             for node in each.source.nodes(ast.BinOp, each.statement):
                 for part in (node.left, node.right):
