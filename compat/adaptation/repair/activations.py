@@ -64,9 +64,11 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
                 (start, end), (first, last) = source.span(node), source.span(inner)
                 code = source.text[start:first], source.text[last:end]
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
-            code = _function(place, "{}").partition("{}")[::2]
-            yield from ([*without, *gone, *edits] for edits in _on_operand(place, node, *code))
-        yield from ([*without, *gone, *edits] for edits in _between_items(site))
+            if values["expected"] in TORCH:
+                code = _function(place, "{}").partition("{}")[::2]
+                yield from ([*without, *gone, *edits] for edits in _on_operand(place, node, *code))
+        if values["expected"] in TORCH:
+            yield from ([*without, *gone, *edits] for edits in _between_items(site))
 
 
 def _without_item(site: Site) -> Iterator[Edits]:
