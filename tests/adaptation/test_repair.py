@@ -896,6 +896,23 @@ def test_a_deviation_in_another_form_is_repaired(
     assert line in found.texts[str(path)]
 
 
+def test_an_activation_without_a_name_in_torch_is_moved_as_it_is(tmp_path: Path) -> None:
+    text = BOOK
+    for old, new in (
+        ("class FeedForward(", "def quick(x):\n    return x * torch.sigmoid(1.702 * x)\n\n\n"
+         "class FeedForward("),
+        (MLP, "quick(self.down(self.up(x)))"),
+    ):  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "gpt.py"
+    path.write_text(text)
+    config = GPT2Config(activation_function="quick_gelu")
+    found = Search(Target(f"{path}:GPT"), made_small(config, tmp_path), config, unsafe=False).run()
+    assert found is not None and found.fixed == ["other_activation"]
+    assert "return self.down(quick(self.up(x)))\n" in found.texts[str(path)]
+
+
 def test_weights_that_hold_all_layers_are_completed(small: Checkpoint, tmp_path: Path) -> None:
     """A bias gets the axis of the layers; the final norm is built without a norm to copy."""
     text = (ZOO / MODELS["stacked"].file).read_text()
