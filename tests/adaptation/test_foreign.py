@@ -35,7 +35,7 @@ def test_a_model_without_attention_keeps_its_weights(tiny: Path, name: str) -> N
     adaptation = adapt(model, tiny)
     assert not adaptation and len(adaptation.unmatched) == adaptation.tensors
     found = adaptation.findings[0]
-    assert found.code == "unexplained" and found.line is not None
+    assert found.code == "no_attention" and found.line is not None
     for words in ("no attention", "not a GPT-2"):
         assert words in found.message
     assert "Place(" not in found.message  # for a person, not for a debugger

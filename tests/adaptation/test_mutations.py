@@ -51,6 +51,10 @@ FEW_STYLES = {
     "mixed_types": "test_mistakes.py and test_odd_models.py mix data types",
     "wrong_gradient": "test_gradients.py detaches residuals and breaks backward passes",
     "kv_cache": "test_kv_cache.py has caches of two kinds",
+    "kv_cache_chunk": "test_kv_cache.py drops the mask after the first call",
+    "per_head_projection": "test_odd_models.py projects each head before they are concatenated",
+    "no_attention": "test_foreign.py has an RNN and an MLP",
+    "unused_attention": "test_mistakes.py projects the input of the heads",
     "not_compared": "tests/parity/test_proof.py tests the limits of a proof",
 }
 
