@@ -11,6 +11,10 @@ if __name__ == "__main__":
             f"error: Python imports {compat.__file__} as `compat`, because it comes first in its "
             "search path. Run the command gpt2-compat instead of python -m compat."
         )
+    # `python -m` searches the working directory first, where a project may have a `tokenizers.py`.
+    # The command gpt2-compat does not search it.
+    if not sys.flags.safe_path:
+        sys.path.append(sys.path.pop(0))
     from compat.cli import main
 
     main()

@@ -25,9 +25,9 @@ HEAVY = {"torch", "numpy", "transformers", "tiktoken", "huggingface_hub", "safet
 NEED_A_SOURCE = {"inspect": [], "export": ["DEST"], "pack": ["--out", "a.safetensors"]}
 
 
-def python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+def python(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
+        [sys.executable, *argv], capture_output=True, text=True, cwd=cwd, timeout=120, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **env},
     )  # fmt: skip
 
@@ -55,6 +55,14 @@ def test_the_program_can_be_run_as_a_module() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"gpt2-compat {version('gpt2-compat')}\n"
     assert compat.__version__ == version("gpt2-compat")
+
+
+def test_files_of_the_working_directory_do_not_hide_libraries(tmp_path: Path) -> None:
+    """With `-m`, Python searches the working directory, where users run `adapt`."""
+    (tmp_path / "rich.py").write_text("raise NotImplementedError\n")
+    (tmp_path / "typer.py").write_text("raise NotImplementedError\n")
+    done = python("-m", "compat", "-h", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
