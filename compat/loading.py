@@ -284,9 +284,11 @@ def fill(
         rows = _without_tied_head(rows, parameters)
     loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties are kept
     with raising_together(parameters.values()):
-        # First-touch page faults take most of the time; two threads halve it.
-        with two_threads() as pool:
-            results = list((map if divided else pool.map)(make, rows))
+        if divided or checkpoint.is_mapped:  # torch's own threads read mapped pages
+            results = list(map(make, rows))
+        else:  # first-touch page faults take most of the time; two threads halve it
+            with two_threads() as pool:
+                results = list(pool.map(make, rows))
         if faults := [fault for _, fault in results if fault]:
             raise checkpoint.not_finite(faults)
         for row, (shares, _) in zip(rows, results, strict=True):
