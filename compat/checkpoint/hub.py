@@ -32,22 +32,22 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 
 @contextmanager
-def offline_if_unreachable() -> Iterator[bool]:
+def offline_if_unreachable() -> Iterator[None]:
     """Run the body in the client's offline mode if the hub's host name has no address.
 
     Downloads in the body, and in processes that it starts, fail at once then. Otherwise the client
-    tries each again for half a minute. The value is whether the mode was set. Behind a proxy, which
-    resolves names itself, it is not.
+    tries each again for half a minute. Behind a proxy, which resolves names itself, the mode is not
+    set.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies() or _has_address(urlsplit(constants.ENDPOINT)):
-        yield False
+        yield
         return
     before = os.environ.get(OFFLINE)
     os.environ[OFFLINE], constants.HF_HUB_OFFLINE = "1", True
     try:
-        yield True
+        yield
     finally:
         constants.HF_HUB_OFFLINE = False
         os.environ.pop(OFFLINE)

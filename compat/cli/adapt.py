@@ -200,12 +200,10 @@ def adapt_command(
                 )
 
     # For the output and the downloads of the user's code.
-    with contextlib.redirect_stdout(sys.stderr), _hub(target) as offline:
+    with contextlib.redirect_stdout(sys.stderr), _hub(target):
         (call, adaptation), on_cpu = on_available_device(examined)
     if on_cpu:
         notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
-    if offline:
-        notes.append("the hub cannot be reached, so downloads in your code failed at once")
     print_notes([*checkpoint.notes, *notes, f"compat built {call}"])
     if html is not None:
         write_page(html, page(adaptation))
@@ -246,12 +244,12 @@ def _summarize(
     return 0 if all(row[1] == WORDS[0] for row in rows) else 1
 
 
-def _hub(target: str) -> contextlib.AbstractContextManager[bool]:
+def _hub(target: str) -> contextlib.AbstractContextManager[None]:
     """Offline mode for code that downloads from the hub while the hub cannot be reached."""
     from compat.checkpoint.hub import offline_if_unreachable
     from compat.user_models import downloads
 
-    return offline_if_unreachable() if downloads(target) else contextlib.nullcontext(False)
+    return offline_if_unreachable() if downloads(target) else contextlib.nullcontext()
 
 
 def _repair(

@@ -28,6 +28,31 @@ def test_what_distinguishes_an_encoder_is_reported(tiny: Path) -> None:
         assert found[code].severity == "breaks" and found[code].line is not None
 
 
+def test_what_is_added_to_values_and_to_the_stream_does_not_hide_the_rest(tiny: Path) -> None:
+    path = ZOO / FOREIGN["chat"].file
+    findings = adapt(build(FOREIGN["chat"], path, tiny), tiny).findings
+    text = path.read_text().splitlines()
+    code_at = {f.code: text[f.line - 1].strip() for f in findings if f.line is not None}
+    for code, words in {
+        "rmsnorm": "F.rms_norm(",
+        "rope": "torch.cat([a * cos",
+        "qk_norm": "F.rms_norm(",
+        "no_qkv_bias": "self.q = nn.Linear(",
+        "no_proj_bias": "self.proj = nn.Linear(",
+        "no_mlp_bias": "self.up = nn.Linear(",
+        "other_activation": ".square()",
+        "extra_ln": "x = norm(self.wte(idx))",
+        "changed_logits": "torch.tanh(logits",
+    }.items():
+        assert words in code_at[code], code
+    unknown = [f for f in findings if f.code == "unexplained" and f.line is not None]
+    lines = {text[f.line - 1].strip().split(" = ")[0]: f.message for f in unknown if f.line}
+    assert lines.keys() == {"x", "v"}
+    assert "is added to the projection of v" in lines["v"] and "mul, add" in lines["x"]
+    [others] = [f for f in findings if f.code == "random_parameters"]
+    assert "resid, x0" in others.message
+
+
 @pytest.mark.parametrize("name", ["rnn", "mlp"])
 def test_a_model_without_attention_keeps_its_weights(tiny: Path, name: str) -> None:
     model = build(FOREIGN[name], ZOO / FOREIGN[name].file, tiny)

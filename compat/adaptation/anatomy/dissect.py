@@ -684,12 +684,18 @@ class _Dissection:
         index = self.index
         qkv = set().union(*(index.frontier(o.node) for c in cores for o in (c.q, c.k, c.v)))
         ordered = sorted(qkv, key=self.graph.order.__getitem__)
-        if others := [n for n in ordered if n not in index.projections]:
+        operands = [o.node for c in cores for o in (c.q, c.k, c.v)]
+        others = [n for n in ordered if n not in index.projections]
+        if others and self.partial:  # terms that are added to the projections, as by an embedding
+            qkv -= {*others}
+            ordered = [n for n in ordered if n in qkv]
+            others = [] if all(self.graph.ancestors[o] & qkv for o in operands) else others
+        if others:
             raise UnknownPart(
                 f"layer {i}: q, k or v is computed by {kind(others[0]) or others[0]}"
                 f"{self.graph.at(others[0])}, which is not a projection with the model's "
                 "parameters",
-                [operand.node for core in cores for operand in (core.q, core.k, core.v)],
+                operands,
             )
         inputs = {index.input_of(n) for n in qkv}
         if len(inputs) == 2 and self.partial:
@@ -702,12 +708,11 @@ class _Dissection:
         if self.partial and len(inputs) > 1:  # values of earlier layers may be added
             x1 = max(inputs, key=self.graph.order.__getitem__)
             own = [n for n in ordered if index.input_of(n) is x1]
-            operands = [o.node for c in cores for o in (c.q, c.k, c.v)]
             above = self.graph.ancestors
             if all(above[o] & {*own} for o in operands) and inputs - {x1} <= above[x1]:
                 return own, x1, None
         if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
-            between = self.graph.between([o.node for c in cores for o in (c.q, c.k, c.v)], [start])
+            between = self.graph.between(operands, [start])
             inputs = {index.before_moves(start)}
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
         if len(inputs) != 1:

@@ -82,7 +82,9 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
         reduces = reduces and prod(size(last)) >= prod(size(first))  # not a mean of several tensors
         projects = any(kind(n) in CONVOLUTIONS or contraction(n) is not None for n in piece)
         parameters = any(node in graph.names for node in piece) and not projects
-        if reduces and (not found or consumed):
+        if not reduces and _joins(graph, first, piece):
+            consumed = True  # a sum of branches is no part of a norm
+        elif reduces and (not found or consumed):
             found.append((first, last))
             consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)
         elif found and (reduces or parameters or not consumed) and not projects:
@@ -101,6 +103,12 @@ def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
             seen.add(node)
             stack += [] if kind(node) in SHAPE_ONLY else node.all_input_nodes
     return seen
+
+
+def _joins(graph: Graph, first: Node, piece: set[Node]) -> bool:
+    """Whether an operation of a piece reads two tensors that are computed from its first node."""
+    own = {n for n in piece if n in graph.live and first in graph.ancestors[n]} | {first}
+    return any(len({*n.all_input_nodes} & own) > 1 for n in own - {first})
 
 
 def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:

@@ -69,7 +69,10 @@ class LayerAttention:
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
         operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
-        return self.graph.on_paths(self.layer.qkv_ends, operands)
+        ends = self.layer.qkv_ends
+        if self.attention.indirect:  # without projections of gates
+            ends = [*self.attention.q.nodes, *self.attention.k.nodes, *self.attention.v.nodes]
+        return self.graph.on_paths(ends, operands)
 
     @cached_property
     def unsplit(self) -> str:
@@ -118,6 +121,21 @@ class LayerAttention:
                     if not own and others & (above[a] | {a}):
                         return n
         return None
+
+    @cached_property
+    def added_terms(self) -> dict[str, Node]:
+        """For q, k and v, the sum with a tensor that their projections do not compute, if any."""
+        found: dict[str, Node] = {}
+        if not self.attention.indirect:
+            return found
+        above, graph = self.graph.ancestors, self.graph
+        for name, operand in zip("qkv", (self.core.q, self.core.k, self.core.v), strict=True):
+            ends = {*getattr(self.attention, name).nodes}
+            for n in graph.on_paths(ends, [operand.node]):
+                terms = [a for a in live_inputs(graph, n) if not ends & (above[a] | {a})]
+                if kind(n) in ("add", "sub", "lerp") and terms:
+                    found[name] = n
+        return found
 
     @cached_property
     def is_normalized(self) -> bool:
@@ -444,7 +462,8 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
     if layer.unsplit or not layer.is_normalized:
         return None
     kinds = ("layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm", "norm", "rsqrt")
-    place = source.running(layer.graph, layer.before, *kinds, "div", "mul", "sum", "mean")
+    place = source.running(layer.graph, [n for n in layer.before if kind(n) in kinds])
+    place = place or source.running(layer.graph, layer.before, "div", "mul", "sum", "mean")
     found = layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
     return replace(found, lines=[found.place, *source.calls(layer.graph, layer.before, place)])
 
@@ -511,6 +530,21 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         place = source.running(layer.graph, changing) or place
     own = layer.attention.indirect
     return layer.deviation(place, layer.own_attention, found=found, passed_on=own)
+
+
+@detects("unexplained")
+@each_layer
+def added_term(layer: LayerAttention) -> Deviation | None:
+    if not layer.added_terms or not layer.is_normalized:  # else it is unknown_attention's
+        return None
+    names = list(layer.added_terms)
+    found = (
+        f"a tensor is added to the {'projection' if len(names) == 1 else 'projections'} of "
+        f"{listed(names)}, such as an embedding of the ids, but GPT-2 adds none"
+    )
+    lines = [layer.graph.place(node) for node in layer.added_terms.values()]
+    change = layer.own_attention
+    return replace(layer.deviation(lines[0], change, found=found, passed_on=True), lines=lines)
 
 
 @deviation(

@@ -499,6 +499,9 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
     """
     places = context.places
     stream, tap = context.anatomy.embed, "embed"
+    moved = bool(places.post or places.from_norm or places.on_output or {*places.extra} - {tap})
+    if tap in places.extra:
+        stream = places.extra[tap].end
     for i, layer in context.layers:
         for number, total, x, after in (
             (1, layer.attn_sum, layer.x1, f"h.{i}.resid_mid"),
@@ -506,15 +509,14 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
         ):
             name = f"h.{i}.ln_{number}"
             norm = places.named.get(name)
-            usual = not (places.post or places.from_norm or places.on_output or places.extra)
-            if norm is not None and usual and total.shortcut is not None and not layer.parallel:
+            if norm is not None and not moved and total.shortcut is not None and not layer.parallel:
                 if tap != "embed" or not context.anatomy.leading:
                     yield stream, norm.start, tap, name, name
                 if layer.raw is None and norm.end is not norm.start:
                     at, reader = ("q", "q, k and v") if number == 1 else ("fc", "the MLP")
                     yield norm.end, x, name, f"h.{i}.{at}", f"the projection of {reader}"
             stream, tap = total.node, after
-    if "ln_f" in places.named and not (places.post or places.extra):
+    if "ln_f" in places.named and not (places.post or {*places.extra} - {"embed"}):
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
 
 

@@ -458,14 +458,15 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
         operand = getattr(attention, name)
         above = set(operand.nodes).union(*(graph.ancestors[node] for node in operand.nodes))
         ends = [end for end in layer.qkv_ends if end in above]
-        source = token_view(graph, ends[0]) if len(ends) == 1 else None
-        if source is None:
+        found = []  # a narrower projection may compute a gate
+        for source in (token_view(graph, end) for end in ends):
+            used = () if source is None else _used_channels(graph, source, operand)
+            if source is not None and len(used) == H * D:
+                index = source.index[..., used].view(*source.index.shape[:2], H, D)
+                found.append(View(source.nodes, index.transpose(1, 2)))
+        if len(found) != 1 or graph.ancestors[found[0].nodes[0]] & {*ends}:
             return False
-        used = _used_channels(graph, source, operand)
-        if len(used) != H * D:
-            return False
-        B, T, _ = source.index.shape
-        views.append(View(source.nodes, source.index[..., used].view(B, T, H, D).transpose(1, 2)))
+        views += found
     attention.q, attention.k, attention.v = views
     attention.indirect = True
     return True
