@@ -139,11 +139,16 @@ def checkpointed(model: Model, x: Tensor) -> Tensor:
     return found
 
 
+def dropout_and_activations_in_place(model: Model, x: Tensor) -> Tensor:
+    x = nn.functional.dropout(x @ model.w, 0.5, training=False, inplace=True)
+    return nn.functional.leaky_relu(nn.functional.silu(x, inplace=True), 0.1, inplace=True)
+
+
 FUNCTIONS = [
     head_by_head, one_by_one, split_and_scaled, flat, transposed, every_second, diagonal,
     a_later_reading_of_a_view, a_copy_is_not_changed, a_cache, a_mask, an_argument_for_the_result,
     a_changed_shape, an_index, through_numpy, a_view_from_before, mapped_over_tokens, in_bfloat16,
-    without_autocast, checkpointed,
+    without_autocast, checkpointed, dropout_and_activations_in_place,
 ]  # fmt: skip
 
 

@@ -391,8 +391,12 @@ def _function(func: Any) -> Any:
 
 
 def _arguments(func: Any) -> list[tuple[str, str]]:
-    """The names and types of an operation's arguments, without `out`."""
-    return [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "out"]
+    """The names and types of an operation's arguments, without `out`.
+
+    The first is called `self` in some schemas, and `input` in others of the same operation.
+    """
+    arguments = [a for a in func._schema.arguments if a.name != "out"]
+    return [(a.name if i else "", str(a.type)) for i, a in enumerate(arguments)]
 
 
 def _address(tensor: Tensor) -> int:
