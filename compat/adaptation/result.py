@@ -62,7 +62,7 @@ class Adaptation(HtmlPage):
         tensors: the number of tensors in the checkpoint, without a tied head.
         unmatched: the tensors of the checkpoint that have no counterpart in the model.
         name_map: the parameters that hold each tensor, for `load_into` and `to_hf_state_dict`.
-        parity: the comparison of taps and logits, or None if the logits have another shape or the
+        parity: the comparison of taps and logits, or None if they cannot be compared or the
             model could not be mapped.
         findings: the breaking ones first, then in execution order.
         seconds: the time that each stage took.
@@ -130,7 +130,7 @@ class Adaptation(HtmlPage):
             if first != "unexplained":
                 return f"the model cannot be mapped because of {first}"
             return "compat does not know a part of the model"
-        return "its logits have another shape than the reference's"
+        return "its hidden states cannot be compared with the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:
         """Edits of the model's source that make it compatible, as a unified diff.

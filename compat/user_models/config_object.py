@@ -131,7 +131,9 @@ def make_config(
     if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
         form = dict
     elif usage.attributes and not usage.items and not _exports(cls):
-        form = SimpleNamespace
+        unpacked = rf"\*\*{parameter.name}\b|\bdict\({parameter.name}\)"
+        own = source_of(inspect.getattr_static(cls, "__init__"))
+        form = ReadableDict if re.search(unpacked, own) else SimpleNamespace
     inner = {name: template.get(name, {}) for name in _sections(usage)}
     values |= {n: form(**{**i, **values}) for n, i in inner.items() if isinstance(i, Mapping)}
     if embeddings := _embeddings(cls, parameter, config):

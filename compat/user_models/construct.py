@@ -73,6 +73,7 @@ from compat.user_models.usage import (
     tree_of,
     user_modules,
 )
+from compat.user_models.vocabulary import vocabulary_for
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
@@ -604,7 +605,10 @@ def _arguments(
         usage = reads(cls, name)
         inner = _inner_class(cls, parameter)
         is_module = inner is not None and _annotation(parameter) == inner.__name__
-        if isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
+        words = None if name in given else vocabulary_for(cls, parameter, config)
+        if words is not None and not is_module:
+            arguments[name] = words
+        elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
             arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
             missing += [f"{name}.{key}" for key in unknown]
         elif name in given:

@@ -41,6 +41,7 @@ _PATTERNS = {
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|normlast"
     r"|post(layer)?(norm(ali[sz]ation)?|ln)"
     r"|parallel(block|residual))",
+    "on": r"(return|output|compute)?logits|(with|use|has|add|include)(lm|output)?head",
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
     rf"|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
@@ -57,7 +58,7 @@ _PATTERNS = {
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
-    "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hiddens?{_SIZE}?)?|nhid"
+    "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hid(dens?)?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward){_SIZE}|(d|dim)(pf|fc|ffnn)", "n_embd":
     rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|channel){_SIZE}"
@@ -66,7 +67,7 @@ _PATTERNS = {
 }  # fmt: skip
 # Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.
 _NEGATED = re.compile(r"(?:no|not|disabled?|without|skip|omit|remove)(.+)")
-_OPPOSITES = {"off": "on"} | dict.fromkeys(
+_OPPOSITES = {"off": "on", "on": "off"} | dict.fromkeys(
     ("bias", "qkv_bias", "layer_norm_bias", "pre_norm", "causal", "residual"), "off"
 )
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
@@ -116,7 +117,10 @@ CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "
     "options settings".split()
 )
-_CONFIG_NAME = re.compile(r"_(config|cfg|conf|args|hparams)$|[a-z](Config|Cfg|Conf|Args)$")
+_CONFIG_NAME = re.compile(
+    r"_(config|cfg|conf|args|hparams)$|[a-z](Config|Cfg|Conf|Args)$"
+    r"|^(config|cfg|conf|args|hparams|params|model)_(dict|kwargs|params)$"
+)
 CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings".split())
 # A default of None for these may mean a module or a list as well as a number.
 AMBIGUOUS = set(

@@ -1050,3 +1050,57 @@ class GPT(GPT2PreTrainedModel):
     assert type(model.config).__name__ == "GPT2Config"
     assert (model.config.n_layer, model.config.n_head) == SIZES[3:]
     assert (*model.wte.weight.shape, len(model.wpe.weight)) == (97, 24, 32)
+
+
+REST = "ctx, width, depth, heads"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("vocab", "len(vocab)"),
+        ("vocab", "len(vocab.stoi)"),
+        ("stoi", "len(stoi)"),
+        ("tokenizer", "len(tokenizer)"),
+        ("tokenizer", "tokenizer.vocab_size"),
+        ("tokenizer", "tokenizer.get_vocab_size()"),
+        ("tokenizer", "len(tokenizer.get_vocab())"),
+        ("bpe_tokenizer", "bpe_tokenizer.get_piece_size()"),
+        ("train_dataset", "train_dataset.get_vocab_size()"),
+        ("data", "data.n_vocab"),
+    ],
+)
+def test_a_vocabulary_is_as_large_as_the_checkpoints(
+    tmp_path: Path, name: str, number: str
+) -> None:
+    model = build(tmp_path, gpt(f", {name}, {REST}", f"{number}, {REST}"))
+    assert model.sizes == SIZES
+
+
+def test_ids_of_a_vocabulary(tmp_path: Path) -> None:
+    ids = 'vocab["<pad>"], vocab.stoi["<eos>"], vocab.pad_token_id, vocab.token_to_id("<s>")'
+    model = build(tmp_path, gpt(f", vocab, {REST}", f"len(vocab), {REST}, ({ids})"))
+    assert model.extra == (-1, 96, -1, 96)
+    nn.Embedding(97, 2, padding_idx=model.extra[0])  # torch accepts it
+
+
+def test_a_vocabulary_that_another_class_reads(tmp_path: Path) -> None:
+    source = """
+class Embed(nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.rows = len(vocab)
+"""
+    source += gpt(f", vocab, {REST}", f"Embed(vocab).rows, {REST}")
+    assert build(tmp_path, source).sizes == SIZES
+
+
+def test_a_vocabulary_of_which_something_else_is_read_has_no_stand_in(tmp_path: Path) -> None:
+    with pytest.raises(AdaptError, match="the argument vocab.merges"):
+        build(tmp_path, gpt(f", vocab, {REST}", f"len(vocab.merges), {REST}"))
+
+
+@pytest.mark.parametrize("unpacked", ["SimpleNamespace(**config_dict)", "config_dict"])
+def test_a_config_that_is_unpacked_is_a_dictionary(tmp_path: Path, unpacked: str) -> None:
+    source = gpt(", config_dict", READ, f"c = {unpacked}")
+    assert build(tmp_path, source).sizes == SIZES

@@ -381,6 +381,7 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["no_bias", "disable_rope", "without_residual"], ["off", "on", "off"]),
         (["no_of_heads", "norm_first", "noise"], ["n_head", "pre_norm", None]),
         (["logit_soft_cap", "softcap", "capacity"], ["cap", "cap", None]),
+        (["logits", "with_lm_head", "no_logits", "lm_head"], ["on", "on", "off", None]),
     ],
 )
 def test_names_beside_each_other(names: list[str], roles: list[str | None]) -> None:

@@ -73,9 +73,9 @@ def run(
             moved = float("inf") if trace is None else relative_rms(trace["logits"], plain)
         alone.append(moved)
     changed = _trace(context, [d.changes for d in found if d.changes is not None], ids)
-    if changed is None:
-        return Counterfactual(trusted, False, float("nan"), alone, None)
     ours = _graph_trace(context, taps, ids)
+    if changed is None or ours is None or "logits" not in ours:
+        return Counterfactual(trusted, False, float("nan"), alone, None)
     if context.mapping.output_softmax is not None or context.graph.dropouts:
         logits = ours["logits"]  # the graph runs without them
     V, T = min(changed["logits"].shape[-1], logits.shape[-1]), logits.shape[1]
@@ -99,11 +99,14 @@ def _trace(context: DiagnosisContext, changes: Sequence[Changes], ids: Tensor) -
         return None
 
 
-def _graph_trace(context: DiagnosisContext, taps: Taps, ids: Tensor) -> Trace:
-    """The taps of the model in float64."""
+def _graph_trace(context: DiagnosisContext, taps: Taps, ids: Tensor) -> Trace | None:
+    """The taps of the model in float64; None if the recorded operations do not fit its values."""
     graph = context.graph
     nodes = list(dict.fromkeys(node for view in taps.values() for node in view.nodes))
-    values = dict(zip(nodes, graph.run(nodes, {graph.input: ids}), strict=True))
+    try:
+        values = dict(zip(nodes, graph.run(nodes, {graph.input: ids}), strict=True))
+    except (RuntimeError, IndexError):
+        return None
     return {name: view.read([values[n] for n in view.nodes]) for name, view in taps.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -137,7 +138,7 @@ def _evidence(
         return deviation.evidence
     if deviation.changes is None and severity == "info":
         return "found in the graph, but it changes no numbers"
-    if deviation.changes is None:
+    if deviation.changes is None or not math.isfinite(alone):
         return "found in the graph, but the reference cannot be changed in the same way"
     if not counterfactual.trusted:
         return "found in the graph, but not confirmed, because the reference was not reproduced"
