@@ -69,7 +69,6 @@ from compat.adaptation.tracing.calling import (
     Given,
     batch_sizes,
     check_model,
-    eval_mode,
     find_signature,
 )
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
@@ -98,6 +97,7 @@ from compat.parity.check import converted, random_ids
 from compat.parity.reference import Reference
 from compat.tap import Tap
 from compat.user_code import is_users
+from compat.user_models.eval_mode import eval_mode
 
 BY_HAND = (
     "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "

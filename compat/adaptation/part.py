@@ -17,7 +17,6 @@ from compat.adaptation.result import Adaptation
 from compat.adaptation.tracing.calling import (
     MASKS,
     describe_error,
-    eval_mode,
     required_arguments,
 )
 from compat.config import GPT2Config
@@ -25,6 +24,7 @@ from compat.dialects.linear import GPTModel
 from compat.errors import AdaptError
 from compat.name_map import NameMap, Row
 from compat.user_code import is_users
+from compat.user_models.eval_mode import eval_mode
 
 # The parts of a layer, and where compat's own model has them.
 PATHS = {

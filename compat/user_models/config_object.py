@@ -12,6 +12,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,8 @@ UNREAD = {"int": 1, "float": 1.0, "str": "", "bool": False}
 UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_dump\())")
 # The number of heads that share keys; its default of None means one that the code computes.
 _KV = re.compile("kv|key|group")
+# A line that asks for a file, as `assert Path(corpus).exists()` does.
+_ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
 
@@ -178,8 +181,7 @@ def _instance(
         elif name in entries:
             continue
         elif required and name not in read - {*usage.sections}:
-            annotation = parameter.annotation
-            arguments[name] = UNREAD.get(getattr(annotation, "__name__", str(annotation)))
+            arguments[name] = _unread(parameter.annotation)
         elif required:
             missing.append(name)
     if missing:
@@ -197,8 +199,7 @@ def _instance(
     # Fields of a class whose decorator is that of a missing library, such as attrs.
     for name, annotation in inspect.get_annotations(template).items():
         if not parameters and not hasattr(made, name):
-            unread = UNREAD.get(getattr(annotation, "__name__", str(annotation)))
-            setattr(made, name, neutral(name)[1] if neutral(name)[0] else unread)
+            setattr(made, name, neutral(name)[1] if neutral(name)[0] else _unread(annotation))
     for name in _sections(usage):
         section = getattr(made, name, made)
         with contextlib.suppress(Exception):  # of a property, or a constructor of the user's
@@ -212,6 +213,15 @@ def _instance(
     return made, []
 
 
+def _unread(annotation: Any) -> Any:
+    """A value of this type for an entry that the model does not read."""
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return next(iter(annotation), None)
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)[0]
+    return UNREAD.get(getattr(annotation, "__name__", str(annotation)))
+
+
 def _made(template: type, arguments: Mapping[str, Any]) -> Any:
     """An instance of a config class.
 
@@ -222,9 +232,11 @@ def _made(template: type, arguments: Mapping[str, Any]) -> Any:
     made = object.__new__(template)
     try:
         inspect.getattr_static(template, "__init__")(made, **arguments)
-    except OSError as error:
+    except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if not any(frame.name == "__post_init__" for frame in frames):
+        own = [frame for frame in frames if frame.name == "__post_init__"]
+        lines = [frame.line or "" for frame in own]
+        if not own or not (isinstance(error, OSError) or any(map(_ASKS_FOR_A_FILE.search, lines))):
             raise
     return made
 
@@ -335,7 +347,7 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
         interface = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
         if is_missing(value) or interface or value is Unknown:  # an interface, as of a tokenizer
             continue
-        if not issubclass(value, (nn.Module, Mapping)):
+        if not issubclass(value, (nn.Module, Mapping, Enum)):
             return value
     return None
 

@@ -20,7 +20,7 @@ from enum import Enum
 from functools import partial
 from textwrap import shorten
 from types import FunctionType, SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from compat.user_models.config_object import (
     merged,
     takes_config,
 )
+from compat.user_models.eval_mode import eval_mode
 from compat.user_models.module_sizes import resized, undefined_sizes
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
@@ -73,7 +74,7 @@ from compat.user_models.usage import (
     tree_of,
     user_modules,
 )
-from compat.user_models.vocabulary import vocabulary_for
+from compat.user_models.vocabulary_argument import vocabulary_for
 
 Parameter = inspect.Parameter
 PLAIN = (bool, int, float, str)  # types whose values are compared
@@ -171,13 +172,36 @@ def _built(
     described = _described_call(target, arguments)
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
         with _entries_known(target, arguments, config), resized(target, config):
-            model = target(**arguments)
+            model = _constructed(target, arguments)
             for module in getattr(model, "modules", list)():
                 hash(module)  # which torch needs; a class with __eq__ alone has none
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
     return model, described
+
+
+def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    """What the target returns, also if it has a list of tied weights, as in transformers 4.
+
+    Version 5 expects a dictionary in its place. The head is tied as version 4 tied it.
+    """
+    values = [value for module in user_modules(target) for value in list(vars(module).values())]
+    lists: dict[Any, list[str]] = {
+        value: vars(value)["_tied_weights_keys"] for value in values
+        if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
+    }  # fmt: skip
+    for cls in lists:
+        cls._tied_weights_keys = {}
+    try:
+        model: Any = target(**arguments)
+    finally:
+        for cls, names in lists.items():
+            cls._tied_weights_keys = names
+    if type(model) in lists and getattr(model.config, "tie_word_embeddings", False):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return cast(nn.Module, model)
 
 
 def _needs_more_than_ids(model: nn.Module) -> bool:
@@ -201,19 +225,14 @@ def _called(model: nn.Module, config: GPT2Config) -> Any:
     if _needs_more_than_ids(model):
         return None
     full = torch.arange(config.n_positions)[None] % config.vocab_size
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            try:
-                return model.eval()(full[:, :6])
-            except Exception:
-                for ids in (full, full[0, :6]):
-                    with contextlib.suppress(Exception):
-                        return model(ids)
-                raise
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with eval_mode(model):
+        try:
+            return model(full[:, :6])
+        except Exception:
+            for ids in (full, full[0, :6]):
+                with contextlib.suppress(Exception):
+                    return model(ids)
+            raise
 
 
 def _other_way(
@@ -234,7 +253,7 @@ def _other_way(
         with contextlib.suppress(Exception, SystemExit):
             arguments = _found_arguments(target, sizes, merged(own or {}, kwargs), None)
             with resized(target, sizes):
-                return _runs(target(**arguments), sizes)
+                return _runs(_constructed(target, arguments), sizes)
         return False
 
     if runs(config.n_embd):
@@ -341,7 +360,7 @@ def _tried(
     """
     arguments = _found_arguments(target, sizes, kwargs, None)
     with _entries_known(target, arguments, sizes), resized(target, sizes):
-        model = target(**arguments)
+        model = _constructed(target, arguments)
         try:
             found = _called(model, sizes)
         except ModuleNotFoundError:

@@ -15,6 +15,7 @@ from torch import nn
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, construct_with_call, load_target
+from compat.user_models.eval_mode import eval_mode
 from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
@@ -1096,7 +1097,7 @@ class Embed(nn.Module):
 
 
 def test_a_vocabulary_of_which_something_else_is_read_has_no_stand_in(tmp_path: Path) -> None:
-    with pytest.raises(AdaptError, match="the argument vocab.merges"):
+    with pytest.raises(AdaptError, match=r"the argument vocab\.merges"):
         build(tmp_path, gpt(f", vocab, {REST}", f"len(vocab.merges), {REST}"))
 
 
@@ -1104,3 +1105,70 @@ def test_a_vocabulary_of_which_something_else_is_read_has_no_stand_in(tmp_path: 
 def test_a_config_that_is_unpacked_is_a_dictionary(tmp_path: Path, unpacked: str) -> None:
     source = gpt(", config_dict", READ, f"c = {unpacked}")
     assert build(tmp_path, source).sizes == SIZES
+
+
+def test_a_config_that_asks_for_a_file_in_its_post_init(tmp_path: Path) -> None:
+    check = "\n    def __post_init__(self):\n        assert Path('no.txt').exists(), 'no corpus'\n"
+    source = "from pathlib import Path\n" + DATACLASS + check + gpt(", c: GPTConfig", READ)
+    assert build(tmp_path, source).sizes == SIZES
+    other = source.replace("Path('no.txt').exists()", "self.n_embd % 5 == 0")
+    with pytest.raises(AdaptError, match="no corpus"):  # it is not about a file
+        build(tmp_path, other)
+
+
+def test_the_first_member_of_an_enumeration_that_is_not_read(tmp_path: Path) -> None:
+    fields = "\nclass GPTConfig:\n    kind: Kind\n    mode: typing.Literal['a', 'b']\n"
+    source = "import enum\nclass Kind(enum.Enum):\n    FIRST, SECOND = 1, 2\n" + DATACLASS.replace(
+        "\nclass GPTConfig:\n", fields
+    )
+    check = "assert list(vars(c).values())[:2] == [Kind.FIRST, 'a']"
+    assert build(tmp_path, source + gpt(", c: GPTConfig", READ, check)).sizes == SIZES
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_list_of_tied_weights_as_in_transformers_4(tmp_path: Path, tie: bool) -> None:
+    source = f"""
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=8, n_embd=8, **more):
+        self.vocab_size, self.n_embd = vocab_size, n_embd
+        super().__init__(tie_word_embeddings={tie}, **more)
+
+class GPT(PreTrainedModel):
+    config_class = OwnConfig
+    _tied_weights_keys = ["head.weight"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.wte
+
+    def get_output_embeddings(self):
+        return self.head
+"""
+    model = build(tmp_path, source)
+    assert (model.head.weight is model.wte.weight) is tie
+    assert type(model)._tied_weights_keys == ["head.weight"]
+
+
+def test_a_training_loop_that_is_called_train(tmp_path: Path) -> None:
+    source = """
+class GPT(Core):
+    def __init__(self, n_vocab, ctx, width, depth, heads):
+        super().__init__(n_vocab, ctx, width, depth, heads)
+        self.drop = nn.Dropout(0.5)
+
+    def train(self, batches, steps=10):
+        raise RuntimeError("no training here")
+"""
+    model = build(tmp_path, source)
+    with eval_mode(model):
+        assert not model.training and not model.drop.training
+    assert model.training and model.drop.training

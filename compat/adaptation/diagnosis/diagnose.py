@@ -29,11 +29,12 @@ from compat.adaptation.diagnosis.findings import (
 from compat.adaptation.diagnosis.registry import CODES, DETECTORS, Deviation, find_deviations
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.calling import Forward, eval_mode
+from compat.adaptation.tracing.calling import Forward
 from compat.adaptation.tracing.graph import Place
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.reference import Reference
 from compat.tap import tap_names
+from compat.user_models.eval_mode import eval_mode
 
 __all__ = ["CODES", "diagnose"]
 

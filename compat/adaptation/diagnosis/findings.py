@@ -18,7 +18,7 @@ from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
-from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
+from compat.adaptation.tracing.calling import Forward, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Graph, Place
 from compat.adaptation.tracing.plain_lists import PlainList
 from compat.adaptation.tracing.watched import detached_at
@@ -30,6 +30,7 @@ from compat.parity.gradients import wrong_gradients
 from compat.parity.reference import Reference
 from compat.tap import tap_names
 from compat.user_code import exception_summary, users_frames
+from compat.user_models.eval_mode import eval_mode
 
 
 def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:

@@ -22,12 +22,12 @@ from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import (
     CallSignature,
     describe_error,
-    eval_mode,
     plain_kernels,
 )
 from compat.adaptation.tracing.graph import Place
 from compat.parity.outputs import find_logits
 from compat.parity.reference import Reference
+from compat.user_models.eval_mode import eval_mode
 from compat.user_models.synonyms import plain
 
 # Names of arguments and methods, in lower case and without underscores.

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.mapping.taps import Taps, trace_graph
-from compat.adaptation.tracing.calling import Forward, eval_mode
+from compat.adaptation.tracing.calling import Forward
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.logits import prove_logits
 from compat.parity.reference import Reference
+from compat.user_models.eval_mode import eval_mode
 
 
 def parity_at_nodes(

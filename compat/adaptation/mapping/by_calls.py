@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from compat.adaptation.tracing.calling import Forward, describe_error, eval_mode
+from compat.adaptation.tracing.calling import Forward, describe_error
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.name_map import NameMap, Row
 from compat.ops import Op, Rearrange, Same, Split, Transpose
+from compat.user_models.eval_mode import eval_mode
 
 Called = tuple[str, nn.Module]
 ATTENTION, MLP = ("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")

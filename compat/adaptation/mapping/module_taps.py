@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from compat.adaptation.mapping.taps import Taps, trace_graph
-from compat.adaptation.tracing.calling import Forward, eval_mode, plain_kernels
+from compat.adaptation.tracing.calling import Forward, plain_kernels
 from compat.adaptation.tracing.graph import Graph
 from compat.errors import CompatError
 from compat.parity.trace import Trace, tracing
 from compat.tap import Tap, hook_tap
+from compat.user_models.eval_mode import eval_mode
 
 PARTS = (None, 0, 1, 2)
 MOST_ITEMS = 3  # of a module's inputs and outputs that are examined

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits
 from compat.user_code import exception_report, is_users, users_frames
+from compat.user_models.eval_mode import eval_mode
 from compat.user_models.synonyms import plain
 from compat.user_models.usage import modules_text, source_of, user_modules
 
@@ -107,19 +108,6 @@ def plain_kernels() -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run the model in eval mode and without gradients, then restore each module's mode."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def describe_error(error: Exception) -> str:

@@ -22,7 +22,6 @@ from torch.fx.node import map_aggregate
 from compat.adaptation.tracing.calling import (
     Forward,
     describe_error,
-    eval_mode,
     global_state,
     plain_kernels,
 )
@@ -30,6 +29,7 @@ from compat.adaptation.tracing.graph import DRAWS, MOVES, Graph, Place, aten, ki
 from compat.errors import AdaptError
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
+from compat.user_models.eval_mode import eval_mode
 
 # Functions of in-place operations that are not named like them without the underscore.
 FUNCTIONS = {

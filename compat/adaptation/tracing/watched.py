@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from compat.adaptation.tracing.calling import Forward, eval_mode
+from compat.adaptation.tracing.calling import Forward
 from compat.adaptation.tracing.graph import SHAPE_ONLY, Place
 from compat.user_code import is_users
+from compat.user_models.eval_mode import eval_mode
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 

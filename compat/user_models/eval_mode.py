@@ -1,0 +1,33 @@
+"""Eval mode for a user's model, and back to the modes that its modules had."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run the model in eval mode and without gradients, then restore each module's mode."""
+    modes = {module: module.training for module in model.modules()}
+    if all(_switches(module) for module in modes):
+        model.eval()
+    else:
+        for module in modes:
+            module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _switches(module: nn.Module) -> bool:
+    """Whether `train` and `eval` switch the mode, and are not a training loop of the user's."""
+    train, evaluate = (inspect.signature(f).parameters for f in (module.train, module.eval))
+    return list(train) in (["mode"], []) and not evaluate
