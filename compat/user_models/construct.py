@@ -57,6 +57,7 @@ from compat.user_models.trials import (
     arguments_with,
     better,
     constant,
+    is_boolean,
     needed,
     reassigned,
     small_config,
@@ -329,7 +330,8 @@ def _inferred(
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         code = Code(modules_text(target), _choices(target), _roles(target))
-        sizes = _all_sizes(target, {}, kwargs or {}) | dict.fromkeys(error.names, 0)
+        sizes = _all_sizes(target, {}, kwargs or {})
+        sizes |= {name: 0 for name in error.names if not is_boolean(name, code)}
         if found := unnamed(run, sizes, chosen, config):
             return arguments_with({**chosen, **found}, config)
         chosen = tried(run, error.names, chosen, code, config)

@@ -27,7 +27,7 @@ _PATTERNS = {
     "qkv_bias": r".*(attn|attention|qkv)bias|biasqkv",
     "layer_norm_bias": r".*(norm|ln)bias",
     "bias": r".*bias(es|linear)?",
-    "tie_word_embeddings": rf"tied?|(use)?(tied?|shared?)(word)?(weights?|{_EMB})"
+    "tie_word_embeddings": rf"tied?|(use)?(tied?|shared?)(word)?({_EMB})?(weights?|{_EMB})"
     rf"|(use)?(weight|{_EMB})(tie|tying)",
     "init": r"(weight)?init(ializer)?(range|std|scale)",
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
@@ -75,8 +75,9 @@ _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
 _KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|(query)?(key|query|value)s?(dim|size)")
 # The second role applies if another name beside it has the first role.
-_TWO_ROLES = [
+_TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
     (_WIDE, "n_embd", "d_inner"),
+    (re.compile("(n|num)?tokens|(n|num)token|tokencount"), "vocab_size", None),
     (re.compile("nx"), "n_embd", "n_layer"),
     (re.compile("nblock"), "n_layer", "n_positions"),
     (re.compile("numembeddings"), "n_embd", "vocab_size"),

@@ -108,8 +108,34 @@ def tried(
     while True:
         best, unknown = _best(run, config, chosen, _by_likelihood(every))
         if not unknown:
-            return {**chosen, **best} if best else {}
+            switches = [name for name in best if is_boolean(name, code)]
+            return _with_most_used(run, config, {**chosen, **best}, switches) if best else {}
         every |= {name: _candidates(name, code) for name in unknown}
+
+
+def _with_most_used(
+    run: Run, config: GPT2Config, chosen: dict[str, Value], switches: Iterable[str]
+) -> dict[str, Value]:
+    """The values, with each switch turned where fewer parameters are left unused then."""
+    small = small_config(config)
+    for name in switches:
+        turned = {**chosen, name: constant(not chosen[name](small))}
+        with suppress(Exception, SystemExit):
+            (one, every), (other, same) = (_used(run, small, each) for each in (chosen, turned))
+            chosen = turned if every - one > same - other and every == same else chosen
+    return chosen
+
+
+def _used(run: Run, small: GPT2Config, chosen: Mapping[str, Value]) -> tuple[int, int]:
+    """The number of parameters in the modules that run, or 0 if no module does, and of all."""
+    executed = set[nn.Module]()
+    hook = register_module_forward_hook(lambda module, *_: executed.add(module))
+    try:
+        model, _ = run(small, arguments_with(chosen, small))
+    finally:
+        hook.remove()
+    own = {p for m in executed for p in m.parameters(recurse=False)}
+    return sum(p.numel() for p in own), sum(p.numel() for p in model.parameters())
 
 
 def better(
@@ -225,14 +251,8 @@ def needed(
     small, found = small_config(config), dict[str, Value]()
 
     def count(more: Mapping[str, Value]) -> int:
-        executed = set[nn.Module]()
-        hook = register_module_forward_hook(lambda module, *_: executed.add(module))
-        try:
-            model, _ = run(small, arguments_with({**chosen, **found, **more}, small))
-        finally:
-            hook.remove()
-        modules = [module for module in model.modules() if module in executed or not executed]
-        return sum(p.numel() for p in {p for m in modules for p in m.parameters(recurse=False)})
+        used, every = _used(run, small, {**chosen, **found, **more})
+        return used or every
 
     for name, value in switches.items():
         kept = {name: constant(value)}
@@ -383,8 +403,10 @@ def _candidates(entry: str, code: Code) -> list[Value]:
     if texts:
         usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
         return [constant(value) for value in usual]
-    if re.search("flash|sdpa|use_?emb", name):
+    if re.search("flash|sdpa|use_?(emb|pos)", name):
         return [constant(True), constant(False)]
+    if is_boolean(entry, code):
+        return [constant(False), constant(True)]
     if re.search(rf"\b{re.escape(name)}\s*:\s*float\b", text):
         return [constant(number) for number in (1.0, 0.0, 10000.0)]
     sizes = [_of_role(role) for role in SIZE_ROLES]
@@ -401,6 +423,12 @@ def _candidates(entry: str, code: Code) -> list[Value]:
         rf"\b{re.escape(name)}\s*(:\s*int\b|[*/%])|[*/%]\s*{re.escape(name)}\b", text
     )
     return others if number else [*switches, *others]
+
+
+def is_boolean(entry: str, code: Code) -> bool:
+    """Whether the code annotates an entry as a boolean."""
+    name = re.escape(entry.rpartition(".")[2])
+    return re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text) is not None
 
 
 def constant(value: Any) -> Value:

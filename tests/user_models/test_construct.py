@@ -1172,3 +1172,24 @@ class GPT(Core):
     with eval_mode(model):
         assert not model.training and not model.drop.training
     assert model.training and model.drop.training
+
+
+def test_booleans_without_a_default_leave_no_parameters_unused(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, vocab_size, ctx, width, depth, heads, with_places: bool, raw_end: bool):
+        super().__init__()
+        self.switches = with_places, raw_end
+        self.wte, self.wpe = nn.Embedding(vocab_size, width), nn.Embedding(ctx, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        if self.switches[0]:
+            x = x + self.wpe(torch.arange(ids.shape[1]))
+        x = self.layers(x)
+        return self.head(x if self.switches[1] else self.norm(x))
+"""
+    assert build(tmp_path, source).switches == (True, False)
