@@ -14,6 +14,7 @@ import contextlib
 import dis
 import importlib.machinery
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                     parts = (cause.name or "").split(".")
                     names = (".".join(parts[: i + 1]) for i in range(len(parts)))
                     name = next((n for n in names if n not in sys.modules), "")
+                elif isinstance(cause, ImportError):
+                    name = _missing_submodule(cause)
                 if finder.names and (not name or name in finder.names):
                     name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it
@@ -69,6 +72,13 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
         sys.meta_path.remove(finder)
         for name in [n for n in sys.modules if finder.covers(n)]:
             del sys.modules[name]
+
+
+def _missing_submodule(error: ImportError) -> str:
+    """`package.name` if `from package import name` found no such module, as of compiled code."""
+    name = re.match(r"cannot import name '(\w+)' from", str(error))
+    is_package = hasattr(sys.modules.get(error.name or ""), "__path__")
+    return f"{error.name}.{name[1]}" if name and is_package else ""
 
 
 def _failed_module(error: BaseException) -> str:
@@ -181,7 +191,10 @@ class _Finder:
 class _MissingModule(ModuleType):
     @property
     def library(self) -> str:
-        return self.__name__.partition(".")[0]
+        """The package to install; of an installed package or the user's own, the module."""
+        package = self.__name__.partition(".")[0]
+        is_missing = isinstance(sys.modules.get(package, self), _MissingModule)
+        return package if is_missing else self.__name__
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

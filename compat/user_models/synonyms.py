@@ -111,6 +111,11 @@ _EXPERTS = re.compile(
     r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
     r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)"
 )
+# Lengths of the training.
+_TRAINING = re.compile(
+    r"(n|num|max|total|training|train|warmup|decay|log|logging|eval|val|save|checkpoint)+"
+    r"(steps?|epochs?|iters?|iterations?|interval)"
+)
 # Names of the characters or words of a vocabulary, whose number the code takes.
 _SYMBOLS = re.compile(r"(all|unique)?(char(acter)?s|symbols|alphabet|charset|vocab(ulary)?|itos)")
 # Names of a constructor's config argument, and how the names of config classes end.
@@ -252,6 +257,6 @@ def neutral(name: str) -> tuple[bool, Any]:
     """
     if _MASKED_SCORE.fullmatch(plain(name)):
         return True, -1e9  # finite, for code that multiplies it by the mask
-    if _EXPERTS.fullmatch(plain(name)):
+    if _EXPERTS.fullmatch(plain(name)) or _TRAINING.fullmatch(plain(name)):
         return True, 1
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

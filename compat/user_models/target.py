@@ -548,6 +548,12 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
     return False
 
 
+def _only_trains(definition: ast.ClassDef) -> bool:
+    """Whether a class has the methods of Lightning for training, and no `forward`."""
+    names = {getattr(node, "name", "") for node in definition.body}
+    return "forward" not in names and bool(names & {"training_step", "configure_optimizers"})
+
+
 def _root(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
 ) -> str:
@@ -558,6 +564,7 @@ def _root(
     Of several the last is chosen, which in a lesson is the complete one, and a note says so.
     """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
+    classes = {name: c for name, c in classes.items() if not _only_trains(c)} or classes
     used = {
         node.id
         for name, definition in classes.items()

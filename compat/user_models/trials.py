@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations, islice, permutations, product
 from threading import get_ident
 from time import process_time
@@ -398,6 +399,10 @@ def _candidates(entry: str, code: Code) -> list[Value]:
         annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{kind}\b", text)
         if annotated or plain(name) in plain(kind):
             return [*values]
+    if re.search(r"(layer|block|attn|attention)_?(types|kinds)$", name):  # one for each layer
+        found = dict.fromkeys(re.findall(r"[\"'](\w*(?:full|global|attn|attention)\w*)[\"']", text))
+        usual = sorted(found, key=lambda kind: re.search("full|global|causal", kind) is None)
+        return [partial(_per_layer, each) for each in usual]
     near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
     texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]
     if texts:
@@ -429,6 +434,10 @@ def is_boolean(entry: str, code: Code) -> bool:
     """Whether the code annotates an entry as a boolean."""
     name = re.escape(entry.rpartition(".")[2])
     return re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text) is not None
+
+
+def _per_layer(value: str, config: GPT2Config) -> list[str]:
+    return [value] * config.n_layer
 
 
 def constant(value: Any) -> Value:

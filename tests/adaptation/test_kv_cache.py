@@ -173,6 +173,34 @@ def test_a_cache_without_a_mask_after_the_first_call(tmp_path: Path, small: Chec
     assert "for one new id at a time, but not for 3 at once" in found.message
 
 
+@pytest.mark.parametrize("kind", ["returned", "kept"])
+def test_the_cache_of_a_model_that_is_no_gpt2(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+    """Steps are compared with the model's own logits."""
+    text = RIGHT[kind].replace('approximate="tanh"', 'approximate="none"')
+    adaptation = target(tmp_path, text).adapt(small, {})
+    assert [f.code for f in adaptation.findings if f.severity == "breaks"] == ["erf_gelu"]
+    assert about_the_cache(adaptation) == []
+    old, new = (START, "start = 0") if kind == "returned" else ("self.current += T", "pass")
+    assert text.count(old) == 1
+    [found] = about_the_cache(target(tmp_path, text.replace(old, new)).adapt(small, {}))
+    assert (found.code, found.severity) == ("kv_cache", "limit")
+    assert "differ from those of the whole sequence" in found.message
+
+
+def test_positions_that_a_step_cannot_do_without(tmp_path: Path, small: Checkpoint) -> None:
+    right = EXPLICIT.replace("torch.arange(idx.shape[1]) if position_ids is None else ", "")
+    right = right.replace("position_ids[0]", "_positions(position_ids, idx, cache)")
+    right += """
+
+def _positions(position_ids, idx, cache):
+    if position_ids is None and cache is not None:
+        raise ValueError("a step needs positions")
+    return torch.arange(idx.shape[1]) if position_ids is None else position_ids[0]
+"""
+    adaptation = target(tmp_path, right).adapt(small, {})
+    assert adaptation.compatible and about_the_cache(adaptation) == []
+
+
 def test_a_cache_that_raises_is_reported(tmp_path: Path, small: Checkpoint) -> None:
     text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([cache[0], k], dim=1)")
     [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))

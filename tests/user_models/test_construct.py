@@ -1193,3 +1193,31 @@ class GPT(nn.Module):
         return self.head(x if self.switches[1] else self.norm(x))
 """
     assert build(tmp_path, source).switches == (True, False)
+
+
+def test_the_kind_of_every_layer(tmp_path: Path) -> None:
+    source = """
+@dataclass
+class GPTConfig:
+    layer_types: list[str]
+    vocab_size: int
+    n_ctx: int
+    n_embd: int
+
+class GPT(nn.Module):
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        self.windows = [8 if kind == "sliding_attention" else None for kind in c.layer_types]
+        assert all(kind in ("sliding_attention", "full_attention") for kind in c.layer_types)
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.n_ctx, c.n_embd)
+
+    def forward(self, ids):
+        return (self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))) @ self.wte.weight.T
+"""
+    assert build(tmp_path, source).windows == [None, None, None]
+
+
+def test_the_length_of_the_training_does_not_matter(tmp_path: Path) -> None:
+    names = "warmup_steps, total_steps, num_epochs, log_interval"
+    model = build(tmp_path, gpt(f", n_vocab, {REST}, {names}", f"n_vocab, {REST}, ({names})"))
+    assert model.sizes == SIZES and model.extra == (1, 1, 1, 1)

@@ -200,6 +200,33 @@ def test_the_most_complete_model_of_a_lesson_is_selected(tmp_path: Path) -> None
     assert load_target(str(path)).__name__ == "Second"
 
 
+def test_a_class_that_trains_the_model_is_not_selected(tmp_path: Path) -> None:
+    trainer = """
+class Training(nn.Module):
+    def __init__(self, warmup, vocab_size):
+        super().__init__()
+        self.model = GPT()
+
+    def training_step(self, batch, index):
+        return self.model(batch).mean()
+"""
+    path = write(tmp_path / "own.py", GPT + trainer)
+    assert load_target(str(path)).__name__ == "GPT"
+    path.write_text(GPT + trainer + "    def forward(self, ids):\n        return self.model(ids)\n")
+    assert load_target(str(path)).__name__ == "Training"
+
+
+def test_compiled_code_of_the_package_that_is_missing(tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    write(package / "__init__.py", "from . import kernels\n")
+    path = write(package / "model.py", "from . import kernels\n" + GPT)
+    assert load_target(str(path)).__name__ == "GPT"
+    path.write_text("from . import kernels\n" + GPT.replace("= Block()", "= kernels.Block()"))
+    with pytest.raises(AdaptError, match=r"No module named 'own\.kernels'"):
+        construct(load_target(str(path)), GPT2Config())
+
+
 def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path) -> None:
     """Although it is the last class, and a function builds both."""
     source = (
