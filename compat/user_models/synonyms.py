@@ -65,6 +65,8 @@ _PATTERNS = {
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip
+# Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
+_PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp)_(?=\w{2})")
 # Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.
 _NEGATED = re.compile(r"(?:no|not|disabled?|without|skip|omit|remove)(.+)")
 _OPPOSITES = {"off": "on", "on": "off"} | dict.fromkeys(
@@ -151,6 +153,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             letter has no role that a longer name has.
     """
     short = plain(name)
+    if (prefix := _PREFIX.match(name)) and _only_role(short) is None:
+        return role_of(name[prefix.end() :], among)
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"

@@ -371,6 +371,7 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["n_tokens", "n_embd"], ["vocab_size", "n_embd"]),
         (["n_tokens", "vocab_size"], [None, "vocab_size"]),
         (["tie_embedding_weights"], ["tie_word_embeddings"]),
+        (["G_N_EMBD", "DEFAULT_BLOCK_SIZE", "g_x"], ["n_embd", "n_positions", None]),
         (["n_block", "n_embd"], ["n_layer", "n_embd"]),
         (["n_block", "n_layer"], ["n_positions", "n_layer"]),
         (["V", "S", "E", "N", "L"], ["vocab_size", "n_positions", "n_embd", "n_head", "n_layer"]),
