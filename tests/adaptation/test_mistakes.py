@@ -1381,3 +1381,45 @@ def test_queries_that_are_summed_up_are_not_a_rotation(tiny: Path, tmp_path: Pat
     edits = [(scores, f"        queries = queries.cumsum(2)\n{scores}")]
     found = {f.code: f.tap for f in adapted(tiny, tmp_path, edits).deviations}
     assert found == {"unexplained": "h.0.probs"}
+
+
+MASKED = '        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n'
+CAPPED = "        scores = 5 * torch.tanh(scores / 5)\n"
+OTHERS_OF_SCORES = {
+    "no_mask": (MASKED, ""),
+    "wrong_scale": ("/ self.head_dim ** 0.5", "/ 2"),
+    "softmax_dim": ("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=-2)"),
+    "changed_scores": (MASKED, CAPPED + MASKED),
+    "scaled_probs": ("weights = self.drop(weights)", "weights = self.drop(weights) * 2"),
+}
+KEYS_BEFORE = "keys = " + PREVIOUS.format("keys.transpose(1, 2)") + ".transpose(1, 2)"
+
+
+@pytest.mark.parametrize("other", OTHERS_OF_SCORES)
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("qk_norm", "queries, keys = F.layer_norm(queries, (8,)), F.layer_norm(keys, (8,))"),
+        ("time_shift", KEYS_BEFORE),
+    ],
+)
+def test_what_changes_the_keys_does_not_hide_another_deviation_of_the_scores(
+    tiny: Path, tmp_path: Path, code: str, line: str, other: str
+) -> None:
+    scores = "        scores = queries @"
+    line = line.replace("(8,)", "(self.head_dim,)")
+    edits = [(scores, f"        {line}\n{scores}"), OTHERS_OF_SCORES[other]]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {code, other}
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+
+
+@pytest.mark.parametrize("other", ["no_mask", "scaled_probs", "wrong_scale"])
+def test_a_cap_does_not_hide_another_deviation_of_the_scores(
+    tiny: Path, tmp_path: Path, other: str
+) -> None:
+    old, new = OTHERS_OF_SCORES[other]
+    edits = [(MASKED, CAPPED)] if other == "no_mask" else [(MASKED, CAPPED + MASKED), (old, new)]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"changed_scores", other}
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)

@@ -58,6 +58,10 @@ class LayerAttention:
         self.core = self.layer.cores[0]
         self.attention = self.context.mapping.attentions[self.i]
         self.formula = self.context.attention_formulas[self.i]
+        inner = self.context.inner_formulas[self.i]
+        if self.formula is None and inner is not None and not self.unsplit:
+            # Of what is applied to q, k and v before their products, and of the rest.
+            self.formula = inner if self.is_normalized or self.shift is not None else None
 
     @cached_property
     def inside(self) -> list[Node]:
@@ -248,8 +252,14 @@ class LayerAttention:
 
     @property
     def own_attention(self) -> Changes:
-        """The model's own function of q, k and v, as a change to the reference."""
-        return Changes(attention={self.i: AttentionPiece(self.graph, self.attention).projected})
+        """The model's own function of q, k and v, as a change to the reference.
+
+        If the formula of their products is known, what runs before these.
+        """
+        piece = AttentionPiece(self.graph, self.attention)
+        if self.formula is not None and self.attention.indirect:
+            return Changes(operands={self.i: piece.operands})
+        return Changes(attention={self.i: piece.projected})
 
     @property
     def scores_line(self) -> Place | None:
@@ -494,7 +504,9 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
     name, distance, node = layer.shift
     found = f"{name} of each token is computed from {_distant(distance)}"
     place = source.running(layer.graph, [node])
-    return Deviation(f"h.{layer.i}.q", place, {"found": found}, evidence=SHIFTED)
+    indirect = layer.attention.indirect and layer.formula is not None
+    changes = layer.own_attention if indirect else None
+    return Deviation(f"h.{layer.i}.q", place, {"found": found}, changes, evidence=SHIFTED)
 
 
 def _distant(distance: int) -> str:

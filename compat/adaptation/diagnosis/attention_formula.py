@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
-from compat.adaptation.mapping.linear_maps import function_between, token_view
+from compat.adaptation.mapping.linear_maps import View, function_between, token_view
 from compat.adaptation.tracing.graph import Graph, random_values
 from compat.config import GPT2Config
 from compat.errors import listed
@@ -135,17 +136,29 @@ class AttentionPiece:
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The result of the model's own operations, (B, H, T, D)."""
+        return self._computed([self.attention.heads], q, k, v)[0]
+
+    def projected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The result for the projections, whose factors `heads` does not apply."""
+        return self.heads(self.attention.q_factor * q, self.attention.k_factor * k, v)
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The operands of the products for the projections, of attention that is indirect."""
+        inner = self.attention.inner
+        assert inner is not None
+        q, k = self.attention.q_factor * q, self.attention.k_factor * k
+        return self._computed([inner.q, inner.k, inner.v], q, k, v)
+
+    def _computed(self, ends: Sequence[View], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         given: dict[Node, Tensor] = {}
         views = (self.attention.q, self.attention.k, self.attention.v)
         for view, value in zip(views, (q, k, v), strict=True):
             for node, part in zip(view.nodes, view.write(value), strict=True):
                 # A node that holds several of them, as a fused projection does, is their sum.
                 given[node] = given[node] + part if node in given else part
-        return self.attention.heads.read(self.graph.run(self.attention.heads.nodes, given))
-
-    def projected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The result for the projections, whose factors `heads` does not apply."""
-        return self.heads(self.attention.q_factor * q, self.attention.k_factor * k, v)
+        nodes = list(dict.fromkeys(node for end in ends for node in end.nodes))
+        values = dict(zip(nodes, self.graph.run(nodes, given), strict=True))
+        return [end.read([values[node] for node in end.nodes]) for end in ends]
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """The weight of every value, (B, H, T, T), measured with one-hot values."""
@@ -191,7 +204,7 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
             if torch.allclose(expected, even[0, 0][rows], atol=1e-6):
                 if found := _fitted(piece, formula):
                     return found
-    found = _with_other_mask(piece) or _over_heads(piece) or _unusual(piece, seen)
+    found = _with_other_mask(piece) or _over_heads(piece) or _unusual(piece, seen, total)
     return found or _biased(piece, even * total)
 
 
@@ -224,21 +237,23 @@ def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
     return None
 
 
-def _unusual(piece: AttentionPiece, seen: Tensor) -> AttentionFormula | None:
+def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionFormula | None:
     """The formula of a softmax of capped scores, or of one with 1 more in the sum."""
-    usual = AttentionFormula(seen, 1.0)
+    usual = AttentionFormula(seen, 1.0, total=total)
     for formula in (replace(usual, plus_one=True), replace(usual, plus_one="max")):
         if found := _fitted(piece, formula):
             return found
-    if piece.T < 2 or not torch.equal(seen[1].nonzero().flatten(), torch.arange(2)):
+    row = next((i for i, keys in enumerate(seen) if keys.sum() > 1), None)
+    if row is None:
         return None
+    one, two = seen[row].nonzero().flatten()[:2].tolist()
 
     def score(x: float) -> float:
         """What the score x of the second of two keys becomes if that of the first is 0."""
         q, k = piece.random(0, 0.0), piece.random(0, 0.0)
-        q[..., 1, 0], k[..., 1, 0] = x, 1
-        probs = piece.probabilities(q, k)[0, 0, 1]
-        return (probs[1].log() - probs[0].log()).item()
+        q[..., row, 0], k[..., two, 0] = x, 1
+        probs = piece.probabilities(q, k)[0, 0, row]
+        return (probs[two].log() - probs[one].log()).item()
 
     cap, scale = score(1e9), score(1e-3) / 1e-3
     if 0 < cap < 600:  # beyond, exp overflows

@@ -106,6 +106,14 @@ class DiagnosisContext:
         ]
 
     @cached_property
+    def inner_formulas(self) -> list[AttentionFormula | None]:
+        """The formula of the operands of the products in each layer whose attention is indirect."""
+        return [
+            None if attention.inner is None else attention_of(self.graph, attention.inner)
+            for attention in self.mapping.attentions
+        ]
+
+    @cached_property
     def has_rotations(self) -> bool:
         """Whether q and k depend on the position in a layer, as with rotary embeddings."""
         attentions = zip(self.anatomy.layers, self.mapping.attentions, strict=True)

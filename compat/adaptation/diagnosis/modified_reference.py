@@ -40,6 +40,7 @@ class Changes:
         mlp_output: functions of the results of MLPs, by layer.
         attention: attention functions, by layer.
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
+        operands: functions of q, k and v that attention is applied to, by layer.
         unnormed: which of q, k and v are projected from the input of ln_1, by layer.
         value_as_key: layers that use the value as the key.
         unmerged_heads: layers that merge the heads without transposing them back.
@@ -70,6 +71,7 @@ class Changes:
     mlp_output: dict[int, Function] = field(default_factory=dict)
     attention: dict[int, AttentionFormula | OwnAttention] = field(default_factory=dict)
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    operands: dict[int, Callable[..., list[Tensor]]] = field(default_factory=dict)
     unnormed: dict[int, str] = field(default_factory=dict)
     value_as_key: set[int] = field(default_factory=set)
     unmerged_heads: set[int] = field(default_factory=set)
@@ -223,6 +225,8 @@ class ModifiedReference:
             for_q, for_k = self.changes.rotation[i]
             q = torch.einsum("bhtd,tde->bhte", q, for_q)
             k = torch.einsum("bhtd,tde->bhte", k, for_k)
+        if i in self.changes.operands:
+            q, k, v = self.changes.operands[i](q, k, v)
         scale = self.config.attention_scale(i) * math.sqrt(self.config.d_head * H / C)
         formula = self.changes.attention.get(i) or causal(T, scale)
         if isinstance(formula, AttentionFormula):

@@ -59,6 +59,7 @@ class Attention:
         unmerged: the input of the output projection is not the concatenation of each token's heads.
         indirect: q, k or v of a token is not a projection of this token. The views are then the
             results of the projections, split into heads as in GPT-2.
+        inner: if it is indirect, the same attention with the operands of the products as views.
         changed_heads: operations other than a merge run between the heads and their projection.
         raw: which of q, k and v are projected from the residual stream and not from its norm.
         over_heads: attention runs over the heads of each token instead of over the tokens.
@@ -75,6 +76,7 @@ class Attention:
     shared_kv: bool = False
     unmerged: bool = False
     indirect: bool = False
+    inner: Attention | None = None
     changed_heads: bool = False
     raw: str = ""
     over_heads: bool = False
@@ -184,8 +186,8 @@ def find_assignments(
                 own[hf] = tuple(pairs[node] for node in nodes), op
             if found.attentions[equal].indirect:
                 _start_at_projections(anatomy, layer, attention)
-            views = {name: getattr(attention, name) for name in ("q", "k", "v", "heads")}
-            attention = replace(found.attentions[equal], **views)
+            own_views = {n: getattr(attention, n) for n in ("q", "k", "v", "heads", "inner")}
+            attention = replace(found.attentions[equal], **own_views)
         found.attentions.append(attention)
         found.by_tensor.update({f"h.{i}.{hf}": assignment for hf, assignment in own.items()})
     for hf, norm in places.named.items():
@@ -467,6 +469,7 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
         if len(found) != 1 or graph.ancestors[found[0].nodes[0]] & {*ends}:
             return False
         views += found
+    attention.inner = replace(attention)
     attention.q, attention.k, attention.v = views
     attention.indirect = True
     return True
