@@ -151,7 +151,7 @@ class _Run:
         return call if isinstance(call, CallSignature) else None
 
     def reference(self) -> Reference:
-        return Reference(self.checkpoint, next(self.model.parameters()).dtype)
+        return Reference(self.checkpoint, next(iter(self.model.parameters())).dtype)
 
     def result(
         self,
@@ -273,14 +273,14 @@ def _adapt_part(
 ) -> Adaptation:
     """`adapt` for a single part."""
     whole, prefix = with_part(model, part, checkpoint.config)
-    whole = whole.to(next(model.parameters()).dtype)
+    whole = whole.to(next(iter(model.parameters())).dtype)
     adaptation = _adapt_in_own_type(whole, checkpoint, replace(options, forward=None))
     return of_part(adaptation, model, part, prefix)
 
 
 def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:
     """`adapt` for a model in any data type; one in half precision is mapped in float32."""
-    dtype = next(model.parameters()).dtype
+    dtype = next(iter(model.parameters())).dtype
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         by_width = sorted(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
@@ -662,7 +662,7 @@ def _signature(
         full_length = random_ids(checkpoint, 0, 2, config.n_positions)
 
         def one_hot(ids: Tensor) -> Tensor:
-            return F.one_hot(ids, config.vocab_size).to(next(model.parameters()).dtype)
+            return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
 
         others: list[tuple[Tensor, int | None, Given | None]]
         others = [(full_length, None, None), (ids % 16, None, None)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import importlib.machinery
+import inspect
 import linecache
 import re
 import sys
@@ -188,6 +189,30 @@ class _Finder:
         pass
 
 
+class LightningModule(nn.Module):
+    """What a model needs of Lightning's class, where Lightning is missing; the rest is training."""
+
+    def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the arguments of the constructor that calls it as `self.hparams`."""
+        frame = sys._getframe(1)
+        code, values = frame.f_code, dict(frame.f_locals)
+        count = code.co_argcount + code.co_kwonlyargcount
+        self.hparams = _Hyperparameters({n: values[n] for n in code.co_varnames[1:count]})
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            starred = bool(code.co_flags & inspect.CO_VARARGS)
+            self.hparams.update(values[code.co_varnames[count + starred]])
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Hyperparameters(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"there is no hyperparameter {name!r}", name=name, obj=self)
+        return self[name]
+
+
 class _MissingModule(ModuleType):
     @property
     def library(self) -> str:
@@ -199,8 +224,8 @@ class _MissingModule(ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "LightningModule":  # what it adds to nn.Module is for training
-            return nn.Module
+        if name == "LightningModule":
+            return LightningModule
         return _Missing(name, (), {"library": self.library})
 
 

@@ -8,6 +8,8 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from compat.config import GPT2Config
 
 # A role is a field of GPT2Config or a key of `value_of`. The first pattern that matches a whole
@@ -101,8 +103,9 @@ _NEUTRAL: dict[str, Any] = {
     "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
-    "outputhiddenstates": False, "usereturndict": False, "betas": None,
+    "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
     "tokenizer": None, "tokeniser": None, "logger": None,
+    "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
     "ropebase": 10000.0, "ropetheta": 10000.0, "theta": 10000.0,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(

@@ -146,8 +146,10 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
         Whether each name is required, as in `kwargs["bias"]`.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
-    names = re.findall(rf"\b{parameter}{_ITEM.pattern}", own)
-    return {n: bool(re.search(rf"""\b{parameter}\[\s*["']{n}["']""", own)) for n in names}
+    kept = re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
+    holder = "|".join([rf"\b{parameter}", *(rf"\bself\.{name}" for name in kept)])
+    names = re.findall(rf"(?:{holder}){_ITEM.pattern}", own)
+    return {n: bool(re.search(rf"""(?:{holder})\[\s*["']{n}["']""", own)) for n in names}
 
 
 def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:

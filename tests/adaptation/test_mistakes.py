@@ -1423,3 +1423,9 @@ def test_a_cap_does_not_hide_another_deviation_of_the_scores(
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"changed_scores", other}
     assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+
+
+def test_parameters_that_the_class_lists_by_itself(tiny: Path, tmp_path: Path) -> None:
+    method = "    def parameters(self):\n        return [*self.blocks.parameters()]\n\n"
+    forward = "    def forward(self, ids):"
+    assert adapted(tiny, tmp_path, [(forward, method + forward)]).compatible

@@ -56,6 +56,14 @@ STYLES = {
     "one letter": _takes("V, T, C, L, H"),
     "numbers": _takes("vocab_size, block_size, embd_number, layer_number, head_number"),
     "embedded": _takes("vocab_size, block_size, embedded_dim, num_layers, num_heads"),
+    "kwargs that are kept": """
+class GPT(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.cfg = kwargs
+        names = self.cfg["vocab_size"], self.cfg["n_ctx"], self.cfg["n_embd"]
+        self.sizes = (*names, self.cfg["n_layer"], self.cfg["n_head"])
+""",
     "kwargs of a base": BASE + """
 class GPT(Base):
     def __init__(self, **kwargs):

@@ -1221,3 +1221,10 @@ def test_the_length_of_the_training_does_not_matter(tmp_path: Path) -> None:
     names = "warmup_steps, total_steps, num_epochs, log_interval"
     model = build(tmp_path, gpt(f", n_vocab, {REST}, {names}", f"n_vocab, {REST}, ({names})"))
     assert model.sizes == SIZES and model.extra == (1, 1, 1, 1)
+
+
+def test_the_data_type_of_a_config(tmp_path: Path) -> None:
+    fields = "\nclass GPTConfig:\n    dtype: torch.dtype\n    betas: tuple[float, float]\n"
+    source = DATACLASS.replace("\nclass GPTConfig:\n", fields)
+    source += gpt(", c: GPTConfig", f"{READ}, (c.dtype, *c.betas)")
+    assert build(tmp_path, source).extra == (torch.float32, 0.9, 0.999)

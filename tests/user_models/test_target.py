@@ -800,6 +800,28 @@ def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Pat
     assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
 
 
+def test_hyperparameters_where_lightning_is_missing(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "lit.py",
+        """
+import no_such_lightning as pl
+from torch import nn
+
+class Net(pl.LightningModule):
+    def __init__(self, vocab_size, n_embd=8, *, n_layer=2, **more):
+        super().__init__()
+        self.save_hyperparameters(ignore=["n_layer"])
+        self.wte = nn.Embedding(self.hparams.vocab_size, self.hparams["n_embd"])
+
+    def forward(self, ids):
+        return self.wte(ids)
+""",
+    )
+    model = construct(load_target(str(path)), GPT2Config(vocab_size=89, n_embd=24, n_layer=3))
+    assert model.wte.weight.shape == (89, 24)
+    assert dict(model.hparams) == {"vocab_size": 89, "n_embd": 24, "n_layer": 3}  # type: ignore[call-overload]
+
+
 def test_an_encoder_decoder_beside_the_language_model(tmp_path: Path) -> None:
     """It is not selected, although it is the last class and has attention in its own code."""
     model = "        self.tok = nn.Embedding(vocab_size, d_model)\n\n    def forward"

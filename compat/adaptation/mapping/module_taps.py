@@ -44,7 +44,7 @@ def module_taps(
         ids: (B, T), of the shape of the graph.
     """
     graph.recompute_derived()
-    close = partial(_close, tolerance=TOLERANCE[next(model.parameters()).dtype])
+    close = partial(_close, tolerance=TOLERANCE[next(iter(model.parameters())).dtype])
     if "logits" not in views:
         return []
     expected, other = trace_graph(graph, views, ids), trace_graph(graph, views, ids.flip(1))
@@ -140,7 +140,7 @@ def _patched_logits(
     model: nn.Module, call: Forward, ids: Tensor, taps: list[Tap], forced: Trace
 ) -> Tensor | None:
     """The logits with hidden states replaced; None if they cannot be replaced there."""
-    dtype = next(model.parameters()).dtype
+    dtype = next(iter(model.parameters())).dtype
     patch = {name: value.to(dtype) for name, value in forced.items()}
     try:
         with tracing(model, taps, patch=patch):
