@@ -1429,3 +1429,21 @@ def test_parameters_that_the_class_lists_by_itself(tiny: Path, tmp_path: Path) -
     method = "    def parameters(self):\n        return [*self.blocks.parameters()]\n\n"
     forward = "    def forward(self, ids):"
     assert adapted(tiny, tmp_path, [(forward, method + forward)]).compatible
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_positions_along_the_axis_of_the_batch(tiny: Path, tmp_path: Path, fixed: bool) -> None:
+    """As in code for ids (T, B) that is called with ids (B, T)."""
+    added = "self.pos_emb(torch.arange(T, device=ids.device))"
+    table = "torch.arange(B)[:, None, None] + torch.linspace(0, 1, x.shape[-1])"
+    if fixed:
+        edits = [(f" + {added}\n", f"\n        x = x + {table}.sin()\n")]
+        edits += [("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", "")]
+    else:
+        edits = [(added, "self.pos_emb(torch.arange(B))[:, None]")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    codes = {"position_ids", "sinusoidal_pos"} if fixed else {"position_ids"}
+    assert {f.code for f in adaptation.deviations} == codes
+    found = only(adaptation, "position_ids")
+    assert "along the axis of the batch" in found.message
+    assert found.evidence.startswith("confirmed") and "torch.arange(B)" in str(found.source_line)

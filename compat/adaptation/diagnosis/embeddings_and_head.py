@@ -11,6 +11,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_ids
+from compat.adaptation.mapping.assignments import EmbeddingFormula
 from compat.adaptation.tracing.graph import (
     DRAWS,
     MOVES,
@@ -96,6 +97,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is not None or found.rows:
         return
+    if found.by_batch:
+        return
     if context.anatomy.leading and _position_vectors(context):
         return  # they may be added after these projections
     if found.from_tokens:
@@ -141,7 +144,11 @@ def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
     "positions = torch.arange(T)  # with a cache: torch.arange(past, past + T)",
 )
 def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
-    if (found := context.embedding) is None or found.rows is None:
+    if (found := context.embedding) is None:
+        return
+    if found.by_batch:
+        yield _by_batch(context, found)
+    if found.rows is None:
         return
     shown = {"found": found.rows[:4], "expected": range(4)}
     values = {key: ", ".join(map(str, rows)) + ", …" for key, rows in shown.items()}
@@ -150,6 +157,20 @@ def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
     made = [node for node in _path(context) if kind(node) in POSITION_OPS]
     line = source.running(context.graph, made) or position_line(context)
     yield Deviation("embed", line, values, changes)
+
+
+def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
+    """Positions that are added along the axis of the batch, as by code for ids (T, B)."""
+    B, T = context.graph.shape
+    changes = Changes(added=found.added)
+    if "wpe.weight" in context.mapping.by_tensor:
+        rows = context.weights["wpe.weight"][:B, None] * found.position_scale
+        changes = Changes(weights={"wpe.weight": None}, added=rows.expand(-1, T, -1))
+    message = (
+        "the positions are added along the axis of the batch, so all tokens of a sequence have the "
+        "same one, but GPT-2 adds them along the axis of the tokens"
+    )
+    return Deviation("embed", _sum_line(context), {}, changes, message=message)
 
 
 @detects("unexplained")

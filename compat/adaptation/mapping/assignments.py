@@ -733,9 +733,11 @@ class EmbeddingFormula:
         token_scale: 1 in GPT-2.
         position_scale: 1 in GPT-2.
         offset: the row of the first token's position; None without learned positions.
-        added: an added constant (T, C) that is not a parameter, such as sinusoids; or None.
+        added: an added constant (T, C) that is not a parameter, such as sinusoids; or None. It is
+            (B, T, C) if it is added by batch.
         from_tokens: positions are looked up in the token table, from row 0 on.
         rows: the row of each token's position if they are not consecutive; otherwise None.
+        by_batch: all tokens of a sequence have the position of the sequence in the batch.
     """
 
     token_scale: float
@@ -744,6 +746,7 @@ class EmbeddingFormula:
     added: Tensor | None
     from_tokens: bool = False
     rows: tuple[int, ...] | None = None
+    by_batch: bool = False
 
 
 def embedding_of(
@@ -792,7 +795,8 @@ def embedding_of(
         return None
     added = constant[0] if constant.abs().max() > 0 else None
     if not torch.allclose(constant, constant[:1].expand_as(constant)):
-        return None  # positions along the axis of the batch
+        by_batch = torch.allclose(constant, constant[:, :1].expand_as(constant))
+        return EmbeddingFormula(scale, 1.0, None, constant, by_batch=True) if by_batch else None
     if positions is None:
         return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     factor = (only(positions) - constant).reshape(-1)[0].item()
@@ -807,6 +811,9 @@ def embedding_of(
     offset = round(row[0, 0, 0].item())
     expected = torch.arange(T, dtype=torch.float64)[:, None] + offset
     if not torch.allclose(row, expected.expand_as(row), atol=1e-4):
+        numbers = torch.arange(len(row), dtype=torch.float64)[:, None, None]
+        if len(row) > 1 and torch.allclose(row, numbers.expand_as(row), atol=1e-4):
+            return EmbeddingFormula(scale, factor, None, added, by_batch=True)
         rows = row[0, :, 0].round()
         if not torch.allclose(row, rows[:, None].expand_as(row), atol=1e-4):
             return None
