@@ -33,9 +33,10 @@ from compat.user_models.synonyms import (
     is_window,
     role_of,
     role_of_number,
+    takes_sizes,
     value_of,
 )
-from compat.user_models.usage import source_of, tree_of, user_modules
+from compat.user_models.usage import is_users_class, source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -120,6 +121,10 @@ def _configs(
     elif is_namespace(value):
         entries = {n: inspect.getattr_static(value, n) for n in dir(value)}
         yield value if isinstance(value, type) else vars(value), entries
+    elif is_users_class(value) and issubclass(value, nn.Module):  # sizes as attributes of a class
+        own = {name: entry for name, entry in vars(value).items() if type(entry) is int}
+        if takes_sizes(own):
+            yield value, own
     for entry in list(entries.values()) if most > 1 else ():
         yield from _configs(entry, most - 1)
 

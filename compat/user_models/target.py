@@ -430,7 +430,8 @@ def _chosen(
     known = list(classes)
     if name is None:
         functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        name = "make_model" if "make_model" in functions else _root(classes, body, place, notes)
+        name = "make_model" if "make_model" in functions else _sequential(classes, body)
+        name = name or _root(classes, body, place, notes)
     there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
     try:
         found = getattr(module, name)
@@ -504,6 +505,19 @@ def _builder(
             calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
             called = {n.id for n in calls if isinstance(n, ast.Name)}
             if name in called and takes_sizes([a.arg for a in node.args.args]):
+                return node.name
+    return None
+
+
+def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
+    """The function with sizes that returns an nn.Sequential, where no class is a whole model."""
+    if any(_features(name, classes, FEATURES) == len(FEATURES) for name in classes):
+        return None
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and takes_sizes([a.arg for a in node.args.args]):
+            returned = [ast.unparse(n.value) for n in ast.walk(node)
+                        if isinstance(n, ast.Return) and n.value]  # fmt: skip
+            if any(re.match(r"(torch\.)?(nn\.)?Sequential\(", text) for text in returned):
                 return node.name
     return None
 

@@ -66,7 +66,8 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     assigns the parameter to another attribute, it is a config if a size is read from that.
     """
     own = source_of(inspect.getattr_static(cls, "__init__"))
-    direct = re.search(rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()""", own)
+    reading = rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()"""
+    direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)
     text = modules_text(cls)
     aliases = {
         alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)

@@ -1228,3 +1228,24 @@ def test_the_data_type_of_a_config(tmp_path: Path) -> None:
     source = DATACLASS.replace("\nclass GPTConfig:\n", fields)
     source += gpt(", c: GPTConfig", f"{READ}, (c.dtype, *c.betas)")
     assert build(tmp_path, source).extra == (torch.float32, 0.9, 0.999)
+
+
+def test_sizes_that_are_attributes_of_a_base_class(tmp_path: Path) -> None:
+    source = """
+class Base(Core):
+    vocab_size, block_size, n_embd, n_layer, n_head, rank = 8, 9, 10, 11, 12, 13
+
+class GPT(Base):
+    def __init__(self):
+        sizes = self.vocab_size, self.block_size, self.n_embd, self.n_layer, self.n_head
+        super().__init__(*sizes, self.rank)
+"""
+    model = build(tmp_path, source)
+    assert model.sizes == SIZES and model.extra == 13
+    assert type(model).n_embd == 10  # as before
+
+
+def test_a_config_that_is_read_by_getattr(tmp_path: Path) -> None:
+    names = "vocab_size", "block_size", "n_embd", "n_layer", "n_head"
+    sizes = ", ".join(f'getattr(c, "{name}")' for name in names)
+    assert build(tmp_path, gpt(", c", sizes)).sizes == SIZES

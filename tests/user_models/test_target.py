@@ -227,6 +227,31 @@ def test_compiled_code_of_the_package_that_is_missing(tmp_path: Path) -> None:
         construct(load_target(str(path)), GPT2Config())
 
 
+def test_a_function_that_returns_a_sequence_of_modules(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, n_embd):
+        super().__init__()
+        self.proj = nn.Linear(n_embd, n_embd)
+
+    def forward(self, x):
+        return self.proj(x).softmax(-1)
+
+def make(vocab_size, n_embd):
+    return nn.Sequential(nn.Embedding(vocab_size, n_embd), Block(n_embd))
+"""
+    path = write(tmp_path / "layers.py", source)
+    assert load_target(str(path)).__name__ == "make"
+    whole = GPT.replace(
+        "self.block = Block()", "self.block, self.wte = Block(), nn.Embedding(8, 8)"
+    )
+    forward = "    def forward(self, ids):\n        return self.wte(ids).softmax(-1)\n"
+    path.write_text(source + whole[whole.index("class GPT") :] + forward)
+    assert load_target(str(path)).__name__ == "GPT"
+
+
 def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path) -> None:
     """Although it is the last class, and a function builds both."""
     source = (
