@@ -14,7 +14,7 @@ from compat.user_models.usage import is_users_class, modules_text, tree_of, user
 
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
-# The argument of torch's own GELU, which is no name of an activation.
+# The argument of torch's own GELU, which is not the name of an activation.
 APPROXIMATE = re.compile(r"""\bapproximate\s*=\s*["'](tanh|none)["']""")
 
 

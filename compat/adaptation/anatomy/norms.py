@@ -83,7 +83,7 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
         projects = any(kind(n) in CONVOLUTIONS or contraction(n) is not None for n in piece)
         parameters = any(node in graph.names for node in piece) and not projects
         if not reduces and _joins(graph, first, piece):
-            consumed = True  # a sum of branches is no part of a norm
+            consumed = True  # a sum of branches is not a part of a norm
         elif reduces and (not found or consumed):
             found.append((first, last))
             consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)

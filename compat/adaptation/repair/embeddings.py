@@ -177,7 +177,7 @@ def added_positions(site: Site) -> Iterator[Edits]:
 def without_rotation(site: Site) -> Iterator[Edits]:
     """Remove the calls that rotate q and k; a table of positions is added afterwards."""
     edits: Edits = []
-    gone: dict[ast.stmt, Source] = {}
+    statements: dict[ast.stmt, Source] = {}
     for statement, source in {each.statement: each.source for each in site.everywhere}.items():
         match statement:
             case ast.Assign([ast.Tuple(targets)], ast.Tuple(calls)):
@@ -197,21 +197,21 @@ def without_rotation(site: Site) -> Iterator[Edits]:
         count = len(targets) // len(calls)  # what each call rotates
         given = [[source.code(argument) for argument in call.args[:count]] for call in rotations]
         if [code for codes in given for code in codes] == [source.code(t) for t in targets]:
-            gone[statement] = source
+            statements[statement] = source
         else:
             pairs = zip(rotations, given, strict=True)
             edits += [source.replace(call, ", ".join(codes)) for call, codes in pairs]
-    edits += _removed_together(gone)
+    edits += _removed_together(statements)
     if edits:
         yield edits
 
 
-def _removed_together(gone: Mapping[ast.stmt, Source]) -> Edits:
+def _removed_together(statements: Mapping[ast.stmt, Source]) -> Edits:
     """The removal of statements, and of an `if` around them if it has no others."""
     found: dict[ast.stmt, Source] = {}
-    for statement, source in gone.items():
+    for statement, source in statements.items():
         above = source.parents.get(statement)
-        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= gone.keys():
+        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= statements.keys():
             statement = above
         found[statement] = source
     return [removed(source, statement) for statement, source in found.items()]
@@ -477,8 +477,8 @@ def removed_factor(site: Site) -> Iterator[Edits]:
                 yield [removed(source, node), *unused(site, [node.value])]
         for product in source.nodes(ast.expr, region):
             for tensor, factor in _factors(product):
-                gone = unused(site, [factor])
-                yield [*only(source, product, tensor), *gone]
+                of_factor = unused(site, [factor])
+                yield [*only(source, product, tensor), *of_factor]
 
 
 @fixes("unexplained")
@@ -533,13 +533,13 @@ def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
     if step is None:
         return
     given = next((keyword for keyword in call.keywords if keyword.value is step), step)
-    gone = source.remove_argument(call, given)
-    yield [gone]
+    without = source.remove_argument(call, given)
+    yield [without]
     match argument(call, 1, "end"):
         case ast.BinOp(left, ast.Mult(), right) as end:
             for length, factor in ((left, right), (right, left)):
                 if ast.dump(factor) == ast.dump(step):
-                    yield [gone, *source.unwrap(end, length)]
+                    yield [without, *source.unwrap(end, length)]
 
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
@@ -654,8 +654,8 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
         order = (ast.Call, ast.BinOp, ast.Name, ast.Subscript, ast.Attribute)
         ranked = [o for kind in order for o in operands if isinstance(o, kind)]
         for operand in ranked:
-            gone: list[ast.AST] = [o for o in operands if o is not operand]
-            yield [*only(source, formula, operand), *unused(site, gone)]
+            without: list[ast.AST] = [o for o in operands if o is not operand]
+            yield [*only(source, formula, operand), *unused(site, without)]
     statement = site.statement
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
         yield [removed(source, statement)]
