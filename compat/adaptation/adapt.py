@@ -14,12 +14,14 @@ If stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to 
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -285,7 +287,7 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Optio
     if len(dtypes) > 1:
         by_width = sorted(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
         try:
-            with converted(model, dtypes, by_width[-1]):
+            with converted(model, dtypes, by_width[-1]), _types_replaced(model, by_width[-1]):
                 adaptation = _adapt(model, checkpoint, options)
         except AdaptError:  # the code relies on the data types
             adaptation = _adapt(model, checkpoint, options)
@@ -293,9 +295,41 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Optio
         return replace(adaptation, findings=[*adaptation.findings, mixed_types(model)])
     if dtype not in HALF:
         return _adapt(model, checkpoint, options)
-    with converted(model):
+    with converted(model), _types_replaced(model, torch.float32):
         adaptation = _adapt(model, checkpoint, options)
     return _confirm(model, checkpoint, adaptation, options.forward, dtype)
+
+
+@contextmanager
+def _types_replaced(model: nn.Module, to: torch.dtype) -> Iterator[None]:
+    """Replace half precision in the globals of the user's code, and in what its modules hold.
+
+    Code such as `x.softmax(-1, dtype=DTYPE)` fails in a converted model otherwise.
+    """
+    modules = list(model.modules())
+    own = (sys.modules.get(type(module).__module__) for module in modules)
+    owners: list[Any] = [o for o in dict.fromkeys(own) if is_users(str(getattr(o, "__file__", "")))]
+    held = {id(v): v for m in modules for v in vars(m).values() if _has_entries(v)}
+    owners += [*modules, *held.values()]
+    replaced = [
+        (entries, name, value)
+        for entries in (owner if isinstance(owner, dict) else vars(owner) for owner in owners)
+        for name, value in list(entries.items())
+        if isinstance(value, torch.dtype) and value in HALF
+    ]
+    for entries, name, _ in replaced:
+        entries[name] = to
+    try:
+        yield
+    finally:
+        for entries, name, value in replaced:
+            entries[name] = value
+
+
+def _has_entries(value: object) -> bool:
+    """Whether a module's attribute may be a config."""
+    other = isinstance(value, (type, Tensor, nn.Module))
+    return isinstance(value, dict) or (hasattr(value, "__dict__") and not other)
 
 
 def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:

@@ -1447,3 +1447,17 @@ def test_positions_along_the_axis_of_the_batch(tiny: Path, tmp_path: Path, fixed
     found = only(adaptation, "position_ids")
     assert "along the axis of the batch" in found.message
     assert found.evidence.startswith("confirmed") and "torch.arange(B)" in str(found.source_line)
+
+
+def test_code_that_names_half_precision_is_examined(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("class LayerNorm(", "DTYPE = torch.bfloat16\n\n\nclass LayerNorm("),
+        ("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=-1, dtype=DTYPE)"),
+        (HEAD, f"        self.to(DTYPE)\n{HEAD}"),
+        ("emb_dim, vocab_size, bias=False)", "emb_dim, vocab_size, bias=False, dtype=DTYPE)"),
+        (GELU, "F.relu(self.up(x))"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"relu"}
+    learners = [vars(m) for m in list(sys.modules.values()) if m.__name__.startswith("learner")]
+    assert "torch.bfloat16" in {str(names.get("DTYPE")) for names in learners}  # as before
