@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import inspect
 import json
 import linecache
@@ -225,6 +226,19 @@ def test_compiled_code_of_the_package_that_is_missing(tmp_path: Path) -> None:
     path.write_text("from . import kernels\n" + GPT.replace("= Block()", "= kernels.Block()"))
     with pytest.raises(AdaptError, match=r"No module named 'own\.kernels'"):
         construct(load_target(str(path)), GPT2Config())
+
+
+def test_the_version_of_a_project_that_is_not_installed(tmp_path: Path) -> None:
+    package = tmp_path / "own_project"
+    inner = package / "inner"
+    inner.mkdir(parents=True)
+    version = 'import importlib.metadata\nversion = importlib.metadata.version("own_project")\n'
+    write(package / "__init__.py", version)
+    write(inner / "__init__.py", version)
+    path = write(inner / "model.py", f"{GPT}\n\nfrom .. import version as own\nassert own == '0'\n")
+    assert load_target(str(path)).__name__ == "GPT"
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("own_project")
 
 
 def test_a_function_that_returns_a_sequence_of_modules(tmp_path: Path) -> None:
