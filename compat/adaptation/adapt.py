@@ -537,7 +537,8 @@ def _map_time_first(run: _Run, error: BatchFirst, partial: bool) -> _Mapped:
     tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
     if tables[0] is not None:
         (table,), positions = tables[0][0], tables[1][0][0] if tables[1] else None
-        if embedding_of(mapped.anatomy.graph, mapped.anatomy.embed, table, positions) is None:
+        found = embedding_of(mapped.anatomy.graph, mapped.anatomy.embed, table, positions)
+        if found is None or found.by_batch:
             raise error from None
     return mapped
 

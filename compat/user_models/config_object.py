@@ -21,7 +21,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.activations import GELUS, activation_for
 from compat.user_models.config_files import config_in_files
-from compat.user_models.missing import Unknown, is_missing
+from compat.user_models.missing import ReadableDict, Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
     CONFIG_CLASSES,
@@ -61,18 +61,6 @@ _KV = re.compile("kv|key|group")
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
-
-
-class ReadableDict(dict[str, Any]):
-    """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
-        return self[name]
 
 
 def known_values(

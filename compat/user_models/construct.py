@@ -30,7 +30,6 @@ from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_files import config_in_files
 from compat.user_models.config_object import (
-    ReadableDict,
     accepts,
     is_number,
     known_values,
@@ -39,6 +38,7 @@ from compat.user_models.config_object import (
     takes_config,
 )
 from compat.user_models.eval_mode import eval_mode
+from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized, undefined_sizes
 from compat.user_models.synonyms import (
     CONFIG_NAMES,

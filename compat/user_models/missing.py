@@ -156,7 +156,7 @@ class Unknown:
         if role is None:
             return Unknown(self._error)
         value = value_of(role, _configs[-1])
-        return _Size(value) if role in SIZES else value
+        return CallableSize(value) if role in SIZES else value
 
     def __getitem__(self, key: object) -> Any:
         return self.__getattr__(key) if isinstance(key, str) else Unknown(self._error)
@@ -172,7 +172,7 @@ class Unknown:
         return args[0] if _decorates(sys._getframe(1), args, kwargs) else Unknown(self._error)
 
 
-class _Size(int):
+class CallableSize(int):
     """A size of the checkpoint that may be called, as in `tokenizer.get_vocab_size()`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> int:
@@ -211,6 +211,18 @@ class _Finder:
         pass
 
 
+class ReadableDict(dict[str, Any]):
+    """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
+        return self[name]
+
+
 class LightningModule(nn.Module):
     """What a model needs of Lightning's class, where Lightning is missing; the rest is training."""
 
@@ -219,20 +231,13 @@ class LightningModule(nn.Module):
         frame = sys._getframe(1)
         code, values = frame.f_code, dict(frame.f_locals)
         count = code.co_argcount + code.co_kwonlyargcount
-        self.hparams = _Hyperparameters({n: values[n] for n in code.co_varnames[1:count]})
+        self.hparams = ReadableDict({n: values[n] for n in code.co_varnames[1:count]})
         if code.co_flags & inspect.CO_VARKEYWORDS:
             starred = bool(code.co_flags & inspect.CO_VARARGS)
             self.hparams.update(values[code.co_varnames[count + starred]])
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-class _Hyperparameters(dict[str, Any]):
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"there is no hyperparameter {name!r}", name=name, obj=self)
-        return self[name]
 
 
 class _MissingModule(ModuleType):

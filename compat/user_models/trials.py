@@ -122,8 +122,8 @@ def _with_most_used(
     for name in switches:
         turned = {**chosen, name: constant(not chosen[name](small))}
         with suppress(Exception, SystemExit):
-            (one, every), (other, same) = (_used(run, small, each) for each in (chosen, turned))
-            chosen = turned if every - one > same - other and every == same else chosen
+            (used, every), (more, same) = (_used(run, small, each) for each in (chosen, turned))
+            chosen = turned if more > used and every == same else chosen
     return chosen
 
 

@@ -13,26 +13,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from compat.config import GPT2Config
+from compat.user_models.missing import CallableSize
 from compat.user_models.synonyms import SIZES, plain, role_of, value_of
 from compat.user_models.usage import source_of, tree_of, user_modules
 
+# Names of what maps tokens to ids or ids to tokens, such as `stoi` and `word2idx`.
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
 _TABLE = re.compile(rf"(get)?({_SIDE}(to|2){_SIDE}|vocab(ulary)?|stoi|itos|encoder|decoder|base)")
+# Names of the number of tokens, of an id, and of methods that look up an id.
 _COUNT = re.compile(r"(get)?(n|num)?(vocab(ulary)?|pieces?|words?|tokens?|chars?)(size|len|count)?")
 _ID = re.compile(r".*(id|idx|index|token)")
 _LOOKUP = re.compile(
     r"(convert)?(tok(en)?s?|pieces?|words?)to(ids?|idx|index)|encode|index|get|lookup.*"
 )
+# Names of arguments that may be such an object.
 _NAMES = re.compile(
     rf".*(vocab(ulary)?|tokeni[sz]ers?|dictionary|data(set)?|corpus)|{_TABLE.pattern}"
 )
-
-
-class _Count(int):
-    """A number that is read as an attribute or returned by a method."""
-
-    def __call__(self, *_: object, **__: object) -> int:
-        return int(self)
 
 
 class Vocabulary:
@@ -59,6 +56,15 @@ class Vocabulary:
     def __call__(self, *_: object, **__: object) -> Vocabulary:
         return self
 
+    def keys(self) -> list[str]:
+        return list(self)
+
+    def values(self) -> range:
+        return range(self._size)
+
+    def items(self) -> list[tuple[str, int]]:
+        return list(zip(self, self.values(), strict=True))
+
     def __getattr__(self, name: str) -> Any:
         short = plain(name)
         if name.startswith("__") or len(name) == 1:
@@ -68,11 +74,11 @@ class Vocabulary:
         if _TABLE.fullmatch(short):
             return self
         if _COUNT.fullmatch(short):
-            return _Count(self._size)
+            return CallableSize(self._size)
         if (role := role_of(name.removeprefix("get_"))) in SIZES:
-            return _Count(value_of(str(role), self._config))
+            return CallableSize(value_of(str(role), self._config))
         if _ID.fullmatch(short):
-            return _Count(self._id(name))
+            return CallableSize(self._id(name))
         raise AttributeError(f"the vocabulary has no {name!r}", name=name, obj=self)
 
     def __repr__(self) -> str:

@@ -1062,6 +1062,7 @@ REST = "ctx, width, depth, heads"
         ("vocab", "len(vocab)"),
         ("vocab", "len(vocab.stoi)"),
         ("stoi", "len(stoi)"),
+        ("vocab", "len({i: word for word, i in vocab.items()})"),
         ("tokenizer", "len(tokenizer)"),
         ("tokenizer", "tokenizer.vocab_size"),
         ("tokenizer", "tokenizer.get_vocab_size()"),
