@@ -239,7 +239,7 @@ def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
 
 def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionFormula | None:
     """The formula of a softmax of capped scores, or of one with 1 more in the sum."""
-    usual = AttentionFormula(seen, 1.0, total=total)
+    usual = AttentionFormula(seen, 1.0)
     for formula in (replace(usual, plus_one=True), replace(usual, plus_one="max")):
         if found := _fitted(piece, formula):
             return found
@@ -257,7 +257,7 @@ def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionForm
 
     cap, scale = score(1e9), score(1e-3) / 1e-3
     if 0 < cap < 600:  # beyond, exp overflows
-        return _confirmed(piece, replace(usual, scale=scale, cap=cap))
+        return _confirmed(piece, replace(usual, scale=scale, cap=cap, total=total))
     return None
 
 
