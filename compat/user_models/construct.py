@@ -14,16 +14,18 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from textwrap import shorten
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
@@ -40,6 +42,7 @@ from compat.user_models.config_object import (
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized, undefined_sizes
+from compat.user_models.own_calls import OwnCall, own_calls
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
     SIZES,
@@ -182,6 +185,23 @@ def _built(
     return model, described
 
 
+class _InitializedVectors(TorchFunctionMode):
+    """Fills `torch.empty(C)` with ones.
+
+    Authors that load weights of their own leave parameters uninitialized, as in `self.weight =
+    nn.Parameter(torch.empty(C))` of a norm. Those that no checkpoint fills would make every run
+    different, or NaN.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.empty and found.dim() == 1 and found.is_floating_point():
+            found.fill_(1.0)
+        return found
+
+
 def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """What the target returns, also if it has a list of tied weights, as in transformers 4.
 
@@ -195,7 +215,8 @@ def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any])
     for cls in lists:
         cls._tied_weights_keys = {}
     try:
-        model: Any = target(**arguments)
+        with _InitializedVectors():
+            model: Any = target(**arguments)
     finally:
         for cls, names in lists.items():
             cls._tied_weights_keys = names
@@ -262,6 +283,8 @@ def _other_way(
     own = _own_switches(target, config, kwargs)
     if own and runs(config.n_embd, own):
         return config, own, f"only runs with {_listed_entries(own)}"
+    for called in _as_called(target, config, kwargs):
+        return config, called, f"only runs with {_listed_entries(called)}"
     trees = [tree_of(module) for module in user_modules(target)]
     constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
@@ -278,6 +301,37 @@ def _other_way(
         if found := arguments_with(meant, config):
             return config, found, f"only runs with {_listed_entries(found)}"
     return None
+
+
+def _as_called(
+    target: type[nn.Module],
+    config: GPT2Config,
+    kwargs: Mapping[str, Any],
+    names: Collection[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """The arguments of the user's own calls with which the model runs, in the sizes of `config`.
+
+    Args:
+        target: The user's class.
+        config: The config of the checkpoint.
+        kwargs: Arguments that the caller sets.
+        names: The only arguments, and entries `argument.entry` of configs, that are taken over, or
+            all of them.
+    """
+    small = small_config(config)
+    for call in own_calls(target):
+
+        def passed(sizes: GPT2Config, call: OwnCall = call) -> dict[str, Any]:
+            own = call.arguments(sizes)
+            if not names:
+                return own
+            for name, value in list(own.items()):
+                own |= {f"{name}.{key}": entry for key, entry in _entries(value).items()}
+            return arguments_with({n: constant(own[n]) for n in names if n in own}, sizes)
+
+        with contextlib.suppress(Exception, SystemExit):
+            if _tried(target, small, merged(passed(small), kwargs))[1]:
+                yield passed(config)
 
 
 def _own_switches(
@@ -335,6 +389,9 @@ def _inferred(
         if found := unnamed(run, sizes, chosen, config):
             return arguments_with({**chosen, **found}, config)
         chosen = tried(run, error.names, chosen, code, config)
+        if not chosen:
+            calls = (_as_called(target, config, kwargs or {}, each) for each in (error.names, ()))
+            return next(chain.from_iterable(calls), {})
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)
@@ -492,7 +549,10 @@ def _entries(value: Any) -> dict[str, Any]:
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
     """`{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
-    return ", ".join(f"{name}={value!r}" for name, value in _flat(entries).items())
+    texts = {name: (repr(value), _shown(value)) for name, value in _flat(entries).items()}
+    return ", ".join(
+        f"{n}={long if len(long) < 60 else short}" for n, (long, short) in texts.items()
+    )
 
 
 def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:

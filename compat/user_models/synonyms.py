@@ -52,7 +52,9 @@ _PATTERNS = {
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
     r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)",
-    "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh",
+    # As many groups of queries as heads are not grouped.
+    "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
+    r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
     r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"

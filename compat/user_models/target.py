@@ -178,7 +178,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         while True:
             try:
                 return execute_once(lazily, folders)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not deferred.defers(error, path):
                     raise
 
@@ -339,15 +339,15 @@ def _text(file: Path) -> str:
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of the project that raise an exception when they are imported.
 
-    A module that opens a missing data file, or asks for the version of a project that is not
-    installed, is imported as a module that executes only the statements for the names that are read
-    from it.
+    A module that opens a missing data file, asks for the version of a project that is not
+    installed, or ends the program without a variable of the environment, is imported as a module
+    that executes only the statements for the names that are read from it.
     """
 
     def __init__(self) -> None:
         self._files: set[str] = set()
 
-    def defers(self, error: Exception, path: Path) -> bool:
+    def defers(self, error: BaseException, path: Path) -> bool:
         """Add the file that raised an error while it was imported, unless it is the target's."""
         cause = error.__cause__ or error if isinstance(error, AdaptError) else error
         importing = [f.filename for f in users_frames(cause) if f.name == "<module>"]

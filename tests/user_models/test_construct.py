@@ -1250,3 +1250,14 @@ def test_a_config_that_is_read_by_getattr(tmp_path: Path) -> None:
     names = "vocab_size", "block_size", "n_embd", "n_layer", "n_head"
     sizes = ", ".join(f'getattr(c, "{name}")' for name in names)
     assert build(tmp_path, gpt(", c", sizes)).sizes == SIZES
+
+
+def test_a_vector_that_the_constructor_leaves_uninitialized_is_one(tmp_path: Path) -> None:
+    source = gpt(", vocab_size", NOTHING) + "        self.w = nn.Parameter(torch.empty(5000))\n"
+    assert build(tmp_path, source).w.eq(1).all()
+
+
+def test_as_many_groups_of_keys_as_heads(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups",
+                 "vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups")  # fmt: skip
+    assert build(tmp_path, source).extra == 4

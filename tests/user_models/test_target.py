@@ -583,6 +583,16 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, case: str) -> None:
     assert sys.path == before[0] and not {m for m in set(sys.modules) - before[1] if "gpt" in m}
 
 
+def test_an_imported_module_that_ends_the_program(tmp_path: Path) -> None:
+    """A package that wants a key from the environment does not hide the model in it."""
+    write(tmp_path / "own" / "__init__.py", "from own.server import KEY\n")
+    write(tmp_path / "own" / "server.py", "import sys\n\nKEY = sys.exit(1)\nWIDTH = 8\n")
+    model = "class GPT(nn.Embedding):\n    width = WIDTH\n"
+    text = f"from torch import nn\nfrom own.server import WIDTH\n\n{model}"
+    path = write(tmp_path / "own" / "gpt.py", text)
+    assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
+
+
 def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_target(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")

@@ -1,0 +1,312 @@
+"""The arguments that the user's own code passes to a constructor: `GPT(vocab, kinds=KINDS)`.
+
+The calls are found in the source of the project, and their arguments are computed without running
+the code around them: a name is replaced by what is assigned to it, and a size by the checkpoint's.
+Only the user's classes, those of torch.nn and a few builtins are called.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compat.config import GPT2Config
+from compat.user_code import PROJECT_FILES, project_folders
+from compat.user_models.notebook import read_source
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, SIZES, role_of, value_of
+from compat.user_models.usage import is_users_class, tree_of, user_modules
+
+MOST_FILES = 200  # of a project
+MOST_BYTES = 200_000  # of a file
+MOST_CALLS = 8
+# Sizes below it are often equal without being the same: 12 layers and 12 heads.
+DISTINCTIVE = 32
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Pow: operator.pow,
+}  # fmt: skip
+_BUILTINS = (dict, list, tuple, set, int, float, len, range, partial, types.SimpleNamespace)
+_OBJECTS = (ast.Call, ast.List, ast.ListComp, ast.Dict)
+_LIBRARIES = {"nn": nn, "torch": torch, "SimpleNamespace": types.SimpleNamespace}
+
+
+class _Unknown(Exception):
+    """A value that cannot be computed from the source."""
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """A call of a constructor in the user's project.
+
+    Args:
+        node: the call.
+        names: the expressions assigned to the names that it can read.
+        options: the defaults of the command line's options, by their names.
+        values: the attributes of the target's module.
+        target: the class.
+    """
+
+    node: ast.Call
+    names: Mapping[str, ast.expr]
+    options: Mapping[str, ast.expr]
+    values: Mapping[str, Any]
+    target: type[nn.Module]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names that may be numbers; a letter is no size that one of them denotes."""
+        return [name for name, value in self.names.items() if not isinstance(value, _OBJECTS)]
+
+    def arguments(self, config: GPT2Config) -> dict[str, Any]:
+        """The arguments that can be computed, with the sizes of `config`."""
+        evaluation = _Evaluation(self, config)
+        for _ in range(2):  # the first time finds which numbers are sizes
+            found = evaluation.passed(self.node, self.target)
+        return found
+
+
+@dataclass
+class _Evaluation:
+    call: OwnCall
+    config: GPT2Config
+    # The roles of the user's numbers; GPT-2's vocabulary is also padded to a multiple of 128.
+    sizes: dict[int, set[str]] = field(
+        default_factory=lambda: {50257: {"vocab_size"}, 50304: {"vocab_size"}}
+    )
+    depth: int = 0
+
+    def passed(self, node: ast.Call, callee: Any) -> dict[str, Any]:
+        """The arguments of a call that can be computed, by their names."""
+        try:
+            parameters = inspect.signature(callee).parameters.values()
+        except (TypeError, ValueError):
+            return {}
+        order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        pairs = [*zip(order, node.args, strict=False)]
+        pairs += [(k.arg, k.value) for k in node.keywords if k.arg is not None]
+        found: dict[str, Any] = {}
+        for unpacked in (k.value for k in node.keywords if k.arg is None):
+            with contextlib.suppress(_Unknown):
+                entries = self.value(unpacked)
+                found |= entries if isinstance(entries, dict) else {}
+        for name, each in pairs:
+            with contextlib.suppress(_Unknown):
+                found[name] = self.named(name, each, [*order, *(n for n, _ in pairs)])
+        return found
+
+    def named(self, name: str, node: ast.expr, among: list[str]) -> Any:
+        """The value of an expression that is bound to a name, which may denote a size."""
+        role = role_of(name, among)
+        if role not in SIZES or role is None:
+            return self.value(node)
+        try:
+            value = self.value(node)
+        except _Unknown:
+            if name.lower() in AMBIGUOUS:
+                raise
+            return value_of(role, self.config)
+        if type(value) not in (int, float) or self._is_size(node):
+            return value
+        if isinstance(node, ast.Constant) and type(value) is int and value >= DISTINCTIVE:
+            self.sizes.setdefault(value, set()).add(role)
+        return value_of(role, self.config)
+
+    def _is_size(self, node: ast.expr) -> bool:
+        """Whether an expression is computed from the checkpoint's sizes, by its own names."""
+        match node:
+            case ast.Name(name):
+                return role_of(name, self.call.numbers) in SIZES
+            case ast.Attribute(_, name) | ast.Subscript(_, ast.Constant(str(name))):
+                return role_of(name) in SIZES
+            case ast.BinOp(left, _, right):
+                return self._is_size(left) or self._is_size(right)
+        return False
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression.
+
+        Raises:
+            _Unknown: it cannot be computed.
+        """
+        self.depth += 1
+        try:
+            if self.depth > 40:
+                raise _Unknown
+            return self._value(node)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _Unknown from error
+        finally:
+            self.depth -= 1
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value):
+                roles = self.sizes.get(value, set()) if isinstance(value, int) else set()
+                return value_of(min(roles), self.config) if len(roles) == 1 else value
+            case ast.List(items):
+                return [self.value(item) for item in items]
+            case ast.Tuple(items):
+                return tuple(self.value(item) for item in items)
+            case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
+                names = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+                return {n: self.named(n, v, names) for n, v in zip(names, values, strict=True)}
+            case ast.UnaryOp(ast.USub(), operand):
+                return -self.value(operand)
+            case ast.UnaryOp(ast.Not(), operand):
+                return not self.value(operand)
+            case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self.value(left), self.value(right))
+            case ast.ListComp(each, [ast.comprehension(iter=items)]):
+                return [self.value(each) for _ in self.value(items)]
+            case ast.Name(name):
+                return self._of_name(name)
+            case ast.Attribute(owner, name) | ast.Subscript(owner, ast.Constant(str(name))):
+                return self._entry(owner, name)
+            case ast.Subscript(owner, index):
+                return self.value(owner)[self.value(index)]
+            case ast.Call(function):
+                return self._called(node, self.value(function))
+        raise _Unknown
+
+    def _of_name(self, name: str) -> Any:
+        if name in self.call.names:
+            return self.named(name, self.call.names[name], self.call.numbers)
+        for scope in (self.call.values, _LIBRARIES, {f.__name__: f for f in _BUILTINS}):
+            if name in scope:
+                return scope[name]
+        if (role := role_of(name, self.call.numbers)) in SIZES and role is not None:
+            return value_of(role, self.config)  # an argument of a function, or a length of data
+        raise _Unknown
+
+    def _entry(self, owner: ast.expr, name: str) -> Any:
+        """`owner.name` or `owner["name"]`, or else a size or a default of the command line."""
+        with contextlib.suppress(_Unknown, AttributeError, LookupError, TypeError):
+            value = self.value(owner)
+            found = value[name] if isinstance(value, Mapping) else getattr(value, name)
+            role = role_of(name) if type(found) is int else None
+            return value_of(role, self.config) if role in SIZES and role is not None else found
+        if name in self.call.options:
+            return self.named(name, self.call.options[name], [*self.call.options])
+        if (role := role_of(name)) in SIZES and role is not None:
+            return value_of(role, self.config)
+        raise _Unknown
+
+    def _called(self, node: ast.Call, callee: Any) -> Any:
+        """What a call of a builtin, a class of torch.nn or a user's module or config returns."""
+        if callee in _BUILTINS or str(getattr(callee, "__module__", "")).startswith("torch.nn."):
+            named: dict[str, Any] = {}
+            for keyword in node.keywords:
+                value = self.value(keyword.value)
+                named |= {keyword.arg: value} if keyword.arg else value
+            return callee(*(self.value(each) for each in node.args), **named)
+        if not _is_module_or_config(callee):
+            raise _Unknown
+        found = self.passed(node, callee)
+        if len(found) < len(node.args) + sum(k.arg is not None for k in node.keywords):
+            raise _Unknown
+        try:
+            return callee(**found)
+        except Exception as error:
+            raise _Unknown from error
+
+
+def _is_module_or_config(value: Any) -> bool:
+    if not isinstance(value, type) or not is_users_class(value):
+        return False
+    named = value.__name__.lower().endswith(CONFIG_CLASSES)
+    return named or issubclass(value, nn.Module) or dataclasses.is_dataclass(value)
+
+
+def own_calls(target: type[nn.Module]) -> list[OwnCall]:
+    """The calls of a class in the user's project, those in its own file first."""
+    modules = user_modules(target)
+    trees = {str(module.__file__): tree_of(module) for module in modules[:1]}
+    values = {n: v for module in reversed(modules) for n, v in list(vars(module).items())}
+    for file in _files(target):
+        if str(file) not in trees:
+            with contextlib.suppress(Exception):
+                source = read_source(file)
+                if f"{target.__name__}(" in source and f"class {target.__name__}" not in source:
+                    trees[str(file)] = ast.parse(source)
+    found = [
+        OwnCall(node, names, _options(tree), values, target)
+        for tree in trees.values() for node, names in _calls(tree, target.__name__, {})
+    ]  # fmt: skip
+    return [*{ast.unparse(call.node): call for call in reversed(found)}.values()][::-1][:MOST_CALLS]
+
+
+def _files(target: type[nn.Module]) -> list[Path]:
+    """The Python files of the target's project, the nearest first.
+
+    Subfolders are searched if a file such as pyproject.toml marks the top of the project: other
+    folders may hold other projects.
+    """
+    found: dict[Path, None] = {}
+    for module in user_modules(target)[:1]:
+        for folder in project_folders(Path(str(module.__file__)).resolve().parent):
+            marked = any((folder / name).exists() for name in PROJECT_FILES)
+            for pattern in ("*.py", "*/*.py", "*/*/*.py")[: 3 if marked else 1]:
+                found |= dict.fromkeys(sorted(folder.glob(pattern)))
+    small = (file for file in found if file.stat().st_size <= MOST_BYTES)
+    return [file for file, _ in zip(small, range(MOST_FILES), strict=False)]
+
+
+def _calls(
+    node: ast.AST, name: str, names: Mapping[str, ast.expr]
+) -> Iterator[tuple[ast.Call, Mapping[str, ast.expr]]]:
+    """The calls of a name below a node, with what is assigned to the names they can read."""
+    if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+        names = {**names, **_assigned(node)}
+    match node:
+        case ast.Call(ast.Name(called) | ast.Attribute(_, called)) if called == name:
+            yield node, names
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child, name, names)
+
+
+def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
+    """The expressions assigned to names in a module or a function, and a function's defaults."""
+    found: dict[str, ast.expr] = {}
+    if not isinstance(scope, ast.Module):
+        defaults = scope.args.defaults
+        last = scope.args.args[len(scope.args.args) - len(defaults) :]
+        found = {arg.arg: value for arg, value in zip(last, defaults, strict=True)}
+    inner = [*scope.body]
+    for node in inner:  # grows
+        match node:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
+                ast.Name(name), _, ast.expr() as value
+            ):
+                found[name] = value
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+                pairs = zip(targets, values, strict=False)
+                found |= {t.id: v for t, v in pairs if isinstance(t, ast.Name)}
+            case ast.If() | ast.With() | ast.For() | ast.Try():
+                inner += [child for child in ast.iter_child_nodes(node)
+                          if isinstance(child, ast.stmt)]  # fmt: skip
+    return found
+
+
+def _options(tree: ast.Module) -> dict[str, ast.expr]:
+    """The defaults of the options that a file adds to its command line."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(_, "add_argument"), [*texts]):
+                options = [t.value for t in texts if isinstance(t, ast.Constant)]
+                names = [str(text).lstrip("-").replace("-", "_") for text in options]
+                default = next((k.value for k in node.keywords if k.arg == "default"), None)
+                found |= {name: default for name in names if default is not None}
+    return found
