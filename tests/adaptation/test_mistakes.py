@@ -1206,6 +1206,21 @@ def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
     assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
 
 
+@pytest.mark.parametrize(("eps", "found"), [(", eps=1e-6", "1e-06"), ("", "1.19e-07")])
+def test_the_eps_of_an_rmsnorm_is_a_deviation_of_its_own(
+    tiny: Path, tmp_path: Path, eps: str, found: str
+) -> None:
+    """Without one, torch uses the epsilon of float32."""
+    norms = [(f"LayerNorm({width})", f"nn.RMSNorm({width}{eps})") for width in ("dim", "emb_dim")]
+    adaptation = adapted(tiny, tmp_path, norms)
+    assert {f.code for f in adaptation.deviations} == {"rmsnorm", "eps_value"}
+    eps_value = only(adaptation, "eps_value")
+    assert f"the norm's eps is {found}, but the checkpoint's is 1e-05" in eps_value.message
+    assert "nn.RMSNorm(" in (eps_value.source_line or "")
+    moved = {f.code: float(f.evidence.split(" by ")[1].split()[0]) for f in adaptation.deviations}
+    assert moved["eps_value"] < moved["rmsnorm"] / 100  # each change alone
+
+
 QUERIES_AND_KEYS = (("queries", "query"), ("keys", "key"))
 TURNED = """def turned(x):
     T, D = x.shape[-2:]

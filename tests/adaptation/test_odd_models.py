@@ -761,6 +761,20 @@ def test_parts_beside_a_projection_that_cannot_be_loaded_are_examined(
     assert "h.{i}.attn.c_proj.weight" in loaded and "h.{i}.attn.c_attn.weight" not in loaded
 
 
+class NormedKeysForTwo(KeysForTwo):
+    """Queries and keys are normalized with the sequences and the heads on one axis."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        D = C // self.heads
+        q, k, v = (t.view(B, T, self.heads, D).transpose(1, 2) for t in (q, k, v))
+        k, v = k[:, ::2], v[:, ::2]
+        q, k = (F.rms_norm(t.reshape(-1, T, D), (D,)).view(t.shape) for t in (q, k))
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
 class KeysShifted(Block):
     """Every token has the key of the token before it."""
 
@@ -780,6 +794,8 @@ class HalfAttention(Block):
     ("block", "code", "line"),
     [
         (KeysForTwo, "grouped_query_attention", ""),
+        (NormedKeysForTwo, "grouped_query_attention", ""),
+        (NormedKeysForTwo, "qk_norm", "F.rms_norm(t.reshape("),
         (KeysShifted, "time_shift", "F.pad(k"),
         (HalfAttention, "low_precision", "self.qkv(x)"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class Changes:
     Args:
         weights: tensors that replace the checkpoint's; None removes one. A missing bias counts as
             zero, and a norm without a weight is skipped.
-        norm_formula: formulas of norms, by name.
+        norm_fields: fields of `NormFormula`, by the norm's name and the field's.
+        norm_formula: other formulas of norms, by name.
         extra_norm: norms that GPT-2 does not have, by position: "embed", "final", "h.0.attn",
             "h.0.mlp" for the output of a branch, or "h.0.ln_1.before".
         post_norm: names of norms that are applied after the residual sum.
@@ -62,6 +64,7 @@ class Changes:
     """
 
     weights: dict[str, Tensor | None] = field(default_factory=dict)
+    norm_fields: dict[tuple[str, str], Any] = field(default_factory=dict)
     norm_formula: dict[str, Function] = field(default_factory=dict)
     extra_norm: dict[str, Function] = field(default_factory=dict)
     post_norm: set[str] = field(default_factory=set)
@@ -198,7 +201,8 @@ class ModifiedReference:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         if f"{name}.weight" not in self.weights:
             return x
-        usual = NormFormula(eps=self.config.layer_norm_epsilon)
+        changed = {each: v for (norm, each), v in self.changes.norm_fields.items() if norm == name}
+        usual = NormFormula(**{"eps": self.config.layer_norm_epsilon, **changed})
         formula = self.changes.norm_formula.get(name, usual)
         return formula(x) * self.weights[f"{name}.weight"] + self._bias(name)
 

@@ -38,7 +38,11 @@ Differs = Callable[[NormFormula | None, Norm], dict[str, Any] | None]
 
 
 def norms_where(
-    context: DiagnosisContext, differs: Differs, *kinds: str, number: bool = False
+    context: DiagnosisContext,
+    differs: Differs,
+    *kinds: str,
+    fields: tuple[str, ...] = (),
+    number: bool = False,
 ) -> Iterator[Deviation]:
     """One deviation per set of values, at the lines of all norms that show it.
 
@@ -46,6 +50,7 @@ def norms_where(
         context: the model.
         differs: returns the values for the texts if a formula deviates, and None otherwise.
         kinds: the kinds of operations whose line is reported.
+        fields: the fields of the formula that deviate.
         number: count a sum among them only if it adds a number, such as eps.
     """
     seen: dict[str, Deviation] = {}
@@ -61,7 +66,10 @@ def norms_where(
         found = seen.setdefault(str(values), Deviation(name, place, values, Changes()))
         found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
         assert found.changes is not None
-        found.changes.norm_formula[name] = formula or own_formula(context.graph, norm)
+        if formula is None:
+            found.changes.norm_formula[name] = own_formula(context.graph, norm)
+        else:
+            found.changes.norm_fields |= {(name, f): getattr(formula, f) for f in fields}
     yield from seen.values()
 
 
@@ -87,10 +95,10 @@ def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
         values = {"n_embd": config.n_embd, "no_bias": no_bias}
         return {**values, "expected": config.layer_norm_epsilon}
 
-    for found in norms_where(context, differs):
+    for found in norms_where(context, differs, fields=("centred",)):
         if found.values["no_bias"] and found.changes is not None:
-            names = [f"{name}.bias" for name in found.changes.norm_formula]
-            found.changes.weights |= dict.fromkeys(names)
+            names = [*found.changes.norm_formula, *(name for name, _ in found.changes.norm_fields)]
+            found.changes.weights |= dict.fromkeys(f"{name}.bias" for name in names)
         yield found
 
 
@@ -100,7 +108,10 @@ def rmsnorm(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def unbiased_var(context: DiagnosisContext) -> Iterator[Deviation]:
     kinds = ("var", "std", "var_mean", "std_mean", "div")
-    return norms_where(context, lambda f, _: {} if f and f.unbiased else None, *kinds)
+    fields = ("unbiased",)
+    return norms_where(
+        context, lambda f, _: {} if f and f.unbiased else None, *kinds, fields=fields
+    )
 
 
 def _eps(context: DiagnosisContext, formula: NormFormula) -> dict[str, float]:
@@ -117,7 +128,7 @@ def eps_outside_sqrt(context: DiagnosisContext) -> Iterator[Deviation]:
         outside = formula is not None and formula.eps_outside and formula.eps
         return _eps(context, formula) if formula and outside else None
 
-    return norms_where(context, differs, "add", number=True)
+    return norms_where(context, differs, "add", fields=("eps", "eps_outside"), number=True)
 
 
 @deviation("the norm's eps is {found:g}, but the checkpoint's is {expected:g}", "eps={expected:g}")
@@ -125,11 +136,11 @@ def eps_value(context: DiagnosisContext) -> Iterator[Deviation]:
     expected = context.config.layer_norm_epsilon
 
     def differs(formula: NormFormula | None, _: Norm) -> dict[str, float] | None:
-        if formula is None or not formula.centred or (formula.eps_outside and formula.eps):
+        if formula is None or (formula.eps_outside and formula.eps):
             return None
         return _eps(context, formula) if abs(formula.eps - expected) > 1e-3 * expected else None
 
-    return norms_where(context, differs, "layer_norm", "native_layer_norm", "add", number=True)
+    return norms_where(context, differs, *NORM_KERNELS, "add", fields=("eps",), number=True)
 
 
 @deviation(

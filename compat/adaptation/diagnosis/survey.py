@@ -18,11 +18,10 @@ from compat.adaptation.diagnosis.blocks import tanh_gelu
 from compat.adaptation.diagnosis.findings import finding, unexplained
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.graph import DRAWS, Graph, Place, kind, size
+from compat.adaptation.tracing.graph import DRAWS, RMS_NORMS, Graph, Place, kind, size
 from compat.config import HALF, GPT2Config, dtype_name
 
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
-RMS_NORMS = ("rms_norm", "_fused_rms_norm")
 
 
 def survey(

@@ -454,7 +454,6 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
     The operations between these results and the products are then treated as a part of attention.
     """
     graph = anatomy.graph
-    _, H, _, D = attention.q.index.shape
     views = []
     for name in ("q", "k", "v"):
         operand = getattr(attention, name)
@@ -462,10 +461,9 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
         ends = [end for end in layer.qkv_ends if end in above]
         found = []  # a narrower projection may compute a gate
         for source in (token_view(graph, end) for end in ends):
-            used = () if source is None else _used_channels(graph, source, operand)
-            if source is not None and len(used) == H * D:
-                index = source.index[..., used].view(*source.index.shape[:2], H, D)
-                found.append(View(source.nodes, index.transpose(1, 2)))
+            used = None if source is None else _channels_of_heads(graph, source, operand)
+            if source is not None and used is not None:
+                found.append(View(source.nodes, source.index[..., used].transpose(1, 2)))
         if len(found) != 1 or graph.ancestors[found[0].nodes[0]] & {*ends}:
             return False
         views += found
@@ -473,6 +471,23 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
     attention.q, attention.k, attention.v = views
     attention.indirect = True
     return True
+
+
+def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | None:
+    """The channels (H, D) of a projection from which each head of an operand is computed.
+
+    None if they are not all of its heads' channels. Groups of heads may have their channels in
+    common.
+    """
+    _, H, _, D = operand.index.shape
+    used = _used_channels(graph, source, operand)
+    if len(used) == H * D:
+        return used.view(H, D)
+    if len(used) == 0 or (H * D) % len(used):
+        return None
+    heads = [View(operand.nodes, operand.index[:, h]) for h in range(H)]
+    found = [_used_channels(graph, source, head) for head in heads]
+    return torch.stack(found) if {len(each) for each in found} == {D} else None
 
 
 def _used_channels(graph: Graph, source: View, target: View) -> Tensor:

@@ -49,7 +49,8 @@ SHAPE_ONLY = frozenset(
 )
 
 # Norms, and the other operations that norms are written with.
-NORM_KERNELS = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
+RMS_NORMS = frozenset({"rms_norm", "_fused_rms_norm"})
+NORM_KERNELS = RMS_NORMS | {"layer_norm", "native_layer_norm"}
 
 REDUCTIONS = NORM_KERNELS | frozenset(
     """
