@@ -262,8 +262,9 @@ def _other_way(
 ) -> tuple[GPT2Config, dict[str, Any], str] | None:
     """Sizes and arguments with which a model runs that does not run in the ordinary way, and why.
 
-    Switches have the user's defaults, or sizes have other meanings than their names, or the width
-    is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are arguments.
+    Switches have the user's defaults, arguments whose default is None have a value, all arguments
+    are those of a call of the user's, sizes have other meanings than their names, or the width is a
+    number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are arguments.
     """
 
     def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
@@ -283,6 +284,11 @@ def _other_way(
     own = _own_switches(target, config, kwargs)
     if own and runs(config.n_embd, own):
         return config, own, f"only runs with {_listed_entries(own)}"
+    known = {n: neutral(n)[1] for n, p in _parameters(target).items()
+             if p.default is None and neutral(n)[1] is not None}  # fmt: skip
+    for own in ({name: value} for name, value in known.items()):
+        if runs(config.n_embd, own):
+            return config, own, f"only runs with {_listed_entries(own)}"
     for called in _as_called(target, config, kwargs):
         return config, called, f"only runs with {_listed_entries(called)}"
     trees = [tree_of(module) for module in user_modules(target)]

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import dis
 import inspect
+import re
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from compat.user_models.missing import Unknown, known_sizes
 from compat.user_models.synonyms import (
     AMBIGUOUS,
     SIZES,
+    is_ambiguous_size,
     is_window,
     role_of,
     role_of_number,
@@ -61,6 +63,8 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
+        by_use |= (embeddings := _roles_in_embeddings(modules))
+        aliases |= {name: role for name, role in embeddings.items() if is_ambiguous_size(name)}
         arguments = {name for module in modules for name in _constructor_arguments(module)}
         for module in modules:
             for value in list(vars(module).values()):
@@ -209,6 +213,23 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
                     if not isinstance(value, ast.Constant):
                         found[name].add(None)
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
+
+
+def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:
+    """The roles of the global names in `self.position_table = nn.Embedding(rows, width)`."""
+    found: dict[str, set[str]] = {}
+    for module in modules:
+        for node in ast.walk(tree_of(module)):
+            match node:
+                case ast.Assign(
+                    [ast.Attribute(attr=table)],
+                    ast.Call(ast.Attribute(attr="Embedding") | ast.Name("Embedding"), args),
+                ):
+                    rows = "n_positions" if re.search("pos|wpe", table.lower()) else "vocab_size"
+                    for name, role in zip(args, (rows, "n_embd"), strict=False):
+                        if isinstance(name, ast.Name) and name.id in vars(module):
+                            found.setdefault(name.id, set()).add(role)
+    return {name: min(roles) for name, roles in found.items() if len(roles) == 1}
 
 
 def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:

@@ -190,6 +190,11 @@ def _only_role(short: str) -> str | None:
     return next(matching, None) or _FIELDS.get(short)
 
 
+def is_ambiguous_size(name: str) -> bool:
+    """Whether a name, such as `token_size`, may denote the vocabulary, the width or the context."""
+    return _INPUT.fullmatch(plain(name)) is not None
+
+
 def is_window(name: str) -> bool:
     """Whether a name may denote how far attention reaches, as well as the context length."""
     return _WINDOW.fullmatch(plain(name)) is not None

@@ -299,7 +299,8 @@ class _AboveFinder:
 
     A package with another name than its folder is found too: that of `from package.part import …`
     in a file beside `part.py`. So are modules in the folders that the file adds to sys.path, as in
-    `sys.path.append("../part")`, which is meant for scripts that are run in the file's folder.
+    `sys.path.append("../part")`, which is meant for scripts that are run in the file's folder, and
+    the only module of its name in a folder below the file's.
 
     Attributes:
         top: the top folder of the project.
@@ -324,6 +325,9 @@ class _AboveFinder:
             code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
             if any(any(place.glob(pattern)) for pattern in code):
                 return importlib.machinery.PathFinder.find_spec(name, [str(place)])
+        inner = [*self._folders[0].glob(f"*/{name}.py"), *self._folders[0].glob(f"*/*/{name}.py")]
+        if len(inner) == 1:  # in a folder that the author's machine has on its path
+            return importlib.machinery.PathFinder.find_spec(name, [str(inner[0].parent)])
         if name not in self._renamed:
             return None
         package = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -183,6 +183,20 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "doubled_residual",
         "x = x + shortcut",
     ),
+    "the input of the block added again": (
+        [
+            (
+                "        shortcut = x\n        x = self.norm1",
+                "        start = shortcut = x\n        x = self.norm1",
+            ),
+            (
+                "        x = x + shortcut\n        return x",
+                "        x = x + shortcut\n        return start + x",
+            ),
+        ],
+        "doubled_residual",
+        "return start + x",
+    ),
     "the mean over the tokens": (
         [("mean = x.mean(-1,", "mean = x.mean(1,")],
         "norm_axis",

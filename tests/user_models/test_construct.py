@@ -23,12 +23,16 @@ SIZES = (97, 32, 24, 3, 4)
 NOTHING = "1, 2, 3, 4, 5"
 
 
+def written(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(CORE + source)
+    return path
+
+
 def build(
     tmp_path: Path, source: str, config: GPT2Config = CONFIG, name: str = "GPT", **how: Any
 ) -> Any:
-    path = tmp_path / "own.py"
-    path.write_text(CORE + source)
-    return construct(load_target(f"{path}:{name}"), config, **how)
+    return construct(load_target(f"{written(tmp_path, source)}:{name}"), config, **how)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -1261,3 +1265,12 @@ def test_as_many_groups_of_keys_as_heads(tmp_path: Path) -> None:
     source = gpt(", vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups",
                  "vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups")  # fmt: skip
     assert build(tmp_path, source).extra == 4
+
+
+def test_a_default_of_none_with_which_the_code_does_not_run(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, dtype=None, rope_theta=None", "float(rope_theta), 2, 3, 4, 5")
+    source += "\n    def forward(self, ids):\n        return ids\n"
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    assert construct_with_call(target, CONFIG)[1].endswith(
+        "your code only runs with rope_theta=10000.0"
+    )

@@ -229,6 +229,33 @@ class Own(nn.Module):
     assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
 
 
+def test_names_of_the_rows_and_the_width_of_embeddings(tmp_path: Path) -> None:
+    """`token_size` is a context length here, and the vocabulary comes from data that is missing."""
+    text = """
+import torch
+from torch import nn
+
+symbols_there = len(set(open("no such file").read()))
+token_size, per_symbol = 256, 384
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.symbol_table = nn.Embedding(symbols_there, per_symbol)
+        self.position_table = nn.Embedding(token_size, per_symbol)
+
+    def forward(self, ids):
+        x = self.symbol_table(ids) + self.position_table(torch.arange(ids.shape[1]))
+        return x @ self.symbol_table.weight.T
+"""
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    model = construct(load_target(f"{path}:GPT"), CONFIG)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
+        "symbol_table.weight": (97, 24), "position_table.weight": (32, 24),
+    }  # fmt: skip
+
+
 def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
     before = state(modules)
     cls, built = load_target("own_package.models:Own"), {}

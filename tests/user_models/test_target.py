@@ -593,6 +593,17 @@ def test_an_imported_module_that_ends_the_program(tmp_path: Path) -> None:
     assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
 
 
+def test_a_module_in_a_folder_that_the_authors_machine_has_on_its_path(tmp_path: Path) -> None:
+    write(tmp_path / "layers" / "sizes_of_mine.py", "WIDTH = 8\n")
+    lines = ["import sys", "sys.path.append('/home/author/layers')", "from torch import nn"]
+    lines += ["from sizes_of_mine import WIDTH", "class GPT(nn.Linear):", "    w = WIDTH"]
+    path = write(tmp_path / "gpt.py", "\n".join(lines))
+    assert load_target(f"{path}:GPT").w == 8  # type: ignore[attr-defined]
+    write(tmp_path / "other" / "sizes_of_mine.py", "WIDTH = 9\n")
+    sys.modules.pop("sizes_of_mine", None)
+    assert load_target(f"{path}:GPT").w not in (8, 9)  # type: ignore[attr-defined]
+
+
 def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_target(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")

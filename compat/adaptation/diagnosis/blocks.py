@@ -33,6 +33,7 @@ from compat.adaptation.tracing.graph import (
     Place,
     kind,
     live_inputs,
+    live_users,
     random_values,
     size,
     tensor_inputs,
@@ -354,6 +355,22 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         values = {"found": "the branch adds its own input to its result, and the block adds the "
                   "residual stream as well"}  # fmt: skip
         yield Deviation(next(iter(own)), lines[0], values, Changes(own_input={*own}), lines=lines)
+    if again := _second_shortcuts(context):
+        lines = [graph.place(node) for node in again.values()]
+        values = {"found": "the input of the block is added to its result a second time"}
+        tap = f"h.{min(again) + 1}.ln_1" if min(again) + 1 < len(context.anatomy.layers) else "ln_f"
+        yield Deviation(tap, lines[0], values, Changes(input_again={*again}), lines=lines)
+
+
+def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
+    """The sums of the result and the input of a block, by layer."""
+    found = {}
+    for i, layer in context.layers:
+        ends = {layer.mlp_sum.node, layer.attn_sum.shortcut}
+        for node in live_users(context.graph, layer.mlp_sum.node):
+            if kind(node) == "add" and {*tensor_inputs(node)} == ends:
+                found[i] = node
+    return found
 
 
 @deviation(
@@ -530,6 +547,8 @@ def _operations(
     nodes = [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES | {"getitem"}]
     if not nodes or _factor(context, start, end) is not None:
         return None  # nothing, scaled_sums, or doubled_residual
+    if {*nodes} <= {*_second_shortcuts(context).values()}:
+        return None  # doubled_residual
     if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):
         return None  # extra_projection, or cross_attention
     if any(kind(n) in SHIFTS for n in nodes) and shifted_tokens(

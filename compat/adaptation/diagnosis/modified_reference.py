@@ -50,6 +50,7 @@ class Changes:
         parallel: layers whose MLP reads the input of the block.
         no_attn_residual, no_mlp_residual: layers without these residual connections.
         mlp_residual_from_input: layers that add the MLP to the input of the block.
+        input_again: layers whose input is added to their result a second time.
         own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
         doubled: taps `resid_mid` and `out` after which the residual stream is multiplied by two.
         heads: functions of the merged heads, before their projection, by layer.
@@ -83,6 +84,7 @@ class Changes:
     no_attn_residual: set[int] = field(default_factory=set)
     no_mlp_residual: set[int] = field(default_factory=set)
     mlp_residual_from_input: set[int] = field(default_factory=set)
+    input_again: set[int] = field(default_factory=set)
     own_input: set[str] = field(default_factory=set)
     doubled: set[str] = field(default_factory=set)
     heads: dict[int, Function] = field(default_factory=dict)
@@ -133,8 +135,9 @@ class ModifiedReference:
         x = self._stream("embed", self._extra_norm("embed", x))
         n_layer = self.changes.n_layer
         for i in range(self.config.n_layer if n_layer is None else n_layer):
-            x = self.taps[f"h.{i}.out"] = self._block(i, x)
-            x = self._stream(f"h.{i}.out", x)
+            start, x = x, self._block(i, x)
+            self.taps[f"h.{i}.out"] = x
+            x = self._stream(f"h.{i}.out", x + start if i in self.changes.input_again else x)
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
