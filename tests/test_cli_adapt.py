@@ -74,6 +74,25 @@ def test_a_file_elsewhere_is_named_in_full(
     assert done.out.splitlines()[2] == f"{tmp_path}/erf.py:{ERF_LINE}  {ERF_SOURCE}"
 
 
+def test_another_model_of_the_file_if_the_last_one_is_refused(cli: Cli, tiny: Path) -> None:
+    """If a class is named, no other is examined."""
+    last = """
+
+class OtherGPT(nn.Module):
+    def __init__(self, vocab, attention):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, attention.mlp.norm.head.position)
+        self.block = self.mlp = self.norm = self.head = None
+"""
+    Path("two.py").write_text(GPT + last)
+    done = cli("adapt", "two.py", "--model", tiny)
+    assert done.code == 0 and done.out.startswith("✓ mapped 40 of 40 tensors")
+    [note] = [line for line in _notes(done.err) if "was examined" in line]
+    assert note.startswith("note: two.py:MyGPT was examined, because OtherGPT was refused: ")
+    refused = cli("adapt", "two.py:OtherGPT", "--model", tiny)
+    assert refused.code == 3 and not refused.out
+
+
 def test_a_notebook(cli: Cli, tiny: Path) -> None:
     """Only the model is executed, and the line is one of its cell."""
     done = cli("adapt", "notebook.ipynb:MyGPT", "--model", tiny)

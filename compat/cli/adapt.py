@@ -174,16 +174,19 @@ def adapt_command(
         load_forward,
         load_target,
         on_available_device,
+        other_targets,
         resized,
     )
 
     notes: list[str] = []
+    chosen: list[str] = []
     checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
 
-    def examined() -> tuple[str, compat.Adaptation]:
+    def examined(target: str) -> tuple[str, compat.Adaptation]:
         notes.clear()
         call_model = None if forward is None else load_forward(forward)
         cls = load_target(target, notes)
+        chosen.append(cls.__name__)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
         with status, handle_users_errors(cls):
@@ -201,7 +204,18 @@ def adapt_command(
 
     # For the output and the downloads of the user's code.
     with contextlib.redirect_stdout(sys.stderr), _hub(target):
-        (call, adaptation), on_cpu = on_available_device(examined)
+        try:
+            (call, adaptation), on_cpu = on_available_device(partial(examined, target))
+        except compat.AdaptError as error:
+            for other in other_targets(target, chosen[0]) if chosen else ():
+                with contextlib.suppress(compat.AdaptError):
+                    (call, adaptation), on_cpu = on_available_device(partial(examined, other))
+                    target = other
+                    break
+            else:
+                raise
+            headline = str(error).partition("\n")[0]
+            notes.append(f"{target} was examined, because {chosen[0]} was refused: {headline}")
     if on_cpu:
         notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
     print_notes([*checkpoint.notes, *notes, f"compat built {call}"])

@@ -4,7 +4,7 @@ from compat.user_models.accelerators import on_available_device
 from compat.user_models.construct import construct, construct_with_call
 from compat.user_models.edited import edited_sources
 from compat.user_models.module_sizes import resized
-from compat.user_models.target import downloads, load_forward, load_target
+from compat.user_models.target import downloads, load_forward, load_target, other_targets
 
 __all__ = [
     "construct",
@@ -14,5 +14,6 @@ __all__ = [
     "load_forward",
     "load_target",
     "on_available_device",
+    "other_targets",
     "resized",
 ]

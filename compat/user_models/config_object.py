@@ -174,6 +174,10 @@ def _instance(
             missing.append(name)
     if missing:
         return None, missing
+    for field in dataclasses.fields(template) if dataclasses.is_dataclass(template) else ():
+        factory = field.default_factory  # a value in its place would be called
+        if factory is not dataclasses.MISSING and not callable(factory):
+            arguments.setdefault(field.name, factory)
     own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
     made = _made(template, {**arguments, **own})
     # Values in the body of a class without parameters, or of its constructor, are replaced as well.
@@ -183,6 +187,11 @@ def _instance(
         replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
         if replaced or (name in needed and not hasattr(made, name)):
             with contextlib.suppress(*REFUSED):  # a property, or frozen
+                setattr(made, name, value)
+    # Entries that the class lacks, because the model has outgrown it.
+    for name, value in entries.items():
+        if name not in {*parameters, *usage.sections} and not hasattr(made, name):
+            with contextlib.suppress(*REFUSED):
                 setattr(made, name, value)
     # Fields of a class whose decorator is that of a missing library, such as attrs.
     for name, annotation in inspect.get_annotations(template).items():

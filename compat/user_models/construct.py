@@ -284,8 +284,9 @@ def _other_way(
     own = _own_switches(target, config, kwargs)
     if own and runs(config.n_embd, own):
         return config, own, f"only runs with {_listed_entries(own)}"
-    known = {n: neutral(n)[1] for n, p in _parameters(target).items()
-             if p.default is None and neutral(n)[1] is not None}  # fmt: skip
+    optional = [name for name, p in _parameters(target).items() if p.default is None]
+    known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
+    known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
     for own in ({name: value} for name, value in known.items()):
         if runs(config.n_embd, own):
             return config, own, f"only runs with {_listed_entries(own)}"
@@ -386,7 +387,7 @@ def _inferred(
         chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
         chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
         chosen |= needed(run, _replaceable(target, small, kwargs or {}), chosen, config)
-        if any(isinstance(value, OWN_CONFIGS) for value in arguments.values()):
+        if any(isinstance(v, OWN_CONFIGS) or _attributes(v) for v in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         code = Code(modules_text(target), _choices(target), _roles(target))

@@ -101,6 +101,24 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
     return choose(module, body)
 
 
+def other_targets(target: str, chosen: str) -> list[str]:
+    """The other language models in a file of which the target names none, the last one first.
+
+    Args:
+        target: the file.
+        chosen: the name of the class that `load_target` chose.
+    """
+    place, name = _parsed(target)
+    path = Path(place)
+    if name is not None or path.suffix not in (".py", ".ipynb"):
+        return []
+    lazy = LazyModule("others", path)
+    body = [statement.node for statement in lazy.statements]
+    every, classes = _unused(_model_classes(lazy.module, body), body)
+    whole = [n for n in every if _features(n, classes, FEATURES) == len(FEATURES) and n != chosen]
+    return [f"{place}:{name}" for name in reversed(whole)]
+
+
 def load_forward(text: str) -> Forward:
     """Load how a model is called: `FILE.py:function`, or an expression such as `model(ids)[0]`.
 
@@ -168,7 +186,11 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
     tree = python_tree(path) if path.suffix == ".py" else ast.Module(body=[], type_ignores=[])
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     root, parts = path.parent, list[str]()
-    while len(parts) < max(levels, default=0) or (root / "__init__.py").is_file():
+    while (
+        len(parts) < max(levels, default=0)
+        or (root / "__init__.py").is_file()
+        or (parts and _is_library(parts[0], root))  # models/torch/gpt.py
+    ):
         parts.insert(0, root.name)
         root = root.parent
     folders = [path.parent, root]
@@ -238,6 +260,12 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
         with contextlib.suppress(Exception):
             return despite_missing_libraries(in_package)
         raise error
+
+
+def _is_library(name: str, folder: Path) -> bool:
+    """Whether a module of this name that is imported lies elsewhere."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and folder not in Path(file).parents
 
 
 def _forget_siblings() -> None:
@@ -560,8 +588,8 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
             required = node.args.args[1 : len(node.args.args) - len(node.args.defaults)]
             names = [arg.arg.lower() for arg in required if "mask" not in arg.arg.lower()]
             return all(
-                any(re.match(side, name) for name in names)
-                for side in (r"src|source|enc", r"tgt|target|trg|dec")
+                any(re.search(rf"(^|_)({side})", name) for name in names)
+                for side in ("src|source|enc", "tgt|target|trg|dec")
             )
     return False
 
@@ -572,14 +600,12 @@ def _only_trains(definition: ast.ClassDef) -> bool:
     return "forward" not in names and bool(names & {"training_step", "configure_optimizers"})
 
 
-def _root(
-    classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
-) -> str:
-    """The class that no other class uses, without classifiers built on the model.
+def _unused(
+    classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]
+) -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """The classes that no other class uses, and all classes, without classifiers and trainers.
 
     A function that builds a model of its parts uses the parts.
-
-    Of several the last is chosen, which in a lesson is the complete one, and a note says so.
     """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
     classes = {name: c for name, c in classes.items() if not _only_trains(c)} or classes
@@ -598,9 +624,19 @@ def _root(
             several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
             if called and returned and not several:
                 used |= {*called} - {called[-1]}
-    roots = every = [name for name in classes if name not in used]
-    single = [name for name in roots if not _takes_two_sequences(classes[name])]
-    roots = single or roots
+    return [name for name in classes if name not in used], classes
+
+
+def _root(
+    classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
+) -> str:
+    """The class that no other class uses, without classifiers built on the model.
+
+    Of several the last is chosen, which in a lesson is the complete one, and a note says so.
+    """
+    every, classes = _unused(classes, body)
+    single = [name for name in every if not _takes_two_sequences(classes[name])]
+    roots = single or every
     roots = [n for n in roots if not RECURRENT.search(ast.unparse(classes[n]))] or roots
     roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:

@@ -431,9 +431,10 @@ def _candidates(entry: str, code: Code) -> list[Value]:
 
 
 def is_boolean(entry: str, code: Code) -> bool:
-    """Whether the code annotates an entry as a boolean."""
+    """Whether the code annotates an entry as a boolean, or it is named like one: `use_cache`."""
     name = re.escape(entry.rpartition(".")[2])
-    return re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text) is not None
+    annotated = re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text)
+    return annotated is not None or re.match("(use|is|has|enable)_", name) is not None
 
 
 def _per_layer(value: str, config: GPT2Config) -> list[str]:

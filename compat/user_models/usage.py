@@ -30,7 +30,7 @@ _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
 # Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
-TRANSPOSES = {"T", "H", "mT", "mH"}  # of tensors
+OF_TENSORS = {"T", "H", "mT", "mH", "ndim", "shape", "grad"}  # attributes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     items, attributes = _ITEM.findall(text), list[str]()
     for owner, name in _ATTRIBUTE.findall(text):
         first, *rest = owner.removeprefix("self.").split(".")
-        if first in LIBRARIES or (name in TRANSPOSES and plain(first) not in names):
+        if first in LIBRARIES or (name in OF_TENSORS and plain(first) not in names):
             continue
         is_variable = owner == first != "self"
         if is_variable or first == parameter or plain(first) in names:

@@ -1274,3 +1274,51 @@ def test_a_default_of_none_with_which_the_code_does_not_run(tmp_path: Path) -> N
     assert construct_with_call(target, CONFIG)[1].endswith(
         "your code only runs with rope_theta=10000.0"
     )
+
+
+def test_a_device_that_the_code_compares(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, device=None", NOTHING, "assert device == torch.device('cpu')")
+    source += "\n    def forward(self, ids):\n        return ids\n"
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    assert (
+        "your code only runs with device=device(type='cpu')"
+        in construct_with_call(target, CONFIG)[1]
+    )
+
+
+def test_a_default_factory_that_is_a_value(tmp_path: Path) -> None:
+    config = """
+import dataclasses
+PARTS = {"kind": 7}
+
+@dataclass
+class Config:
+    n_embd: int = 8
+    n_layer: int = 2
+    parts: dict = dataclasses.field(default_factory=PARTS)
+"""
+    source = config + gpt(", config: Config", 'config.n_embd, config.parts["kind"], 3, 4, 5')
+    assert build(tmp_path, source).sizes[:2] == (24, 7)
+
+
+def test_an_attribute_that_the_config_class_lacks(tmp_path: Path) -> None:
+    """The attributes of tensors, as of `x.ndim`, are no names of sizes."""
+    source = """
+@dataclass
+class GPTConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+
+class GPT(Core):
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.hidden_size, config.intermediate_size, 3, 4, 5, config.use_cache)
+        self.w = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, ids):
+        x = nn.functional.one_hot(ids, self.w.in_features).float()
+        assert x.ndim == 3 and (ids.shape[1] > 9 or self.extra is False)
+        return self.w(x)
+"""
+    model = build(tmp_path, source)
+    assert model.sizes[:2] == (24, 96) and model.extra is False

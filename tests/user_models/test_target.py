@@ -604,6 +604,20 @@ def test_a_module_in_a_folder_that_the_authors_machine_has_on_its_path(tmp_path:
     assert load_target(f"{path}:GPT").w not in (8, 9)  # type: ignore[attr-defined]
 
 
+def test_a_folder_with_the_name_of_a_library(tmp_path: Path) -> None:
+    write(tmp_path / "models" / "torch" / "layers.py", "WIDTH = 8\n")
+    text = "from torch import nn\nfrom .layers import WIDTH\nclass GPT(nn.Linear):\n    w = WIDTH\n"
+    target = load_target(f"{write(tmp_path / 'models' / 'torch' / 'gpt.py', text)}:GPT")
+    assert target.w == 8  # type: ignore[attr-defined]
+    assert not target.__module__.startswith("torch.")
+
+
+def test_a_source_and_a_target_with_words_before(tmp_path: Path) -> None:
+    both = "class Both(nn.Embedding):\n    def forward(self, padded_src, padded_targets): ...\n"
+    text = f"from torch import nn\nclass GPT(nn.Embedding): ...\n{both}"
+    assert load_target(str(write(tmp_path / "gpt.py", text))).__name__ == "GPT"
+
+
 def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_target(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")
