@@ -58,7 +58,7 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
             yield [source.insert_before(place.statement, line), source.remove(statement)]
     for node, inner in _applied(site):
         without = only(source, node, inner)
-        gone = unused(site, [node.func]) if isinstance(node, ast.Call) else []
+        dropped = unused(site, [node.func]) if isinstance(node, ast.Call) else []
         for place in site.everywhere[::-1]:
             if place.function is site.function:  # it can be called there as it was
                 (start, end), (first, last) = source.span(node), source.span(inner)
@@ -66,9 +66,11 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
             if values["expected"] in TORCH:
                 code = _function(place, "{}").partition("{}")[::2]
-                yield from ([*without, *gone, *edits] for edits in _on_operand(place, node, *code))
+                yield from (
+                    [*without, *dropped, *edits] for edits in _on_operand(place, node, *code)
+                )
         if values["expected"] in TORCH:
-            yield from ([*without, *gone, *edits] for edits in _between_items(site))
+            yield from ([*without, *dropped, *edits] for edits in _between_items(site))
 
 
 def _without_item(site: Site) -> Iterator[Edits]:
@@ -179,14 +181,16 @@ def without_gate(site: Site) -> Iterator[Edits]:
         function = source.parent(product, ast.FunctionDef)
         if not isinstance(product.op, ast.Mult) or not isinstance(function, ast.FunctionDef):
             continue
-        for kept, gone in ((product.left, product.right), (product.right, product.left)):
+        for kept, dropped in ((product.left, product.right), (product.right, product.left)):
             inner = {source.code(a) for call in source.nodes(ast.Call, kept) for a in call.args}
-            if source.code(gone) in inner:  # x * sigmoid(x) is an activation
+            if source.code(dropped) in inner:  # x * sigmoid(x) is an activation
                 continue
-            if _is_activated(source, function, kept) and not _is_activated(source, function, gone):
+            if _is_activated(source, function, kept) and not _is_activated(
+                source, function, dropped
+            ):
                 at = replace(site.finding, file=source.file, line=product.lineno)
-                named = gone.id if isinstance(gone, ast.Name) else ""
-                lost: list[ast.AST] = [gone]
+                named = dropped.id if isinstance(dropped, ast.Name) else ""
+                lost: list[ast.AST] = [dropped]
                 lost += [value for value, _ in assigned_values(source, function, named)]
                 edits = unused(replace(site, finding=at), lost)
                 yield [*source.unwrap(product, kept), *edits]

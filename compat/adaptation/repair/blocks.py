@@ -96,7 +96,7 @@ def _loads(source: Source, statement: ast.AST, name: str) -> list[ast.Name]:
 
 
 def _normed_input(
-    site: Site, residual: Residual, wrap: Wrap, gone: tuple[ast.stmt, ...] = ()
+    site: Site, residual: Residual, wrap: Wrap, dropped: tuple[ast.stmt, ...] = ()
 ) -> Edits | None:
     """Apply a norm to the input of a residual branch.
 
@@ -104,18 +104,18 @@ def _normed_input(
         site: the finding.
         residual: the sum after the branch.
         wrap: the code of the norm of a tensor.
-        gone: statements that are removed.
+        dropped: statements that are removed.
     """
     source, name = site.source, residual.stream.id
     block = source.block(residual.statement)
     end = block.index(residual.statement)
     start = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])
-                  and block[i] not in gone), -1)  # fmt: skip
+                  and block[i] not in dropped), -1)  # fmt: skip
     copied = _copied(block[start], name) if start >= 0 else None
     tensor = name if copied is None else copied
     uses: list[ast.Name] = []
     for statement in block[start + 1 : end + 1]:
-        if statement in gone:
+        if statement in dropped:
             continue
         uses += [n for n in _loads(source, statement, tensor) if n is not residual.stream]
         if tensor in _stores(statement):
@@ -333,14 +333,14 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
     for call in source.nodes(ast.Call, statement):
         if not _is_norm(site, call) or isinstance(call.args[0], ast.BinOp):
             continue
-        gone = _without(source, statement, call)
-        alone = (statement,) if len(gone) == 1 else ()
+        dropped = _without(source, statement, call)
+        alone = (statement,) if len(dropped) == 1 else ()
         for later in block[block.index(statement) :]:
             for residual in _residuals(source, later):
                 if later is statement and call not in set(ast.walk(residual.branch)):
                     continue
                 if moved := _normed_input(site, residual, _wrap(source, call), alone):
-                    return [*gone, *moved]
+                    return [*dropped, *moved]
             if _residuals(source, later):
                 break
         inner = call.args[0]
@@ -947,12 +947,12 @@ def _split_shared(
 ) -> Edits | None:
     """Split the sum of branches that read one norm, which is applied once more for the MLP."""
     source, x = site.source, stream.id
-    block, gone = source.block(statement), []
+    block, dropped = source.block(statement), []
     if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
         made = _assignment_before(source, statement, mlp.id)
         if made is None or made not in block:
             return None
-        mlp, gone = made.value, [source.remove(made)]
+        mlp, dropped = made.value, [source.remove(made)]
     if (normed := _normed_again(site, statement, mlp, x)) is None:
         return None
     code, last = source.code(attention), source.span(stream)[0] > source.span(attention)[0]
@@ -962,7 +962,7 @@ def _split_shared(
         total = f"{x} = {code} + {x}" if last else f"{x} = {x} + {code}"
         value = f"{normed} + {x}" if last else f"{x} + {normed}"
     replaced = source.replace(getattr(statement, "value"), value)  # noqa: B009
-    return [*gone, source.insert_before(statement, total), replaced]
+    return [*dropped, source.insert_before(statement, total), replaced]
 
 
 def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
@@ -1078,18 +1078,22 @@ def _summed_first(
         renamed = (Edit("", a - start, b - start, total) for a, b in map(source.span, within))
         return apply(source.text[start:end], renamed)
 
-    gone, lines = [source.remove(s) for s in moved], [summed(s) for s in moved]
+    dropped, lines = [source.remove(s) for s in moved], [summed(s) for s in moved]
     if first is not None:
         place = source.insert_after(first, *lines)
-        return [*gone, place, source.replace(mlp, summed(mlp))]
+        return [*dropped, place, source.replace(mlp, summed(mlp))]
     if isinstance(last, ast.AugAssign):
         sums = [f"{total} += {source.code(attention)}", f"{total} += {summed(mlp)}"]
-        return [*gone, source.insert_before(last, sums[0], *lines), source.replace(last, sums[1])]
+        return [
+            *dropped,
+            source.insert_before(last, sums[0], *lines),
+            source.replace(last, sums[1]),
+        ]
     after = source.span(stream)[0] > min(source.span(t)[0] for t in (attention, mlp))
     sums = [f"{branch} + {total}" if after else f"{total} + {branch}"
             for branch in (source.code(attention), summed(mlp))]  # fmt: skip
     place = source.insert_before(last, f"{total} = {sums[0]}", *lines)
-    return [*gone, place, source.replace(getattr(last, "value"), sums[1])]  # noqa: B009
+    return [*dropped, place, source.replace(getattr(last, "value"), sums[1])]  # noqa: B009
 
 
 def _computing(source: Source, before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:

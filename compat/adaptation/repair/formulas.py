@@ -113,10 +113,10 @@ def only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
     return source.unwrap(node, part)
 
 
-def unused(site: Site, gone: list[ast.AST]) -> Edits:
+def unused(site: Site, dropped: list[ast.AST]) -> Edits:
     """The removal of assignments whose names are only read in nodes that are removed."""
     source = site.source
-    inside = {node for node_gone in gone for node in ast.walk(node_gone)}
+    inside = {node for root in dropped for node in ast.walk(root)}
     edits: Edits = []
     names = {name_of(node) for node in inside if is_self(node)}
     for name in sorted(names):
