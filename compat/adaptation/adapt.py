@@ -638,7 +638,7 @@ def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:
     report = reference.report(name, run.ids, ["logits"], lambda forced: logits, proof)
     findings = [untraced(error)]
     if not report:
-        words = "the logits differ from the reference's; without a graph the reason is not found"
+        words = "the logits differ from the reference's, but without a graph compat cannot find why"
         findings.insert(0, unexplained("logits", None, words, report.headline))
     else:
         findings += limits_of(proof)

@@ -47,8 +47,8 @@ def path_of(part: str, config: GPT2Config) -> str:
     named = re.fullmatch(r"h\.(\d+)(\.\w+)?", part)
     if named is None or (named[2] or "") not in PATHS:
         raise AdaptError(
-            f"part is {part!r}; expected ln_f, h.0, h.0.attn, h.0.mlp, h.0.ln_1 or h.0.ln_2, with "
-            "the number of any layer"
+            f"part is {part!r}, but must be ln_f, h.0, h.0.attn, h.0.mlp, h.0.ln_1 or h.0.ln_2, "
+            "with the number of any layer"
         )
     if int(named[1]) >= config.n_layer:
         raise AdaptError(
@@ -75,7 +75,7 @@ class _Slot(nn.Module):
                 return result
         shapes = [list(getattr(result, "shape", ())) or type(result).__name__ for result in results]
         raise AdaptError(
-            f"{type(self.part).__name__} returns {shapes} for hidden states {list(x.shape)}; a "
+            f"{type(self.part).__name__} returns {shapes} for hidden states {list(x.shape)}, but a "
             "part returns hidden states of the same shape. Pass the module that does, such as the "
             "one that joins the heads of attention"
         )

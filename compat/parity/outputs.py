@@ -49,7 +49,9 @@ def find_logits(
     if best is not None and best.shape[1] == T:
         return best
     shapes = ", ".join(str(list(t.shape)) for t in found) or "no tensor"
-    raise AdaptError(f"the model returned {shapes} for ids [{B}, {T}]; expected [{B}, {T}, V]")
+    raise AdaptError(
+        f"the model returned {shapes} for ids [{B}, {T}], but must return [{B}, {T}, V]"
+    )
 
 
 def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:

@@ -71,7 +71,7 @@ def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (None, "returned no tensor for ids [2, 5]; expected [2, 5, V]"),
+        (None, "returned no tensor for ids [2, 5], but must return [2, 5, V]"),
         (torch.zeros(5, 2, 11), "returned [5, 2, 11] for ids [2, 5]"),
         (torch.zeros(1, 5, 2, 11), "returned [1, 5, 2, 11] for ids [2, 5]"),
         (IDS, "returned [2, 5] for ids"),
@@ -216,7 +216,7 @@ class Sentence(Plain):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Picky, ["Picky gives no logits", "the moon is in the wrong place", __file__]),
+        (Picky, ["Picky returns no logits", "the moon is in the wrong place", __file__]),
         (Library, ["Library raises an exception", "pip install no_such_library", __file__]),
         (Sentence, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
@@ -412,5 +412,5 @@ def test_a_mask_of_full_length_is_refused_by_a_fused_kernel(width: int) -> None:
     if width == IDS.shape[1]:
         assert find_signature(Encoder(), IDS)
     else:
-        with pytest.raises(AdaptError, match="gives no logits"):
+        with pytest.raises(AdaptError, match="returns no logits"):
             find_signature(Encoder(), IDS)

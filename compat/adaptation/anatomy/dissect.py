@@ -437,8 +437,8 @@ class _Dissection:
                 )
         projections = sorted(index.projections, key=self.graph.order.__getitem__)
         return UnknownPart(
-            "the model has no attention, so it is not a GPT-2. softmax(q·kᵀ) is not multiplied "
-            f"with v anywhere; {len(projections)} projections were found",
+            "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a "
+            f"GPT-2. It has {len(projections)} projections",
             projections,
             NO_ATTENTION,
         )

@@ -441,8 +441,8 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
-    "{n_head} query heads share {found} heads of keys and values, but GPT-2 has a key and a value "
-    "for each, so c_attn cannot be loaded",
+    "{n_head} query heads share {found} heads of keys and values, but in GPT-2 every query head "
+    "has its own, so c_attn cannot be loaded",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
 )
 @each_layer
@@ -573,7 +573,7 @@ def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
 
 
 @deviation(
-    "the softmax differs from GPT-2's: {found}, so the probabilities do not sum to one",
+    "{found}, so the weights of a query do not sum to 1, but GPT-2 computes them with a softmax",
     "scores.softmax(dim=-1)",
 )
 @with_formula
@@ -583,7 +583,7 @@ def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     ends = layer.live(frozenset({"div", "mul", *SOFTMAXES}))
     place = source.running(layer.graph, reversed(ends))
     lines = [place, *source.calls(layer.graph, ends, place)]
-    found = layer.deviation(place, found="1 is added to the sum of exponentials")
+    found = layer.deviation(place, found="the softmax adds 1 to the sum of exponentials")
     return replace(found, lines=lines)
 
 
@@ -594,9 +594,9 @@ def no_softmax(layer: LayerAttention) -> Deviation | None:
     if layer.pairwise is None:
         return None
     functions = layer.live(ACTIVATIONS)
-    found = f"the {kind(functions[0])} of" if functions else "there is none, and"
+    found = f"the {kind(functions[0])} of each score is" if functions else "each score is"
     place = source.running(layer.graph, functions) or layer.scores_line
-    found += " each score is the weight of its value"
+    found += " the weight of its value"
     return layer.deviation(place, layer.own_attention, found=found)
 
 
@@ -687,7 +687,7 @@ def relative_scores(layer: LayerAttention) -> Deviation | None:
 
 @deviation(
     "the attention weights are multiplied by {found:.4g} after the softmax, but GPT-2's weights "
-    "sum up to 1",
+    "sum to 1",
     "scores.softmax(dim=-1) @ v",
 )
 @with_formula
@@ -711,7 +711,7 @@ def mask_after_softmax(layer: LayerAttention, formula: AttentionFormula) -> Devi
         return None
     masks = reversed(layer.live(frozenset({"mul", "masked_fill", "where"})))
     place = source.running(layer.graph, masks) or layer.scores_line
-    return layer.deviation(place, effect="so that the probabilities do not sum to one")
+    return layer.deviation(place, effect="so the probabilities do not sum to 1")
 
 
 @detects("mask_after_softmax")
@@ -800,7 +800,8 @@ def _mask_deviation(code: str) -> Detector:
 for _code, _message in (
     (
         "sliding_window",
-        "each token attends to the last {found} tokens only, but in GPT-2 to all tokens before it",
+        "each token attends only to the last {found} tokens, but in GPT-2 it attends to all tokens "
+        "up to itself",
     ),
     (
         "mask_off",

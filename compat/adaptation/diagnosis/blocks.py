@@ -137,7 +137,7 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
                 "an activation ({found}) is applied to the result of the MLP's second projection, "
                 "but GPT-2 adds this result to the residual stream as it is"
             )
-            fix = "Remove it. GPT-2's activation is the one between the projections."
+            fix = "Remove this activation. GPT-2 has only the one between the two projections."
         values = {"found": name, "expected": expected, "fix": fix, "after": True, "moved": moved}
         tap = f"h.{next(iter(layers))}.{'act' if moved else 'out'}"
         yield Deviation(
@@ -264,7 +264,7 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "{n} projections run here{like}, but each of GPT-2's blocks has an MLP of two, c_fc and c_proj",
+    "{n} projections run here{like}, but the MLP of GPT-2 has two, c_fc and c_proj",
     "x = x + mlp(ln_2(x))",
 )
 def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -464,8 +464,8 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
             "factor": f" (here {value[0].item():.4g})" if (value == value[0]).all() else "",
         }
         message = (
-            "the result of the branch is multiplied by learned factors{factor}; {found} have no "
-            "counterpart in GPT-2 and keep their initial values"
+            "the result of the branch is multiplied by learned factors{factor}, {found}, "
+            "which have no counterpart in GPT-2 and keep their initial values"
         )
         yield Deviation(first, None, values, changes, lines=lines, message=message)
 

@@ -107,8 +107,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         lookups = [n for n in after if context.graph.parameters_of[n]]
         added = context.weights["wte.weight"][: context.config.n_positions]
         message = (
-            "the positions are looked up in the token embedding, but GPT-2 has a table for them, "
-            "so wpe.weight cannot be loaded"
+            "the positions are looked up in the token embedding, but GPT-2 has a separate table "
+            "for them, so wpe.weight cannot be loaded"
         )
         changes = Changes(weights={"wpe.weight": None}, added=added)
         line = source.running(context.graph, lookups)

@@ -121,7 +121,9 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     for node in compared:
         number = node.args[1] if len(node.args) > 1 else None
         if isinstance(number, int) and _matters(context, node, number):
-            values = {"found": f"the id {number} changes the logits in another way than other ids"}
+            values = {
+                "found": f"the id {number} does not affect the logits in the same way as other ids"
+            }
             evidence = "confirmed: the logits change with the result of this comparison"
             yield Deviation("logits", graph.place(node), values, evidence=evidence)
             return
@@ -143,7 +145,7 @@ def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
 
 
 @deviation(
-    "this is computed in {found}, but the model's parameters are in {expected}",
+    "this operation is computed in {found}, but the model's parameters are in {expected}",
     "Remove the cast, or convert the whole model with model.to(torch.{found}).",
 )
 def low_precision(context: DiagnosisContext) -> Iterator[Deviation]:
@@ -195,14 +197,13 @@ CODES.update(
     ),
     no_head=Code(
         "breaks",
-        "the model has no head and returns hidden states, but GPT-2 returns logits: the product of "
-        "the hidden states with the token embedding",
+        "the model has no head and returns hidden states, but GPT-2 returns logits, which are the "
+        "product of the hidden states with the token embedding",
         "return x @ self.{table}.T",
     ),
     no_attention=Code(
         "breaks",
-        "the model has no attention, so it is not a GPT-2: softmax(q·kᵀ) is not multiplied with v "
-        "anywhere",
+        "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a GPT-2",
         "x = x + attn(ln_1(x))",
     ),
     unused_attention=Code(
@@ -230,20 +231,20 @@ CODES.update(
     kv_cache=Code(
         "breaks",
         "the decode step {step} with the KV cache does not compute the logits of the whole "
-        "sequence: {found}",
+        "sequence, because {found}",
         "Use the positions torch.arange(past, past + T) for the new ids, and let these ids "
         "attend to all cached keys and causally to each other.",
     ),
     kv_cache_chunk=Code(
         "limit",
         "with the KV cache, {step} computes the logits of the whole sequence for one new id at a "
-        "time, but not for {number} at once: they differ by {found} of their norm",
+        "time, but not for {number} at once, where they differ by {found} of their norm",
         "Let several new ids attend to all cached keys and causally to each other, for example "
         "with the mask torch.ones(T, past + T, dtype=torch.bool).tril(past).",
     ),
     wrong_gradient=Code(
         "limit",
-        "the logits are GPT-2's, but the gradients are not: {found}",
+        "the logits are GPT-2's, but the gradients are not ({found})",
         "Remove .detach(), .data or torch.no_grad() there, or correct the backward of a "
         "torch.autograd.Function.",
     ),

@@ -91,7 +91,7 @@ EXPLANATIONS = {
     "types shows how much accuracy they cost.",
     "doubled_residual": "x += y changes the tensor in place, and with it every other reference "
     "to it, such as a shortcut that was stored before. A branch that returns x + f(x) has its own "
-    "shortcut; added once more in the block, x counts twice.",
+    "shortcut. If the block adds x once more, x counts twice.",
     "norm_axis": "LayerNorm normalizes the channels of each token. A norm over the tokens makes "
     "earlier tokens depend on later ones.",
     "mask_value": "Only a score far below all others has probability 0 after the softmax. A "

@@ -185,7 +185,7 @@ def leftovers(
         evidence = f"the relative RMS error from the ids on is {error:.2g} in float64"
         local = next((t.local for t in report.taps if t.tap == tap), None) if report else None
         if local is not None:
-            evidence += f"; the local error is {local.rel_rms:.2g}"
+            evidence += f", and the local error is {local.rel_rms:.2g}"
         left.append(unexplained(tap, context.graph.place(node), message, evidence))
     if breaking or left:
         return left

@@ -103,14 +103,23 @@ def wrong_cache(
     differs = f"its logits differ from those of the whole sequence by {largest:.2g} of their norm"
     severity: Severity
     place, evidence, severity = _first_use(model, protocol), "", "limit"
+    message = ""
     if cause is None:
-        what = f"{differs}, for a reason that compat does not know"
+        what = "compat does not know why"
+        message = (
+            "the logits of the decode step {step} with the KV cache differ from those of the whole "
+            f"sequence by {largest:.2g} of their norm, for a reason that compat does not know"
+        )
     else:
         what, severity = cause.text, "breaks"
-        evidence = f"confirmed: the reference reproduces the step; {differs}"
+        evidence = f"confirmed: the reference reproduces the step, and {differs}"
         place = (position_line(context) if cause.is_position else None) or place
     deviation = Deviation(
-        "logits", place, {"found": what, "step": protocol.step, "past": past}, code="kv_cache"
+        "logits",
+        place,
+        {"found": what, "step": protocol.step, "past": past},
+        code="kv_cache",
+        message=message,
     )
     return [finding(deviation, severity, evidence)]
 

@@ -297,7 +297,7 @@ def find_signature(
         headline = f"{type(model).__name__} raises an exception when it runs"
         raise AdaptError(f"{headline}: {exception_report(missing)}") from missing
     raise AdaptError(
-        f"{type(model).__name__} gives no logits, but adapt() expected a float tensor (B, T, V) "
+        f"{type(model).__name__} returns no logits, but adapt() expected a float tensor (B, T, V) "
         "for ids (B, T). It was called as follows:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"
         "Pass a function that returns the logits: "
         "adapt(model, source, forward=lambda model, ids: …)"
