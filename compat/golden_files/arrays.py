@@ -98,7 +98,7 @@ def as_array(name: str, value: object) -> Array:
         with _reading(name):
             return as_array(name, from_dlpack(value))
     raise ParityError(
-        f"{name} is {described(value)}; expected an array, such as one of NumPy, torch or JAX."
+        f"{name} is {described(value)}, but must be an array, such as one of NumPy, torch or JAX."
     )
 
 
@@ -172,7 +172,9 @@ def _open_folder(path: Path) -> Arrays:
 
 def _check_count(path: Path, count: int) -> None:
     if count > MAX_ARRAYS:
-        raise ParityError(f"{path} contains {count:,} arrays; expected at most {MAX_ARRAYS:,}.")
+        raise ParityError(
+            f"{path} contains {count:,} arrays, but may contain at most {MAX_ARRAYS:,}."
+        )
 
 
 def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
@@ -192,7 +194,9 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
             size = count * dtype.itemsize
             data = again.read(size)
             if len(data) != size:
-                raise ValueError(f"truncated? it has {len(data):,} bytes of {size:,}")
+                raise ValueError(
+                    f"it may be truncated, because it has {len(data):,} of {size:,} bytes"
+                )
             array = np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
             if dtype.kind in "SU":
                 array = np.frombuffer(str(array[()]).encode(), np.uint8)
@@ -217,7 +221,9 @@ def writable(path: str | Path, dtypes: Iterable[torch.dtype]) -> Path:
     """
     path = Path(path)
     if path.suffix not in (".safetensors", ".npz"):
-        raise ParityError(f"{path} has the suffix {path.suffix!r}; expected .safetensors or .npz.")
+        raise ParityError(
+            f"{path} has the suffix {path.suffix!r}, but must have .safetensors or .npz."
+        )
     if path.suffix == ".npz" and torch.bfloat16 in dtypes:
         raise ParityError(
             f"{path} cannot store bfloat16, which NumPy does not have. Write a .safetensors file."

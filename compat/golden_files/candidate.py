@@ -82,8 +82,8 @@ class Entry:
         tensor = self.array.load()
         if not tensor.is_floating_point():
             raise ParityError(
-                f"{self.label} has {tensor.dtype} values; expected floating-point numbers. Store "
-                "it as float32."
+                f"{self.label} has {tensor.dtype} values, but must have floating-point values. "
+                "Store it as float32."
             )
         if not self.layouts:
             return tensor.reshape(())
@@ -135,8 +135,8 @@ def as_candidate(
             arrays = _from_mapping(call_function(candidate, golden.ids))
     else:
         raise ParityError(
-            f"the candidate is {described(candidate)}; expected a file, a folder, arrays by name, "
-            "or a function of the ids."
+            f"the candidate is {described(candidate)}, but must be a file, a folder, arrays by "
+            "name, or a function of the ids."
         )
     notes: list[str] = []
     named = _named(arrays, rename or {}, golden, notes)
@@ -172,8 +172,8 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
     for name in candidate:
         if not isinstance(name, str):
             raise ParityError(
-                f"an array has the name {described(name)}; expected the name of a tap as a string, "
-                'such as "h.0.act".'
+                f"an array has the name {described(name)}, but must have the name of a tap, as a "
+                'string, such as "h.0.act".'
             )
     return {name: as_array(name, value) for name, value in candidate.items()}
 
@@ -262,8 +262,8 @@ def _by_layer(
         return
     if array.shape[:1] != (n_layer,):
         raise ParityError(
-            f"{label} is {describe(array)}; expected all {n_layer} blocks along the first axis, "
-            f"as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
+            f"{label} is {describe(array)}, but must have all {n_layer} blocks along the first "
+            f"axis, as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
         )
     for i in range(n_layer):
         part = replace(array, shape=array.shape[1:], load=partial(_load_layer, array, i))
@@ -287,7 +287,7 @@ def _unknown_names(unknown: list[tuple[str, str]], known: set[str]) -> ParityErr
         faults = [_unknown(label, name, known) for label, name in unknown]
     head = "these arrays have names that are not taps:"
     tail = 'Rename them with --rename map.json, such as {"their name": "h.{i}.act"}, where {i} ' \
-           "is the layer; null ignores an array."  # fmt: skip
+           "is the layer and null ignores an array."  # fmt: skip
     return ParityError(f"{lines(head, faults)}\n{tail}")
 
 
@@ -315,7 +315,7 @@ def _new_name(label: str, rename: Rename) -> str | None:
 def _unknown(label: str, name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, known, 1)
     shown = label if label == name else f"{label} (renamed to {name})"
-    return f"{shown}; did you mean {close[0]}?" if close else shown
+    return f"{shown}. Did you mean {close[0]}?" if close else shown
 
 
 def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
@@ -329,7 +329,7 @@ def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
             ours = ours[:, :-1]  # the inputs of a training step
         if math.prod(array.shape) != ours.numel():
             raise ParityError(
-                f"{label} has shape {list(array.shape)}; expected {list(ours.shape)}. Run the "
+                f"{label} has shape {list(array.shape)}, but must have {list(ours.shape)}. Run the "
                 "candidate on the ids of the golden file."
             )
         theirs = array.load().reshape(ours.shape)
@@ -337,8 +337,8 @@ def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
         if len(wrong):
             b, t = wrong[0].tolist()
             raise ParityError(
-                f"{label}[{b}, {t}] is {theirs[b, t].item():g}; expected {ours[b, t].item()}. Run "
-                "the candidate on the ids of the golden file."
+                f"{label}[{b}, {t}] is {theirs[b, t].item():g}, but must be {ours[b, t].item()}. "
+                "Run the candidate on the ids of the golden file."
             )
 
 
@@ -435,7 +435,7 @@ def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[
 
 def _wrong_shape(label: str, array: Array, expected: list[tuple[int, ...]]) -> ParityError:
     shapes = " or ".join(dict.fromkeys(str(list(shape)) for shape in expected))
-    return ParityError(f"{label} is {describe(array)}; expected {shapes}")
+    return ParityError(f"{label} is {describe(array)}, but must have shape {shapes}")
 
 
 def precision(tensor: Tensor) -> torch.dtype:

@@ -57,7 +57,7 @@ def check(
     if checkpoint is None and not all(result.local for result in results):
         notes.append(
             "pieces with a matrix were not checked on the candidate's own inputs, because the "
-            f"checkpoint was not passed; pass it as model (--model {golden.source})"
+            f"checkpoint was not passed. Pass it as model (--model {golden.source})"
         )
     return GoldenReport(
         source=golden.source,
@@ -93,7 +93,7 @@ class Comparison:
         self.notes: list[str] = []
         if short:
             self.notes.append(
-                f"compared at {T - 1} of {T} positions: the candidate seems to have run on "
+                f"compared at {T - 1} of {T} positions, because the candidate seems to have run on "
                 "input_ids[:, :-1]"
             )
         self._plain: list[str] = []  # norms stored before weight and bias are applied

@@ -10,7 +10,7 @@ from compat.adaptation.diagnosis.registry import Code
 # `adapt` traces, or are not visible there.
 ARRAYS_ONLY = {
     "transposed_weight": (
-        "{tensors} is used transposed: the checkpoint stores it as [in, out], and GPT-2 "
+        "{tensors} is used transposed, but the checkpoint stores it as [in, out], and GPT-2 "
         "computes x @ weight",
         "y = x @ weight + bias  # or transpose the weight once, when it is loaded",
         "Hugging Face's GPT-2 stores its projections as Conv1D, [in, out], but nn.Linear and most "
@@ -30,7 +30,7 @@ ARRAYS_ONLY = {
         "before the product with the keys. The result can be right although the array differs.",
     ),
     "qkv_order": (
-        "GPT-2's {found} are used as q, k and v: the projection is split in another order",
+        "GPT-2's {found} are used as q, k and v, because the projection is split in another order",
         "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd)",
         "All three have the same shape, so no shape error occurs. The columns of c_attn are all of "
         "q, then all of k, then all of v.",
@@ -58,7 +58,7 @@ ARRAYS_ONLY = {
         "the norm uses {found} instead of {tensors}",
         "y = normed * weight + bias  # the norm's own, as the checkpoint stores them",
         "All norms have the same shapes, so no shape error occurs. Some models, such as Gemma, "
-        "store weight − 1 and multiply by 1 + weight; GPT-2 does not.",
+        "store weight − 1 and multiply by 1 + weight, but GPT-2 does not.",
     ),
     "other_block": (
         "blocks use the weights of other blocks: {pairs}",
@@ -67,9 +67,9 @@ ARRAYS_ONLY = {
         "put h.10 before h.2, and closures in a loop all refer to the last index.",
     ),
     "padding_mask": (
-        "the mask differs between the sequences: in sequence {row}, token {token} does not "
+        "the mask differs between the sequences, and in sequence {row}, token {token} does not "
         "attend to token {found}",
-        "Use the causal mask alone: the golden ids have no padding.",
+        "Use only the causal mask, because the golden ids have no padding.",
         "A mask that is derived from the ids, for example by comparing them with a padding id, "
         "hides tokens that the reference attends to.",
     ),
@@ -104,8 +104,8 @@ ARRAYS_ONLY = {
         "on.",
     ),
     "interleaved_heads": (
-        "the channels of the heads are interleaved: channel c belongs to head c % n_head, but "
-        "in GPT-2 to head c // d_head",
+        "the channels of the heads are interleaved, so channel c belongs to head c % n_head, but "
+        "in GPT-2 it belongs to head c // d_head",
         "q.view(B, T, n_head, d_head)  # not (B, T, d_head, n_head)",
         "Both orders have the same shapes. In GPT-2, the channels of a head are contiguous.",
     ),
@@ -117,7 +117,7 @@ ARRAYS_ONLY = {
     ),
     "processed_weights": (
         "the weights were processed so that the probabilities stay the same but hidden states "
-        "change: {found}",
+        "change ({found})",
         "HookedTransformer.from_pretrained_no_processing(…)",
         "By default, TransformerLens folds the norms' weights and the biases of the values into "
         "the projections, and centres the logits and everything that is added to the residual "
@@ -146,9 +146,9 @@ GRADIENTS = {
     "missing_gradient": (
         "the gradient of {tensors} lacks the contribution of {found}",
         "grad += contribution  # for every operation that reads the tensor",
-        "The gradient of a tensor is the sum over all operations that read it: for the residual "
-        "stream, the branch and the residual connection; for the tied embedding, the head and the "
-        "embedding of the ids.",
+        "The gradient of a tensor is the sum over all operations that read it. For the residual "
+        "stream, these are the branch and the residual connection. For the tied embedding, these "
+        "are the head and the embedding of the ids.",
     ),
     "scaled_gradient": (
         "the gradient of {tensors} is {found:.6g} times GPT-2's{cause}",
@@ -157,7 +157,7 @@ GRADIENTS = {
         "some gradients have it, the model trains differently.",
     ),
     "wrong_backward": (
-        "the backward pass at {tensors} is the derivative of another function: {found}",
+        "the backward pass at {tensors} is the derivative of another function ({found})",
         "Derive the backward pass from the formula of the port's own forward pass.",
         "The forward pass is right, but its hand-written derivative belongs to another formula. "
         "The model predicts like GPT-2 but trains differently.",
@@ -195,8 +195,8 @@ def explain(code: str) -> str:
 # Messages that replace those of `adapt`, which maps these tensors by their use, so that its results
 # are right nevertheless.
 MESSAGES = {
-    "qk_swapped": "the queries and the keys are exchanged: GPT-2's {found} are used as q, k and v",
-    "kv_swapped": "the keys and the values are exchanged: GPT-2's {found} are used as q, k and v",
+    "qk_swapped": "the queries and the keys are exchanged (GPT-2's {found} are used as q, k and v)",
+    "kv_swapped": "the keys and the values are exchanged (GPT-2's {found} are used as q, k and v)",
     "head_interleaved_qkv": "the columns of c_attn are read head by head, but Hugging Face stores "
     "all of q, then all of k, then all of v",
     "swapped_ln": "the two norms of the block use each other's weights",

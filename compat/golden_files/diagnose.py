@@ -140,7 +140,7 @@ def _wrong_steps(c: Comparison, result: TapResult) -> Deviation:
             return deviation
         evidence = ""
     except MissingWeightError:
-        evidence = "common mistakes of a KV cache were not tried: pass the checkpoint with --model"
+        evidence = "common mistakes of a KV cache were not tried. Pass the checkpoint with --model"
     found = f"the difference is {each[first]:.2g} of the RMS of the logits"
     return Deviation(DECODE_LOGITS, "kv_cache", {**step, "found": found}, evidence)
 
@@ -201,13 +201,13 @@ class _Search:
                 self.moved[split_name(tap)[0]] = values["other"]
         precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
-            f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}; "
-            f"without it, the difference is {plain:.2g}"
+            f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}, "
+            f"and without it, the difference is {plain:.2g}"
         )
         if readers := self._readers(tap):
             evidence += (
-                f"; {readers[0]} agrees nevertheless, so only the recorded array may be wrong, and "
-                "not the computation"
+                f". Since {readers[0]} agrees nevertheless, only the recorded array may be wrong, "
+                "and not the computation"
             )
         return [
             Deviation(
@@ -394,7 +394,7 @@ class _Search:
         )
         if len(wrong) < value.numel() and not follows:  # some values are finite, and wrong too
             if best := self._best(tap, names, value, limit, limit):
-                evidence = f"{found}; with this change, its finite values are right"
+                evidence = f"{found}, and with this change, its finite values are right"
                 codes = best[0].codes
                 return [
                     Deviation(tap, code, _in_layer(values, tap), evidence) for code, values in codes
@@ -414,7 +414,7 @@ class _Search:
             found = f"{tap} is the first array that differs, and no known deviation explains it"
             evidence = "its piece could not be run on your own arrays, because "
             if self.comparison.computed(names) is None:
-                evidence += "the golden file has no matrices; pass the checkpoint with --model"
+                evidence += "the golden file has no matrices. Pass the checkpoint with --model"
             else:
                 evidence += f"{listed(list(names[:-1]), 4)} are missing"
         else:
@@ -423,8 +423,8 @@ class _Search:
             evidence = f"the difference is {result.local.error:.2g} of its RMS"
             if self._may_be_rounding(result):
                 evidence += (
-                    ", which may be caused by rounding to half precision inside this piece; "
-                    "compare in float32 to be sure"
+                    ", which may be caused by rounding to half precision inside this piece. "
+                    "Compare in float32 to be sure"
                 )
         fix = f"Compare your code for {tap} with GPT-2's."
         return Deviation(tap, "unexplained", {"found": found}, evidence, fix)

@@ -98,8 +98,8 @@ class Golden(HtmlPage):
             if found is None or found.shape != shape:
                 what = "no array" if found is None else f"an array of shape {list(found.shape)} as"
                 raise ParityError(
-                    f"{self.path} has {what} {name}; expected shape {list(shape)}. Write the file "
-                    "again with gpt2-compat golden."
+                    f"{self.path} has {what} {name}, but must have one of shape {list(shape)}. "
+                    "Write the file again with gpt2-compat golden."
                 )
 
     @cached_property
@@ -265,7 +265,7 @@ def _parsed(path: Path, text: str | None) -> dict[str, Any]:
         )
     if found.get("version") != FORMAT_VERSION:
         raise ParityError(
-            f"{path} has version {short_repr(found.get('version'))} of the golden format; expected "
-            f"version {FORMAT_VERSION}. Write the file again, or update compat."
+            f"{path} has version {short_repr(found.get('version'))} of the golden format, but must "
+            f"have version {FORMAT_VERSION}. Write the file again, or update compat."
         )
     return found

@@ -103,8 +103,8 @@ def golden(
         path = writable(path, (dtype, checkpoint.dtype))
     if type(decode) is not int or not 0 <= decode <= config.n_positions - T:
         raise ParityError(
-            f"decode is {short_repr(decode)}; expected 0 to {config.n_positions - T}, the number "
-            f"of positions after the {T} ids."
+            f"decode is {short_repr(decode)}, but must be from 0 to {config.n_positions - T}, the "
+            f"number of positions after the {T} ids."
         )
     if gradients and T < 2:
         raise ParityError(

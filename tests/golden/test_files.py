@@ -360,20 +360,20 @@ def altered(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "unknown name": (altered(**{"h.0.atn": np.zeros(3)}), "h.0.atn; did you mean h.0.attn?"),
+    "unknown name": (altered(**{"h.0.atn": np.zeros(3)}), "h.0.atn. Did you mean h.0.attn?"),
     "a layer too many": (altered(**{"h.3.act": np.zeros(3)}), "h.3.act"),
     "other shape": (altered(logits=np.zeros((B, T, 9))), r"logits is float64 \[2, 5, 9\]"),
     "scalar": (altered(logits=np.float32(1)), r"logits is float32 \[\]"),
     "objects": (altered(logits=np.array([None, {}])), "Python objects"),
-    "text": (altered(logits=np.array(["a"])), "expected numbers"),
-    "complex": (altered(logits=np.zeros((B, T, 97), complex)), "expected numbers"),
+    "text": (altered(logits=np.array(["a"])), "must hold numbers"),
+    "complex": (altered(logits=np.zeros((B, T, 97), complex)), "must hold numbers"),
     "integers": (altered(logits=np.zeros((B, T, 97), int)), "floating-point"),
     "other ids": (altered(input_ids=np.zeros((B, T), int)), "Run the candidate on"),
     "ids of another shape": (altered(input_ids=np.zeros((1, 1), int)), r"shape \[1, 1\]"),
     "twice": (lambda taps: {**taps, "h.0.qkv": np.zeros((B, T, 72))}, "twice|both"),
     "nothing": (lambda taps: {}, "none of the golden arrays"),
-    "not arrays": (lambda taps: {"logits": "text"}, "expected an array"),
-    "no mapping": (lambda taps: 3, "expected a file"),
+    "not arrays": (lambda taps: {"logits": "text"}, "must be an array"),
+    "no mapping": (lambda taps: 3, "must be a file"),
     "raises": (lambda taps: lambda ids: 1 / 0, "ZeroDivisionError"),
 }
 
