@@ -187,8 +187,8 @@ def _check(
         run = partial(_report_on_function, model, ids)
     else:
         raise ParityError(
-            f"model_or_dialect is {described(model)}; expected a dialect's name, an nn.Module with "
-            "the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
+            f"model_or_dialect is {described(model)}, but must be a dialect's name, an nn.Module "
+            "with the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
         )
     reference = load_reference(checkpoint, dtype, calibrate is not False, attention)
     report = run(reference)
@@ -327,7 +327,9 @@ def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -
         ours = record(model, [tap], part, stop_early=True)[tap.name]
         theirs = reference.embedding(part)
         if ours.shape != theirs.shape:
-            error = f"the embedding has shape {list(ours.shape)}; expected {list(theirs.shape)}"
+            error = (
+                f"the embedding has shape {list(ours.shape)}, but must have {list(theirs.shape)}"
+            )
             return InputResult(name, (B, N), error=error)
         worst = torch.maximum(worst, position_errors(ours, theirs, theirs))
         identical = identical and torch.equal(ours, theirs)
@@ -378,11 +380,11 @@ def random_ids(
         count = sum(math.prod(info.shape) for info in checkpoint.infos.values())
         length = min(LENGTH if count < LARGE else LENGTH_OF_LARGE, config.n_positions)
     if type(batch) is not int or batch < 1:
-        raise ParityError(f"batch is {short_repr(batch)}; expected an integer of 1 or more.")
+        raise ParityError(f"batch is {short_repr(batch)}, but must be an integer of 1 or more.")
     if type(length) is not int or not 1 <= length <= config.n_positions:
         raise ParityError(
-            f"length is {short_repr(length)}; expected an integer from 1 to {config.n_positions}, "
-            "the number of positions of the model."
+            f"length is {short_repr(length)}, but must be an integer from 1 to "
+            f"{config.n_positions}, the number of positions of the model."
         )
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
@@ -397,8 +399,8 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
         )
     if len(found) != 1 or (wanted is not None and wanted not in found):
         raise ParityError(
-            f"the model's parameters are {', '.join(sorted(map(str, found)))}; "
-            f"expected {wanted or 'one data type'}. Convert the model first, as with model.float()."
+            f"the model's parameters are {', '.join(sorted(map(str, found)))}, but all must "
+            f"be {wanted or 'of one data type'}. Convert the model first, as with model.float()."
         )
     return found.pop()
 
@@ -415,7 +417,7 @@ def checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> 
     ids = as_ids(input_ids, config.vocab_size, ParityError)
     if ids.shape[1] > config.n_positions:
         raise ParityError(
-            f"input_ids have shape {list(ids.shape)}; expected (B, T) with T from 1 to "
-            f"{config.n_positions}. Pass shorter sequences."
+            f"input_ids have shape {list(ids.shape)}, but must have (B, T) with T from 1 "
+            f"to {config.n_positions}. Pass shorter sequences."
         )
     return ids

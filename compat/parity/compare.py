@@ -95,9 +95,9 @@ def compare(
     for tap, ours in [*accumulated.items(), *(local or {}).items()]:
         if ours.shape != reference[tap].shape:
             raise ParityError(
-                f"tap {tap} has shape {list(ours.shape)}; expected {list(reference[tap].shape)}. "
-                "Name the module that computes this hidden state, with `item` or `part` if it "
-                "returns several."
+                f"tap {tap} has shape {list(ours.shape)}, but must have "
+                f"{list(reference[tap].shape)}. Name the module that computes this hidden state, "
+                "with `item` or `part` if it returns several."
             )
     exact_local = exact_local or {}
     measured = {

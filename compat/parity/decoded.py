@@ -67,7 +67,7 @@ class _DecoderProof:
         for *_, logits in pieces:
             if logits.shape != (1, V):
                 fault = f"the decoder returned logits {list(logits.shape)} per row"
-                return InputResult(name, shape, error=f"{fault}; expected [1, {V}]")
+                return InputResult(name, shape, error=f"{fault}, but must return [1, {V}]")
         return InputResult(name, shape, self.expected.difference(pieces))
 
     def _prompt(self, row: int, length: int) -> list[int]:

@@ -33,7 +33,8 @@ class FunctionModule(nn.Module):
         found = call_function(self.function, ids)
         if "logits" not in found:
             raise ParityError(
-                f"the function returned {listed(list(found)) or 'no array'}; expected logits."
+                f"the function returned {listed(list(found)) or 'no array'}, but must return "
+                "logits."
             )
         return as_tensor("logits", found["logits"])
 
@@ -60,7 +61,7 @@ class FunctionModule(nn.Module):
         for name, value in found.items():
             if value.shape != expected[name].shape:
                 raise ParityError(
-                    f"tap {name} has shape {list(value.shape)}; expected "
+                    f"tap {name} has shape {list(value.shape)}, but must have "
                     f"{list(expected[name].shape)}. Return it with these axes."
                 )
         return {name: found[name].to(expected[name].dtype) for name in expected if name in found}
@@ -84,7 +85,7 @@ def call_function(function: Callable[[Any], Any], ids: Tensor) -> dict[str, obje
         summary = exception_summary(error, raised_by=f"the function {name}").rstrip(".")
         raise ParityError(
             f"{summary}. It is called with ids, a {'tensor' if is_module else 'NumPy array'} "
-            f"{list(ids.shape)} of int64; expected logits, or arrays by tap."
+            f"{list(ids.shape)} of int64, and must return logits, or arrays by tap."
         ) from error
     return (
         dict(found) if isinstance(found, Mapping) else {"logits": getattr(found, "logits", found)}
@@ -109,10 +110,13 @@ def as_tensor(name: str, value: object) -> Tensor:
         tensor = from_dlpack(value).cpu()
     else:
         raise ParityError(
-            f"{name} is {described(value)}; expected an array, for example of NumPy, torch or JAX."
+            f"{name} is {described(value)}, but must be an array, such as one of NumPy, torch or "
+            "JAX."
         )
     if not tensor.is_floating_point():
-        raise ParityError(f"{name} holds {tensor.dtype} values; expected floating-point numbers.")
+        raise ParityError(
+            f"{name} holds {tensor.dtype} values, but must hold floating-point numbers."
+        )
     return tensor
 
 
@@ -152,6 +156,6 @@ def check_kind(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind not in "fiub" and not is_bfloat16(dtype):
         what = "Python objects" if dtype.kind == "O" else f"the type {str(dtype)[:60]}"
         raise ParityError(
-            f"{name} holds {what}; expected numbers. Save the array as float32, as with "
+            f"{name} holds {what}, but must hold numbers. Save the array as float32, as with "
             "array.astype(numpy.float32)."
         )

@@ -166,7 +166,7 @@ class _LogitsProver:
             error = str(raised) if own else exception_summary(raised)
             return InputResult(item.name, (B, T), error=error)
         if logits.shape not in ((B, T, V), (B, 1, V)):
-            error = f"the model returned {list(logits.shape)}; expected {[B, T, V]}"
+            error = f"the model returned {list(logits.shape)}, but must return {[B, T, V]}"
         elif self.reference.module_calls != calls:
             error = "the model runs the transformers model that this proof compares it with"
         if error:

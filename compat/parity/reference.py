@@ -322,7 +322,7 @@ def true_logits(
         truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, weights_dtype, ids))
     if found.shape != truth.shape or found.dtype != dtype:
         raise untrusted_reference(
-            f"its logits are {found.dtype} {list(found.shape)}; expected {dtype} "
+            f"its logits are {found.dtype} {list(found.shape)}, but must be {dtype} "
             f"{list(truth.shape)}"
         )
     errors = logit_errors(found, truth)
@@ -331,7 +331,7 @@ def true_logits(
     row, position = divmod(int(errors.nan_to_num(math.inf).argmax()), errors.shape[1])
     raise untrusted_reference(
         f"at input_ids[{row}, {position}] its {dtype} logits differ from GPT-2's, computed in "
-        f"NumPy, by {errors[row, position]:.2g} of their RMS; rounding stays below "
+        f"NumPy, by {errors[row, position]:.2g} of their RMS, but rounding stays below "
         f"{ROUNDING[dtype]:.2g}"
     )
 

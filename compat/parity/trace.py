@@ -160,7 +160,7 @@ class _Traced:
         """Record a hidden state; return its replacement, if there is one."""
         if not isinstance(state, Tensor):
             raise ParityError(
-                f"tap {tap.name}: the {tap.place} is {described(state)}; expected a tensor."
+                f"at tap {tap.name}, the {tap.place} is {described(state)}, but must be a tensor."
             )
         if not self.running:  # a call by the user in the block
             return self._patched(tap, state)
@@ -188,8 +188,8 @@ class _Traced:
         if _equal(state, kept):  # it was replaced in place
             return None
         raise ParityError(
-            f"tap {tap.name}: in one call of the model, the {tap.place} takes several values. Name "
-            "a module that runs once."
+            f"at tap {tap.name}, the {tap.place} takes several values in one call of the model. "
+            "Name a module that runs once."
         )
 
     def _patched(self, tap: Tap, state: Tensor) -> Tensor | None:
@@ -201,7 +201,7 @@ class _Traced:
         kind = "patch" if isinstance(patch, Tensor) else "value that the patch returned"
         if not isinstance(value, Tensor):
             raise ParityError(
-                f"tap {tap.name}: the {kind} is {described(value)}; expected a tensor "
+                f"at tap {tap.name}, the {kind} is {described(value)}, but must be a tensor "
                 f"{list(state.shape)}. Return the hidden state that replaces the argument."
             )
         found, expected = (
@@ -210,8 +210,8 @@ class _Traced:
         )
         if found != expected:
             raise ParityError(
-                f"tap {tap.name}: the {kind} is {found}; expected {expected}. Pass a tensor like "
-                "the one that trace returns for this tap and these ids."
+                f"at tap {tap.name}, the {kind} is {found}, but must be {expected}. Pass a tensor "
+                "like the one that trace returns for this tap and these ids."
             )
         return value
 
@@ -258,10 +258,10 @@ def _chosen(
     """The taps to record and those to patch, of every layer."""
     taps = [taps] if isinstance(taps, (str, Tap)) else taps
     if taps is not None and not isinstance(taps, Iterable):
-        raise ParityError(f"taps is {described(taps)}; expected names or Taps.")
+        raise ParityError(f"taps is {described(taps)}, but must be names or Taps.")
     chosen = [] if taps is None else list(taps)
     if strange := [tap for tap in chosen if not isinstance(tap, (str, Tap))]:
-        raise ParityError(f"taps contains {described(strange[0])}; expected a name or a Tap.")
+        raise ParityError(f"taps contains {described(strange[0])}, but must contain names or Taps.")
     modules = dict(model.named_modules(remove_duplicate=False))
     places = _with_every_layer([tap for tap in chosen if isinstance(tap, Tap)], modules)
     own = _own_taps(model)
@@ -281,13 +281,13 @@ def _chosen(
 def _check_patch(patch: object) -> None:
     if not isinstance(patch, Mapping):
         raise ParityError(
-            f"patch is {described(patch)}; expected a dictionary from names of taps to tensors or "
-            "functions."
+            f"patch is {described(patch)}, but must be a dictionary from names of taps to tensors "
+            "or functions."
         )
     for name, value in patch.items():
         if not (isinstance(value, Tensor) or callable(value)):
             raise ParityError(
-                f"the patch of {short_repr(name)} is {described(value)}; expected a tensor or a "
+                f"the patch of {short_repr(name)} is {described(value)}, but must be a tensor or a "
                 "function from the hidden state to its replacement."
             )
 
@@ -309,7 +309,7 @@ def _expanded(written: object, known: Mapping[str, Tap], model: nn.Module) -> li
     near = difflib.get_close_matches(str(written), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ParityError(
-        f"{type(model).__name__} has no tap {short_repr(written)}.{hint} {there}; those of a block "
+        f"{type(model).__name__} has no tap {short_repr(written)}.{hint} {there}. Those of a block "
         f"are named {listed(BLOCK_TAPS, 20)}."
     )
 

@@ -140,7 +140,7 @@ def test_the_accumulated_error_is_judged_only_against_float64() -> None:
 
 def test_a_tap_of_another_shape_is_named() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ParityError, match=r"tap embed has shape \[2, 4\]; expected \[2, 3\]"):
+    with pytest.raises(ParityError, match=r"tap embed has shape \[2, 4\], but must have \[2, 3\]"):
         compare({"embed": x}, {"embed": torch.zeros(2, 4)}, {"embed": x})
 
 

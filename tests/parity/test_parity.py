@@ -239,7 +239,7 @@ def test_invalid_input_ids_are_refused(tiny: Path, arguments: dict[str, Any], me
 
 
 def test_a_model_of_another_data_type_is_refused(tiny: Path) -> None:
-    with pytest.raises(ParityError, match=r"float32.*expected torch.bfloat16"):
+    with pytest.raises(ParityError, match=r"float32.*must be torch.bfloat16"):
         check_parity(load_pretrained(tiny), tiny, dtype=torch.bfloat16)
 
 
@@ -259,7 +259,7 @@ def test_random_ids_have_the_requested_shape(tiny: Path, sizes: dict[str, Any]) 
     assert random_ids(checkpoint, batch=3, length=32).shape == (3, 32)
     (name, value), *_ = sizes.items()
     expected = "1 to 32" if name == "length" else "1 or more"
-    with pytest.raises(ParityError, match=f"{name} is {value}; expected .*{expected}"):
+    with pytest.raises(ParityError, match=f"{name} is {value}, but must be .*{expected}"):
         random_ids(checkpoint, **sizes)
 
 

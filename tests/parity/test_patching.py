@@ -227,11 +227,11 @@ MISUSES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "type of a patch": (lambda m: trace(m, IDS, patch={"embed": 0}), "is 0"),  # type: ignore[dict-item]
     "shape": (
         lambda m: trace(m, IDS, patch={"h.1.attn": torch.zeros(1, 10, 24)}),
-        r"float32 \[1, 10, 24\] on cpu; expected float32 \[2, 10, 24\]",
+        r"float32 \[1, 10, 24\] on cpu, but must be float32 \[2, 10, 24\]",
     ),
     "dtype": (
         lambda m: trace(m, IDS, patch={"h.1.attn": torch.zeros(2, 10, 24).double()}),
-        "float64 .* expected float32",
+        "float64 .* must be float32",
     ),
     "nothing returned": (
         lambda m: trace(m, IDS, patch={"h.1.attn": lambda state: None}),  # type: ignore[dict-item, return-value]
@@ -251,7 +251,7 @@ MISUSES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     ),
     "no tensor": (
         lambda m: trace(noisy_reference(), IDS, [Tap("logits", "")]),
-        "expected a tensor",
+        "must be a tensor",
     ),
     "shape of ids": (lambda m: trace(m, IDS[0]), "input_ids"),
     "ids": (lambda m: trace(m, IDS + 90), "vocabulary"),
@@ -280,7 +280,7 @@ def test_misuse_is_an_error(tiny: Path, name: str) -> None:
 
 
 def test_a_value_that_is_not_a_module() -> None:
-    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         trace("gpt2", IDS)  # type: ignore[arg-type]
 
 

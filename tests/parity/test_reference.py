@@ -467,9 +467,11 @@ def test_one_wrong_logit_is_found(checkpoint: Checkpoint, exact_logits: Tensor) 
 def test_logits_of_another_shape_or_data_type_are_refused(
     checkpoint: Checkpoint, exact_logits: Tensor
 ) -> None:
-    with pytest.raises(ParityError, match=r"\[2, 30, 96\]; expected torch.float64 \[2, 30, 97\]"):
+    with pytest.raises(
+        ParityError, match=r"\[2, 30, 96\], but must be torch.float64 \[2, 30, 97\]"
+    ):
         true_logits(checkpoint, torch.float32, IDS, exact_logits[..., :-1], torch.float64)
-    with pytest.raises(ParityError, match=r"torch.float64 .*; expected torch.float32"):
+    with pytest.raises(ParityError, match=r"torch.float64 .*, but must be torch.float32"):
         true_logits(checkpoint, torch.float32, IDS, exact_logits, torch.float32)
 
 

@@ -110,7 +110,7 @@ def test_a_tap_that_cannot_be_recorded_is_named(tiny: Path) -> None:
         record(model, [Tap("embed", "idle")], IDS)
     with pytest.raises(ParityError, match=r"GPTModel has no module 'h\.0\.norm'"):
         record(model, [Tap("h.{i}.ln_1", "h.{i}.norm")], IDS)
-    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         record("conv1d", [Tap("embed", "h.0")], IDS)  # type: ignore[arg-type]
     with pytest.raises(ParityError, match=r"unknown tap 'h\.0\.norm'"):
         expand_taps([Tap("h.{i}.norm", "h.{i}.ln_1")], 1)
