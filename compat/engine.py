@@ -92,7 +92,7 @@ class Engine:
     ) -> None:
         if isinstance(model, str | Path | Checkpoint):
             raise ConfigError(
-                f"model is {short_repr(model)}; expected a module. Use "
+                f"model is {short_repr(model)}, but must be a module. Use "
                 "Engine.from_pretrained(source) for a checkpoint."
             )
         tensors = hf_tensors(model, name_map)
@@ -262,8 +262,8 @@ class Engine:
         (B, T), n = given.shape, self.config.n_positions
         if T > n + 1:
             raise GenerationError(
-                f"{T} ids; the model has {n} positions, and scores up to {n + 1} ids. Score a "
-                "longer text in parts."
+                f"{T} ids were passed, but a model with {n} positions scores up to {n + 1} ids. "
+                "Score a longer text in parts."
             )
         scores = torch.zeros(B, max(0, T - 1), device=given.device)
         is_greedy = torch.zeros_like(scores, dtype=torch.bool)
@@ -315,15 +315,15 @@ class Engine:
     ) -> tuple[Tensor, list[Tensor]]:
         if not (len(context) and len(continuations) and all(map(len, continuations))):
             raise GenerationError(
-                "the context, a continuation or the list of continuations is empty; expected at "
+                "the context, a continuation or the list of continuations is empty. Pass at "
                 "least one continuation, and at least one token in each and in the context. "
                 "Start an empty context from the end-of-text token."
             )
         n, T = self.config.n_positions, len(context) + max(map(len, continuations))
         if T > n + 1:
             raise GenerationError(
-                f"the context and its longest continuation have {T} ids; the model has {n} "
-                f"positions, and scores up to {n + 1} ids. Leave out the beginning of the context."
+                f"the context and its longest continuation have {T} ids, but a model with {n} "
+                f"positions scores up to {n + 1} ids. Leave out the beginning of the context."
             )
         texts = (
             as_ids([ids], self.config.vocab_size)[0].cpu() for ids in (context, *continuations)
@@ -335,14 +335,16 @@ class Engine:
 def _check_options(dtype: Any, max_batch: Any, speculate: Any) -> None:
     precision = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(precision, str) or precision not in ("float32", "bfloat16", "int8"):
-        raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'float32', 'bfloat16' or 'int8'")
+        raise ConfigError(
+            f"dtype is {short_repr(dtype)}, but must be 'float32', 'bfloat16' or 'int8'"
+        )
     if speculate is not None and (
         not isinstance(speculate, str) or speculate not in ("auto", "int8", "lookup")
     ):
         raise ConfigError(
-            f"speculate is {short_repr(speculate)}; expected 'auto', 'int8', 'lookup' or None"
+            f"speculate is {short_repr(speculate)}, but must be 'auto', 'int8', 'lookup' or None"
         )
     if max_batch is not None and (not is_integer(max_batch) or max_batch < 1):
         raise ConfigError(
-            f"max_batch is {short_repr(max_batch)}; expected an integer of 1 or more, or None"
+            f"max_batch is {short_repr(max_batch)}, but must be an integer of 1 or more, or None"
         )

@@ -165,14 +165,14 @@ class CompatLM(TemplateLM):
         sampled = wanted.pop("do_sample")
         if unknown := sorted(wanted.keys() - SAMPLING):
             raise GenerationError(
-                f"generation_kwargs has {listed(unknown)}; compat knows until, max_gen_toks, "
+                f"generation_kwargs has {listed(unknown)}, but compat knows until, max_gen_toks, "
                 f"do_sample, {', '.join(sorted(SAMPLING))}. Remove it from the task."
             )
         room = self.max_length - limit
         if room < 1:
             raise GenerationError(
-                f"max_gen_toks is {limit}; the model has {self.max_length} positions, and the "
-                "context needs one. Set max_gen_toks in the task's generation_kwargs."
+                f"max_gen_toks is {limit}, but the model has {self.max_length} positions, and "
+                "the context needs one. Set max_gen_toks in the task's generation_kwargs."
             )
         for completion in generate_text(
             self.engine,
@@ -192,8 +192,9 @@ class CompatLM(TemplateLM):
         for number, (context, ids) in enumerate(pairs):
             if not 0 < len(ids) <= self.max_length:
                 raise GenerationError(
-                    f"a continuation has {len(ids):,} tokens; expected 1 to {self.max_length:,}, "
-                    "the positions of the model. Leave its request out of the task."
+                    f"a continuation has {len(ids):,} tokens, but must have 1 to "
+                    f"{self.max_length:,}, the number of positions of the model. Leave its request "
+                    "out of the task."
                 )
             whole = [*context, *ids][-(self.max_length + 1) :]  # the last id is only predicted
             by_context[tuple(whole[: -len(ids)])].append(number)
@@ -216,7 +217,7 @@ def _as_batch_size(given: int | str | None) -> int:
     except ValueError:
         size = 0
     if size < 1:
-        raise ConfigError(f"batch_size is {described(given)}; expected a number from 1, or 'auto'.")
+        raise ConfigError(f"batch_size is {described(given)}, but must be 1 or more, or 'auto'.")
     return size
 
 

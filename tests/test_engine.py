@@ -228,7 +228,10 @@ def test_scores_of_ids_in_any_container(source: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(1, 66, dtype=torch.long), "66 ids; the model has 64 positions, .* 65"),
+        (
+            torch.zeros(1, 66, dtype=torch.long),
+            "66 ids were passed, but a model with 64 positions scores up to 65",
+        ),
         (torch.tensor([[97]]), "97"),
     ],
 )
@@ -240,8 +243,8 @@ def test_ids_that_cannot_be_scored_are_refused(source: Path, ids: Tensor, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "float16"}, "'float16'; expected 'float32', 'bfloat16' or 'int8'"),
-        ({"speculate": "magic"}, "'magic'; expected"),
+        ({"dtype": "float16"}, "'float16', but must be 'float32', 'bfloat16' or 'int8'"),
+        ({"speculate": "magic"}, "'magic', but must be"),
         ({"max_batch": 0}, "max_batch is 0"),
         ({"device": "abacus"}, "device is 'abacus', which cannot be used: .*abacus"),
         ({"device": "meta"}, "device is 'meta', which cannot be used"),
@@ -295,7 +298,7 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
 
 
 def test_more_prompts_than_max_batch_are_refused(source: Path) -> None:
-    with pytest.raises(GenerationError, match="3 prompts were passed at once; expected at most 2"):
+    with pytest.raises(GenerationError, match="3 prompts were passed at once, but at most 2 fit"):
         Engine.from_pretrained(source, max_batch=2).decoder().start([[1], [2], [3]])
 
 
@@ -398,7 +401,7 @@ def test_requests_of_several_contexts_are_scored_together(source: Path) -> None:
         ([], [[1]], "the context, a continuation or the list of continuations is empty"),
         ([1], [[2], []], "the context, a continuation or the list of continuations is empty"),
         ([1], [], "the context, a continuation or the list of continuations is empty"),
-        ([1] * 60, [[2], [3] * 6], "have 66 ids; the model has 64 positions, and scores up to 65"),
+        ([1] * 60, [[2], [3] * 6], "have 66 ids, but a model with 64 positions scores up to 65"),
         ([1], [[2], [97]], "input_ids contains 97"),
     ],
 )

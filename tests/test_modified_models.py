@@ -448,7 +448,7 @@ def test_unequal_prompts_need_a_forward_that_takes_a_mask(source: Path) -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), lambda ids: ids, None])
 def test_a_value_that_is_not_a_model_is_refused(model: Any) -> None:
-    with pytest.raises(GenerationError, match=r"cannot generate with a .*; expected a model"):
+    with pytest.raises(GenerationError, match=r"cannot generate with a .*, but only with a model"):
         generate(model, PROMPTS, max_new_tokens=1)
 
 

@@ -145,7 +145,7 @@ def test_suppressing_all_ids_or_an_invalid_id_is_refused() -> None:
     with pytest.raises(GenerationError, match="has all 3 ids"):
         Sampling(suppress_tokens=(0, 1, 2, 1)).scores(logits, [[]])
     for strange in (3, -1):
-        with pytest.raises(GenerationError, match=f"has {strange}; .* 0 to 2"):
+        with pytest.raises(GenerationError, match=f"has {strange}, .* 0 to 2"):
             Sampling(suppress_tokens=(0, strange)).scores(logits, [[]])
 
 
@@ -175,7 +175,7 @@ def test_invalid_settings_are_refused_by_name_and_value(
 ) -> None:
     with pytest.raises(GenerationError) as caught:
         Sampling(**setting)
-    assert str(caught.value).startswith(named + ";")
+    assert str(caught.value).startswith(named + ",")
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, {"temperature": 0}, {"top_k": 1, "top_p": 1}])

@@ -99,7 +99,7 @@ def test_a_text_that_fits_does_not_slide(folder: Path) -> None:
 
 
 def test_by_default_a_full_context_is_an_error_with_both_lengths(folder: Path) -> None:
-    with pytest.raises(GenerationError, match=rf"4 prompt .* 21 new ones make 25; .* {N} pos"):
+    with pytest.raises(GenerationError, match=rf"4 prompt .* 21 new ones make 25, .* {N} pos"):
         generate_text(ours(folder), TOKENIZER, [[5] * 4], max_new_tokens=N - 3)
     (found,) = generate_text(ours(folder), TOKENIZER, [[5] * 4])
     assert len(found.new_ids) == N - 4

@@ -64,11 +64,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise GenerationError(
-            "a prompt is empty; at least one token is expected. Start from the end-of-text token."
+            "a prompt is empty, but must have at least one token. Start from the end-of-text token."
         )
     if max_batch is not None and len(prompts) > max_batch:
         raise GenerationError(
-            f"{len(prompts)} prompts were passed at once; expected at most {max_batch}. Pass "
+            f"{len(prompts)} prompts were passed at once, but at most {max_batch} fit. Pass "
             "fewer, or build the engine with a larger max_batch."
         )
 
@@ -86,7 +86,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor,
         rows, filler = [[index(i) for i in prompt] for prompt in prompts], index(pad_id)
     except TypeError:
         raise GenerationError(
-            f"the prompts are {described(prompts)} and pad_id is {short_repr(pad_id)}; expected "
+            f"the prompts are {described(prompts)} and pad_id is {short_repr(pad_id)}, but must be "
             "lists of token ids and a token id, such as left_pad([[15, 7], [4]], pad_id=0)"
         ) from None
     check_prompts(rows)

@@ -48,8 +48,8 @@ def decoder_of(model: Model | HasDecoder) -> Decoder:
         getattr(model, "config", None), GPT2Config
     ):
         raise GenerationError(
-            f"cannot generate with a {type(model).__name__}; expected a model from "
-            "load_pretrained, or an Engine. Build Engine(model, name_map=…, config=…) for a module "
+            f"cannot generate with a {type(model).__name__}, but only with a model from "
+            "load_pretrained or an Engine. Build Engine(model, name_map=…, config=…) for a module "
             "of your own."
         )
     kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}

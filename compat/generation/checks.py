@@ -32,7 +32,7 @@ def check_integer(name: str, value: object, least: int) -> None:
     """
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise GenerationError(
-            f"{name} is {short_repr(value)}; expected at least {least}, an integer"
+            f"{name} is {short_repr(value)}, but must be an integer of at least {least}"
         )
 
 
@@ -48,7 +48,7 @@ def check_token_ids(name: str, values: Any) -> tuple[int, ...]:
         ids = (None,)
     if isinstance(values, str | bytes) or not all(map(is_integer, ids)):
         raise GenerationError(
-            f"{name} is {short_repr(values)}; expected token ids, such as (50256,)"
+            f"{name} is {short_repr(values)}, but must be token ids, such as (50256,)"
         )
     return tuple(map(int, ids))
 
@@ -62,7 +62,7 @@ def check_room(T: int, max_new_tokens: int, n_positions: int) -> None:
     check_integer("max_new_tokens", max_new_tokens, least=0)
     if T + max_new_tokens > n_positions:
         raise GenerationError(
-            f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}; the model "
-            f"has {n_positions} positions. Ask for at most {max(0, n_positions - T)} new tokens, "
-            "or shorten the prompt."
+            f"{T} prompt tokens and {max_new_tokens} new ones make {T + max_new_tokens}, but the "
+            f"model has {n_positions} positions. Ask for at most {max(0, n_positions - T)} new "
+            "tokens, or shorten the prompt."
         )

@@ -77,15 +77,15 @@ def stream(
     """Yield the ids (B,) of one new position after another; arguments and errors as `generate`."""
     settings = Sampling(**sampling)
     if not isinstance(use_cache, bool):
-        raise GenerationError(f"use_cache is {described(use_cache)}; expected True or False")
+        raise GenerationError(f"use_cache is {described(use_cache)}, but must be True or False")
     decoder = decoder_of(model) if use_cache else _without_cache(model)
     ids = as_ids(input_ids, decoder.config.vocab_size)
     check_room(ids.shape[1], max_new_tokens, decoder.config.n_positions)
     _check_mask(attention_mask, ids)
     if not isinstance(generator, torch.Generator | None):
         raise GenerationError(
-            f"generator is {short_repr(generator)}; expected a torch.Generator. Pass for example "
-            "torch.Generator().manual_seed(0)."
+            f"generator is {short_repr(generator)}, but must be a torch.Generator. Pass, for "
+            "example, torch.Generator().manual_seed(0)."
         )
     stop = check_token_ids("stop_ids", decoder.config.stop_ids if stop_ids is None else stop_ids)
     prompts: list[list[int]] = ids.tolist()
@@ -100,7 +100,7 @@ def _without_cache(model: Model | HasDecoder) -> Decoder:
         model = model.model
     if isinstance(model, HasDecoder):
         raise GenerationError(
-            f"use_cache=False is for a dialect's model; the model is a {type(model).__name__}. "
+            f"use_cache=False is for a dialect's model, but the model is a {type(model).__name__}. "
             "Pass a model from load_pretrained."
         )
     return PlainDecoder(model, use_cache=False)
@@ -145,11 +145,12 @@ def _check_mask(attention_mask: object, ids: Tensor) -> None:
         return
     if not isinstance(attention_mask, Tensor):
         raise GenerationError(
-            f"attention_mask is a {type(attention_mask).__name__}; expected a tensor of shape "
+            f"attention_mask is a {type(attention_mask).__name__}, but must be a tensor of shape "
             f"{list(ids.shape)}. Pass the mask that left_pad returns."
         )
     if attention_mask.shape != ids.shape or not attention_mask[:, -1].all():
         raise GenerationError(
-            f"attention_mask has shape {list(attention_mask.shape)} or zeros at the end; expected "
-            f"{list(ids.shape)} with the padding on the left. Pass the mask that left_pad returns."
+            f"attention_mask has shape {list(attention_mask.shape)} or zeros at the end, but must "
+            f"have shape {list(ids.shape)} and the padding on the left. Pass the mask that "
+            "left_pad returns."
         )

@@ -66,10 +66,10 @@ class Sampling:
             (
                 "top_k",
                 k is None or (is_integer(k) and k >= 1),
-                "an integer, at least 1, or None for all tokens",
+                "an integer of at least 1, or None for all tokens",
             ),
             ("top_p", p is None or (is_finite(p) and 0 < p <= 1), "above 0 and up to 1"),
-            ("min_p", m is None or (is_finite(m) and 0 <= m <= 1), "0 to 1"),
+            ("min_p", m is None or (is_finite(m) and 0 <= m <= 1), "from 0 to 1"),
             (
                 "repetition_penalty",
                 penalty is None or (is_finite(penalty) and penalty > 0),
@@ -79,7 +79,7 @@ class Sampling:
         for name, valid, expected in checks:
             if not valid:
                 raise GenerationError(
-                    f"{name} is {short_repr(getattr(self, name))}; expected {expected}"
+                    f"{name} is {short_repr(getattr(self, name))}, but must be {expected}"
                 )
         suppressed = check_token_ids("suppress_tokens", self.suppress_tokens)
         object.__setattr__(self, "suppress_tokens", suppressed)
@@ -147,11 +147,11 @@ class Sampling:
         V, ids = scores.shape[-1], set(self.suppress_tokens)
         if unknown := [token_id for token_id in ids if not 0 <= token_id < V]:
             raise GenerationError(
-                f"suppress_tokens has {unknown[0]}; the vocabulary has ids 0 to {V - 1}"
+                f"suppress_tokens has {unknown[0]}, but the vocabulary has ids 0 to {V - 1}"
             )
         if len(ids) == V:
             raise GenerationError(
-                f"suppress_tokens has all {V} ids of the vocabulary; at least one must be left"
+                f"suppress_tokens has all {V} ids of the vocabulary, but at least one must be left"
             )
         return torch.tensor(sorted(ids), device=scores.device)
 

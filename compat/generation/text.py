@@ -122,7 +122,7 @@ def generate_text(
     check_integer("batch_size", batch_size, least=1)
     if isinstance(prompts, str):
         raise GenerationError(
-            f"prompts is one text; expected a list. Pass [{short_repr(prompts)}]."
+            f"prompts is one text, but must be a list. Pass [{short_repr(prompts)}]."
         )
     writer = _Writer(model, tokenizer, **options)
     for i, prompt in enumerate(prompts, 1):
@@ -280,18 +280,22 @@ class _Writer:
         self.config = self.decoder.config
         V = self.config.vocab_size
         if isinstance(stop, str) or not all(stop):
-            raise GenerationError(f"stop is {short_repr(stop)}; expected nonempty strings")
+            raise GenerationError(
+                f"stop is {short_repr(stop)}, but must be a list of nonempty strings"
+            )
         ids = self.config.stop_ids if stop_ids is None else check_token_ids("stop_ids", stop_ids)
         if stop_ids is not None and (unknown := [i for i in ids if not 0 <= i < V]):
-            raise GenerationError(f"stop_ids has {unknown[0]}; the vocabulary has ids 0 to {V - 1}")
+            raise GenerationError(
+                f"stop_ids has {unknown[0]}, but the vocabulary has ids 0 to {V - 1}"
+            )
         if overflow not in get_args(Overflow):
             raise GenerationError(
-                f"overflow is {short_repr(overflow)}; expected 'error' or 'slide'"
+                f"overflow is {short_repr(overflow)}, but must be 'error' or 'slide'"
             )
         if max_new_tokens is not None:
             check_integer("max_new_tokens", max_new_tokens, least=0)
         if seed is not None and not is_integer(seed):
-            raise GenerationError(f"seed is {short_repr(seed)}; expected an integer, or None")
+            raise GenerationError(f"seed is {short_repr(seed)}, but must be an integer or None")
         sampling = sampling or Sampling()
         silent = (*sampling.suppress_tokens, *tokenizer.ids_without_text(V))
         self.sampling = replace(sampling, suppress_tokens=silent)
@@ -388,7 +392,7 @@ class _Writer:
             raise GenerationError(f"the prompt cannot be decoded: {error}") from error
         if not prompt:
             raise GenerationError(
-                "the prompt has no tokens; at least one is expected. Start from the end-of-text "
-                "token."
+                "the prompt has no tokens, but at least one is required. Start from the "
+                "end-of-text token."
             )
         return list(prompt)

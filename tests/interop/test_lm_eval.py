@@ -137,10 +137,10 @@ def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ({"batch_size": "many"}, {}, "batch_size is 'many'.*; expected a number from 1"),
+        ({"batch_size": "many"}, {}, "batch_size is 'many'.*, but must be 1 or more"),
         ({"source": Engine(load_pretrained("demo"))}, {}, "an Engine has no tokenizer. Pass"),
-        ({}, {"max_gen_toks": 256}, "max_gen_toks is 256; the model has 256 positions"),
-        ({}, {"num_beams": 4}, "generation_kwargs has num_beams; compat knows until"),
+        ({}, {"max_gen_toks": 256}, "max_gen_toks is 256, but the model has 256 positions"),
+        ({}, {"num_beams": 4}, "generation_kwargs has num_beams, but compat knows until"),
     ],
 )
 def test_unsupported_requests_are_errors(
