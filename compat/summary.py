@@ -239,11 +239,11 @@ def _tokenizer(found: Inspection) -> str:
     if not found.loads:
         return ", ".join(files) or "no files"
     if not files and tokens:
-        return "no files; GPT-2's own from tiktoken is used"
+        return "no files, so GPT-2's own from tiktoken is used"
     if not files:
-        return "no files; text cannot be encoded or decoded, token ids can be used"
+        return "no files, so text cannot be encoded or decoded, but token ids can be used"
     unused = found.config["vocab_size"] - tokens
-    return f"{', '.join(files)}; {tokens:,} tokens" + (
+    return f"{', '.join(files)} with {tokens:,} tokens" + (
         f", {unused:,} ids without text" * bool(unused)
     )
 

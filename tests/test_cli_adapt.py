@@ -269,7 +269,7 @@ def test_a_model_in_a_width_of_its_own_is_not_repaired(cli: Cli, tiny: Path) -> 
     path.write_text(edited)
     done = cli("adapt", "narrow.py:MyGPT", "--model", tiny, "--fix")
     assert done.code == 1 and "your code runs in width 40 and not in 24" in done.err
-    assert "none for n_embd_mismatch" in done.err and "nothing was written" in done.err
+    assert "none for n_embd_mismatch" in done.err and "Nothing was written" in done.err
     assert path.read_text() == edited
 
 
@@ -313,7 +313,7 @@ def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
     done = cli("adapt", "odd.py:MyGPT", "--model", tiny, "--fix")
     assert done.code == 1
     assert "edits were found for erf_gelu" in done.err and "but none for unexplained" in done.err
-    assert "nothing was written" in done.err
+    assert "Nothing was written" in done.err
     assert "✗" in done.out and path.read_text() == before
 
 

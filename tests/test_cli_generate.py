@@ -158,7 +158,7 @@ def test_ctrl_c_in_a_text_keeps_it_and_returns_to_the_prompt(
     options = ("--speculate", "off", "--stop", stop)
     done = converse(cli, monkeypatch, b"x\nx\n", folder, *options)
     assert (done.code, done.out) == (0, f"{begun}\n{whole}\n")
-    assert "stopped; Ctrl-C again" in done.err
+    assert "stopped. Press Ctrl-C again" in done.err
 
 
 def test_ctrl_c_prints_the_json_so_far(

@@ -37,7 +37,7 @@ def test_the_demo(cli: Cli) -> None:
     )
     assert shown["layout"] == "projections [in, out], names begin with transformer."
     assert shown["parameters"] == "957,184 in 52 tensors of float32"
-    assert shown["tokenizer"] == "vocab.json, merges.txt; 1,024 tokens"
+    assert shown["tokenizer"] == "vocab.json, merges.txt with 1,024 tokens"
     assert shown.keys() & {"names", "notes", "error"} == set()
 
 

@@ -217,7 +217,7 @@ def adapt_command(
             headline = str(error).partition("\n")[0]
             notes.append(f"{target} was examined, because {chosen[0]} was refused: {headline}")
     if on_cpu:
-        notes.append("your code uses a device that this machine lacks; compat ran it on the CPU")
+        notes.append("your code uses a device that this machine lacks, so compat ran it on the CPU")
     print_notes([*checkpoint.notes, *notes, f"compat built {call}"])
     if html is not None:
         write_page(html, page(adaptation))
@@ -282,15 +282,18 @@ def _repair(
         found = repair(target, checkpoint, unsafe=unsafe)
     if isinstance(found, Unrepaired):
         show(adaptation, console())
-        note(f"{found}; nothing was written")
+        note(f"{found}. Nothing was written")
         return 1
     codes = ", ".join(dict.fromkeys(found.fixed))
     if not fix:
         print(found.diff, end="")
-        note(f"repairs {codes}; proved in a separate process. --fix writes the edits")
+        note(
+            f"these edits repair {codes} and were proved in a separate process. Write them with "
+            "--fix"
+        )
         return 1
     files = ", ".join(os.path.relpath(path) for path in write(found))
-    note(f"repaired {codes} in {files}; the model now computes what transformers computes")
+    note(f"repaired {codes} in {files}, so the model now computes what transformers computes")
     return 0
 
 

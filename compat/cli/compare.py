@@ -109,7 +109,7 @@ def _read_names(path: Path) -> dict[str, str | None]:
     wrong = [value for value in values if not (value is None or isinstance(value, str))]
     if not isinstance(found, dict) or wrong:
         raise ParityError(
-            f"{path} holds {described(wrong[0] if wrong else found)}; expected a JSON object from "
-            "your names to taps or null."
+            f"{path} holds {described(wrong[0] if wrong else found)}, but must hold a JSON object "
+            "from your names to taps or null."
         )
     return found

@@ -257,7 +257,7 @@ def _converse(answer: Callable[[str], compat.TextStream]) -> None:
         except GenerationError as error:
             note(f"error: {error}")
         except KeyboardInterrupt:
-            note("stopped; Ctrl-C again or Ctrl-D to leave")
+            note("stopped. Press Ctrl-C again or Ctrl-D to leave")
     note("")
 
 

@@ -43,7 +43,7 @@ def pack_command(
 
     notes = list(checkpoint.notes)
     if not has_tokenizer(file.parent):
-        notes.append(f"{file.parent} has no tokenizer files; generating text needs them there")
+        notes.append(f"{file.parent} has no tokenizer files, which generating text requires")
     if as_json:
         print_json(
             {"source": source, "file": str(file), "dtype": dtype, "bytes": after, "notes": notes}

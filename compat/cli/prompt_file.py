@@ -125,7 +125,7 @@ def _finished(out: Path, prompts: list[str], n: int) -> tuple[int, int]:
         if found != expected:
             raise GenerationError(
                 f"{out}, line {number + 1} is the result of prompt {found[0]}, text {found[1]}, "
-                f"{short_repr(found[2])}; expected prompt {index}, text {sample}, "
+                f"{short_repr(found[2])}, but must be that of prompt {index}, text {sample}, "
                 f"{short_repr(expected[2])}. Resume with the same prompt file and the same --n."
             )
     done = len(lines) // n
