@@ -109,7 +109,7 @@ class GPT2Config:
         def expect(holds: bool, name: str, expected: str, value: Any = None) -> None:
             if not holds:
                 found = short_repr(getattr(self, name) if value is None else value)
-                raise ConfigError(f"config field {name!r} is {found}; expected {expected}.")
+                raise ConfigError(f"config field {name!r} is {found}, but must be {expected}.")
 
         for own in fields(self):
             value, accepted = getattr(self, own.name), _TYPES[str(own.type)]
@@ -117,22 +117,22 @@ class GPT2Config:
             proper = isinstance(value, accepted) and (
                 bool in accepted or not isinstance(value, bool)
             )
-            expect(proper, own.name, str(own.type))
+            expect(proper, own.name, f"of type {own.type}")
         whole = all(type(token_id) is int for token_id in self.stop_ids)
         expect(whole, "eos_token_id", "whole numbers")
         for name in _TOKEN_IDS:
             within = all(abs(token_id) <= _MAX for token_id in self.ids_of(name))
             expect(within, name, f"≤ {_MAX:,}")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            expect(1 <= getattr(self, name) <= _MAX, name, f"1 to {_MAX:,}")
-        expect(1 <= self.d_inner <= _MAX, "n_inner", f"1 to {_MAX:,}", self.d_inner)
+            expect(1 <= getattr(self, name) <= _MAX, name, f"from 1 to {_MAX:,}")
+        expect(1 <= self.d_inner <= _MAX, "n_inner", f"from 1 to {_MAX:,}", self.d_inner)
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"config field 'n_head' is {self.n_head}, which does not divide "
                 f"'n_embd' = {self.n_embd}. Every head needs the same whole number of channels."
             )
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
-            expect(0 <= getattr(self, name) <= 1, name, "0 to 1")
+            expect(0 <= getattr(self, name) <= 1, name, "from 0 to 1")
         # An int can be too large to be a float.
         expect(0 <= self.layer_norm_epsilon < 1e30, "layer_norm_epsilon", "≥ 0")
 
@@ -154,8 +154,8 @@ class GPT2Config:
         if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             kinds = "an id, a list of ids" if name == "eos_token_id" else "an id"
             raise ConfigError(
-                f"config field {name!r} cannot be set to {short_repr(value)}; expected {kinds} or "
-                f"None. The vocabulary has ids 0 to {self.vocab_size - 1}."
+                f"config field {name!r} cannot be set to {short_repr(value)}, but only to {kinds} "
+                f"or None. The vocabulary has ids 0 to {self.vocab_size - 1}."
             )
         return ids if several else value
 
@@ -216,10 +216,10 @@ class GPT2Config:
                 field disagree.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"config is a {type(raw).__name__}; expected a dictionary of fields.")
+            raise ConfigError(f"config is a {type(raw).__name__}, but must be a dictionary.")
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(
-                f"config has model_type {short_repr(raw['model_type'])}; expected 'gpt2'."
+                f"config has model_type {short_repr(raw['model_type'])}, but must have 'gpt2'."
             )
         known: dict[str, Any] = {}
         for given, value in raw.items():
@@ -285,7 +285,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         names = ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}"
-        raise ConfigError(f"dtype is {short_repr(dtype)}; expected {names}.")
+        raise ConfigError(f"dtype is {short_repr(dtype)}, but must be {names}.")
     return found
 
 

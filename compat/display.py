@@ -39,7 +39,7 @@ class HtmlPage:
             CompatError: the file cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
-            raise CompatError(f"path is {described(path)}; expected the path of an HTML file.")
+            raise CompatError(f"path is {described(path)}, but must be the path of an HTML file.")
         try:
             write_text(Path(path), page(self))
         except OSError as error:

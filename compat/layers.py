@@ -78,7 +78,8 @@ def activation(name: str) -> nn.Module:
     """
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"config field 'activation_function' is {name!r}; known: {', '.join(ACTIVATIONS)}"
+            f"config field 'activation_function' is {name!r}, but must be one of "
+            f"{', '.join(ACTIVATIONS)}"
         )
     entry = ACTIVATIONS[name]
     return entry[0](**entry[1]) if isinstance(entry, tuple) else entry()
@@ -177,15 +178,15 @@ def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> 
         return input_ids
     if isinstance(input_ids, str | bytes):
         raise error(
-            f"input_ids is the text {short_repr(input_ids)}; expected token ids. Encode it with "
+            f"input_ids is the text {short_repr(input_ids)}, but must be token ids. Encode it with "
             "load_tokenizer(…).encode, or call generate_text."
         )
     try:
         return torch.tensor(_as_lists(input_ids), device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as reason:
         raise error(
-            f"input_ids is a {type(input_ids).__name__} that cannot be read as ids; expected "
-            f"integers (B, T), all rows of one length: {reason}"
+            f"input_ids is a {type(input_ids).__name__}, but must be integers (B, T), all "
+            f"rows of one length ({reason})"
         ) from reason
 
 
@@ -207,15 +208,15 @@ def fault_in_ids(input_ids: Tensor, vocab_size: int | None) -> str | None:
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not (integers and dense):
         where = "" if dense else f" ({input_ids.layout}, on {input_ids.device})"
         return (
-            f"input_ids is a tensor of {dtype} and shape {list(input_ids.shape)}{where}; expected "
-            "integers (B, T), at least one. Start an empty prompt from the end-of-text token."
+            f"input_ids is a tensor of {dtype} and shape {list(input_ids.shape)}{where}, but must "
+            "be integers (B, T), at least one. Start an empty prompt from the end-of-text token."
         )
     if vocab_size is None:
         return None
     low, high = int(input_ids.long().min()), int(input_ids.long().max())
     if low < 0 or high >= vocab_size:
         return (
-            f"input_ids contains {low if low < 0 else high}; the vocabulary has ids 0 to "
+            f"input_ids contains {low if low < 0 else high}, but the vocabulary has ids 0 to "
             f"{vocab_size - 1}. Encode the prompt with the checkpoint's own tokenizer."
         )
     return None
@@ -242,7 +243,7 @@ def check_ids(
         return
     if not isinstance(input_ids, Tensor):
         raise GenerationError(
-            f"input_ids is a {type(input_ids).__name__}; expected a tensor of integers (B, T)"
+            f"input_ids is a {type(input_ids).__name__}, but must be a tensor of integers (B, T)"
         )
     if input_ids.is_meta:  # only shapes are computed
         return
@@ -252,14 +253,14 @@ def check_ids(
     past, T, n = cache[0].length if cache else 0, input_ids.shape[1], _rows(positions)
     if cache and past + T > cache[0].capacity:
         raise GenerationError(
-            f"{T} ids after {past} cached ones; the cache has {cache[0].capacity} positions. "
-            "Build KVCache with a larger capacity."
+            f"{T} ids after {past} cached ones exceed the {cache[0].capacity} positions of the "
+            "cache. Build KVCache with a larger capacity."
         )
     if n is not None and attention_mask is None and past + T > n:
         cached = f" after {past} cached ones" if past else ""
         raise GenerationError(
-            f"{T} ids{cached}; the model has {n} positions. Shorten the text, or keep its last "
-            "part."
+            f"{T} ids{cached} exceed the {n} positions of the model. Shorten the text, or keep "
+            "its last part."
         )
 
 

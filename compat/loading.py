@@ -77,7 +77,7 @@ def load_pretrained(
     """
     dtype, kind = as_dtype(dtype), get_dialect(dialect)
     if parallel not in ("tensor", "fsdp"):
-        raise ConfigError(f"parallel is {short_repr(parallel)}; expected 'tensor' or 'fsdp'.")
+        raise ConfigError(f"parallel is {short_repr(parallel)}, but must be 'tensor' or 'fsdp'.")
     if mesh is not None:
         check_mesh(mesh)
         device = mesh.device_type
@@ -212,7 +212,7 @@ def _as_layer(layer: object, n_layer: int) -> int:
         number = -1
     if not 0 <= number < n_layer:
         raise ConfigError(
-            f"layer is {described(layer)}; expected an integer from 0 to {n_layer - 1}, the "
+            f"layer is {described(layer)}, but must be an integer from 0 to {n_layer - 1}, the "
             "layers of the checkpoint."
         )
     return number

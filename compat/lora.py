@@ -300,8 +300,8 @@ def _read(folder: str | Path) -> tuple[str | None, Parts]:
     config, file = read_json(path / CONFIG), SafetensorsFile(path / WEIGHTS)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"{path / CONFIG} has peft_type {short_repr(config.get('peft_type'))}; expected "
-            "'LORA'. Merge it with PEFT's merge_and_unload."
+            f"{path / CONFIG} has peft_type {short_repr(config.get('peft_type'))}, but must "
+            "have 'LORA'. Merge it with PEFT's merge_and_unload."
         )
     beyond = {name: config[name] for name in UNSUPPORTED if config.get(name)}
     if config.get("bias", "none") != "none":
@@ -361,8 +361,8 @@ def _check(adapter: str | Path, parts: Parts, sizes: Mapping[str, Shape]) -> Non
     """Check that every part belongs to a known module with the sizes (in, out)."""
     if unknown := [name for name in parts if name not in sizes]:
         raise CheckpointError(
-            f"{adapter} adapts {listed(collapse_layers(unknown))}; expected only the projections "
-            "that are c_attn, c_proj and c_fc in GPT-2's blocks. Train it with other "
+            f"{adapter} adapts {listed(collapse_layers(unknown))}, but may adapt only the "
+            "projections that are c_attn, c_proj and c_fc in GPT-2's blocks. Train it with other "
             "target_modules, or merge it with PEFT's merge_and_unload."
         )
     faults = []

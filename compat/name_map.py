@@ -35,18 +35,18 @@ class Row:
     def __post_init__(self) -> None:
         if not isinstance(self.hf, str):
             raise NameMapError(
-                f"a Row's hf is {short_repr(self.hf)}; expected a name such as 'wte.weight'."
+                f"a Row's hf is {short_repr(self.hf)}, but must be a name such as 'wte.weight'."
             )
         where = f"the Row of {short_repr(self.hf)}:"
         if not _are_names(self.ours) or not self.ours:
             example = (self.ours if isinstance(self.ours, str) else "tok_emb.weight",)
             raise NameMapError(
-                f"{where} ours is {short_repr(self.ours)}; expected a tuple of parameter names "
+                f"{where} ours is {short_repr(self.ours)}, but must be a tuple of parameter names "
                 f"such as {short_repr(example)}."
             )
         if isinstance(self.op, type) or not (hasattr(self.op, "load") and hasattr(self.op, "save")):
             raise NameMapError(
-                f"{where} op is {short_repr(self.op)}; expected an op such as Same() or "
+                f"{where} op is {short_repr(self.op)}, but must be an op such as Same() or "
                 "Transpose()."
             )
         object.__setattr__(self, "ours", tuple(self.ours))
@@ -80,16 +80,16 @@ class NameMap:
     def __post_init__(self) -> None:
         if not isinstance(self.rows, tuple | list):
             raise NameMapError(
-                f"a NameMap's rows is {short_repr(self.rows)}; expected a tuple of Rows."
+                f"a NameMap's rows is {short_repr(self.rows)}, but must be a tuple of Rows."
             )
         for number, row in enumerate(self.rows):
             if not isinstance(row, Row):
                 raise NameMapError(
-                    f"a NameMap's row {number} is {short_repr(row)}; expected a Row."
+                    f"a NameMap's row {number} is {short_repr(row)}, but must be a Row."
                 )
         if not _are_names(self.zeros):
             raise NameMapError(
-                f"a NameMap's zeros is {short_repr(self.zeros)}; expected a tuple of names."
+                f"a NameMap's zeros is {short_repr(self.zeros)}, but must be a tuple of names."
             )
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "zeros", tuple(self.zeros))
@@ -164,8 +164,8 @@ def as_name_map(name_map: object) -> NameMap:
     if isinstance(name_map, NameMap):
         return name_map
     raise NameMapError(
-        f"name_map is {described(name_map)}; expected a NameMap. Pass NameMap((Row(…), …)) or the "
-        "one that `adapt` returns."
+        f"name_map is {described(name_map)}, but must be a NameMap. Pass NameMap((Row(…), …)) or "
+        "the one that `adapt` returns."
     )
 
 

@@ -334,7 +334,7 @@ def rearrange(tensor: Tensor, left: str, right: str, known: Mapping[str, int]) -
     """
     before, after, sizes = axis_groups(left), axis_groups(right), dict(known)
     if len(before) != tensor.ndim:
-        raise NameMapError(f"found shape {list(tensor.shape)}, expected axes {left.strip()!r}")
+        raise NameMapError(f"shape {list(tensor.shape)} does not have the axes {left.strip()!r}")
     for group, size in zip(before, tensor.shape, strict=True):
         unknown = [axis for axis in group if axis not in sizes]
         product = prod(sizes[axis] for axis in group if axis in sizes)

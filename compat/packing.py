@@ -52,9 +52,11 @@ def pack_checkpoint(
     """
     precision = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ConfigError(f"dtype is {short_repr(dtype)}; expected 'int8' or 'bfloat16'.")
+        raise ConfigError(f"dtype is {short_repr(dtype)}, but must be 'int8' or 'bfloat16'.")
     if not isinstance(file, str | os.PathLike) or Path(file).suffix != ".safetensors":
-        raise ConfigError(f"file is {described(file)}; expected a path that ends in .safetensors.")
+        raise ConfigError(
+            f"file is {described(file)}, but must be a path that ends in .safetensors."
+        )
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
     if checkpoint.packed:
         raise CheckpointError(

@@ -137,15 +137,15 @@ def check_mesh(mesh: object) -> None:
 
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f'mesh is {described(mesh)}; expected a DeviceMesh, such as init_device_mesh("cpu", '
+            f'mesh is {described(mesh)}, but must be a DeviceMesh, such as init_device_mesh("cpu", '
             "(2,)) of torch.distributed.device_mesh."
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         example = f"mesh[{names[-1]!r}]" if names else "a mesh with named dimensions, and of it one"
         raise ConfigError(
-            f"mesh has the shape {list(mesh.shape)}; expected one dimension, among whose ranks the "
-            f"heads are divided. Pass {example}."
+            f"mesh has the shape {list(mesh.shape)}, but must have one dimension, among whose "
+            f"ranks the heads are divided. Pass {example}."
         )
 
 
@@ -156,7 +156,7 @@ def check_heads(config: GPT2Config, ranks: int) -> None:
             divisors = [str(n) for n in range(1, config.n_head + 1) if not config.n_head % n]
             raise ConfigError(
                 f"{name} is {size}, which cannot be divided among {ranks} ranks. Use a mesh whose "
-                f"size divides both n_head and d_inner; the divisors of n_head = {config.n_head} "
+                f"size divides both n_head and d_inner. The divisors of n_head = {config.n_head} "
                 f"are {', '.join(divisors)}."
             )
 

@@ -74,7 +74,7 @@ def expand_taps(taps: Iterable[Tap], n_layer: int) -> list[Tap]:
         if "{i}" in tap.name
     ]
     if strange := [tap.name for tap in once + per_layer if tap.name not in order]:
-        raise ParityError(f"unknown tap {strange[0]!r}; a block has {', '.join(BLOCK_TAPS)}")
+        raise ParityError(f"unknown tap {strange[0]!r}. A block has {', '.join(BLOCK_TAPS)}")
     return sorted(once + per_layer, key=lambda tap: order[tap.name])
 
 

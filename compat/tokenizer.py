@@ -33,7 +33,7 @@ class Tokenizer:
 
         if not isinstance(vocabulary, Vocabulary):
             raise TokenizerError(
-                f"the vocabulary is {described(vocabulary)}; expected a Vocabulary. Use "
+                f"the vocabulary is {described(vocabulary)}, but must be a Vocabulary. Use "
                 "load_tokenizer to make a tokenizer from a checkpoint's files."
             )
         self.vocabulary = vocabulary
@@ -183,7 +183,7 @@ def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
     section = data.get(name) or {}
     if not isinstance(section, dict):
         raise TokenizerError(
-            f"tokenizer.json has a {type(section).__name__} as {name!r}; expected an object."
+            f"tokenizer.json has a {type(section).__name__} as {name!r}, which must be an object."
         )
     return section
 

@@ -40,7 +40,7 @@ def as_module(model: object) -> nn.Module:
         ConfigError: The argument is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {described(model)}; expected a torch.nn.Module.")
+        raise ConfigError(f"model is {described(model)}, but must be a torch.nn.Module.")
     return model._modules.get("_orig_mod") or model
 
 
@@ -78,7 +78,7 @@ def rows_of_part(name_map: NameMap, part: str, checkpoint: Checkpoint) -> list[R
     stored = {name for name in checkpoint.infos if name.startswith(f"{part}.")}
     if not stored:
         raise NameMapError(
-            f"{checkpoint.weights} has no part {part!r}; expected h.0, h.0.attn, h.0.mlp, "
+            f"{checkpoint.weights} has no part {part!r}. Pass h.0, h.0.attn, h.0.mlp, "
             "h.0.ln_1, h.0.ln_2 or ln_f, with the number of one of its layers."
         )
     _raise_if_any(
@@ -111,8 +111,8 @@ def check_own_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
         )
         raise NameMapError(
             f"torchao quantized {listed(collapse_layers(quantized))} of {type(model).__name__}"
-            f"{also}. Expected floating-point weights. Use the model as it was before `quantize_`; "
-            'Engine(model, dtype="int8") quantizes every layer.'
+            f"{also}, but weights must be floating-point numbers. Use the model as it was before "
+            '`quantize_`, or quantize every layer with Engine(model, dtype="int8").'
         )
 
 
@@ -188,7 +188,7 @@ def _shape_faults(
         yield f"{row.hf}: {row.op} fails with {type(error).__name__}: {error}"
         return
     if len(made) != len(row.ours):
-        yield f"{row.hf}: {row.op} makes {len(made)} tensors, the row names {len(row.ours)}"
+        yield f"{row.hf}: {row.op} makes {len(made)} tensors, but the row names {len(row.ours)}"
     elif not is_dropped(row, parameters):
         for name, value in zip(row.ours, made, strict=True):
             if value.shape != parameters[name].shape:

@@ -108,13 +108,13 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
     for token, token_id in {**vocab, **added}.items():
         if type(token_id) is not int or token_id < 0:
             raise TokenizerError(
-                f"token {short_repr(token)} has id {short_repr(token_id)}; expected a whole "
-                "number ≥ 0."
+                f"token {short_repr(token)} has id {short_repr(token_id)}, but ids must be "
+                "whole numbers ≥ 0."
             )
         if token_id in owners:
             raise TokenizerError(
                 f"id {short_repr(token_id)} belongs to {short_repr(owners[token_id])} and to "
-                f"{short_repr(token)}; expected one token."
+                f"{short_repr(token)}, but must belong to one token."
             )
         owners[token_id] = token
 
@@ -128,7 +128,8 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         proper = isinstance(parts, list) and len(parts) == 2
         if not proper or not all(isinstance(part, str) and part in known for part in parts):
             raise TokenizerError(
-                f"merge {number} is {short_repr(merge)}; expected two tokens made before it."
+                f"merge {number} is {short_repr(merge)}, but must be two tokens that exist before "
+                "it."
             )
         token = "".join(parts)
         if token not in vocab:
@@ -142,8 +143,8 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         pairs.append(parts)
     if sum(len(token) ** 2 for token in made) > _MAX_WORK:
         raise TokenizerError(
-            f"the merges make tokens of up to {max(map(len, made)):,} bytes; "
-            "expected words and parts of words."
+            f"the merges make tokens of up to {max(map(len, made)):,} bytes, "
+            "but tokens must be words or parts of words."
         )
     ranks = {token: rank for rank, token in enumerate(made)}
     for number, (token, pair) in enumerate(zip(made, pairs, strict=True), start=1):

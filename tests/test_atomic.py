@@ -262,7 +262,7 @@ def test_a_folder_keeps_its_mode_and_its_owner(target: Path) -> None:
 
 def test_an_existing_file_at_the_path_is_refused(target: Path) -> None:
     target.write_text("mine")
-    with pytest.raises(CheckpointError, match="model is a file; expected a folder"):
+    with pytest.raises(CheckpointError, match="model is a file, but must be a folder"):
         replace(target, w1="new")
     assert target.read_text() == "mine"
 

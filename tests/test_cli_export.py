@@ -100,8 +100,8 @@ def test_a_destination_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: P
     done = cli("export", "demo", tmp_path / "file")
     assert (done.code, done.out) == (3, "")
     assert done.err == (
-        f"error: {tmp_path / 'file'} is a file; expected a folder or a path that does not exist. "
-        "Use another path.\n"
+        f"error: {tmp_path / 'file'} is a file, but must be a folder or a path that does not "
+        "exist. Use another path.\n"
     )
 
 

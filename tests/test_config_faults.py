@@ -49,7 +49,7 @@ def test_all_unknown_fields_are_named_at_once() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "GPT2", None])
 def test_another_model_type_is_refused(model_type: object) -> None:
-    with pytest.raises(ConfigError, match=f"model_type {model_type!r}; expected 'gpt2'"):
+    with pytest.raises(ConfigError, match=f"model_type {model_type!r}, but must have 'gpt2'"):
         GPT2Config.from_dict({**HUB_GPT2, "model_type": model_type})
 
 

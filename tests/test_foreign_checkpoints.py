@@ -148,7 +148,7 @@ def test_the_head_of_nanogpt_may_be_untied(nano: Make, state: State) -> None:
         ({"vocab_size": 98}, ["vocab_size is 98", "97 by its tensors"]),
         ({"n_head": 5}, ["'n_head' is 5", "does not divide"]),
         ({"n_kv_head": 2}, ["'n_kv_head' = 2", "does not understand"]),
-        ({"n_head": "4"}, ["'n_head' is '4'", "expected int"]),
+        ({"n_head": "4"}, ["'n_head' is '4'", "must be of type int"]),
         ({"n_head": torch.ones(2)}, ["model_args", "numbers"]),
     ],
 )
@@ -227,7 +227,7 @@ def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State)
         (folder / name).write_bytes((tiny / name).read_bytes())
     checkpoint = open_checkpoint(folder)
     holds(checkpoint, state)
-    assert checkpoint.notes == ["model.safetensors is used; ckpt.pt beside it is not"]
+    assert checkpoint.notes == ["model.safetensors is used, and ckpt.pt beside it is not"]
 
 
 def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
@@ -236,7 +236,7 @@ def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
     checkpoint = open_checkpoint(folder)
     holds(checkpoint, state)
     assert checkpoint.notes == [
-        "model.safetensors is used; model.safetensors.index.json beside it is not"
+        "model.safetensors is used, and model.safetensors.index.json beside it is not"
     ]
 
 

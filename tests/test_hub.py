@@ -162,7 +162,7 @@ def test_offline_and_unreachable_use_the_cache_at_that_revision(session: Session
     away = start(session.home, asks, load=True)
     for process, found in [(offline, offline.outcomes()), (away, away.outcomes())]:
         assert [o["weights"] for o in found] == [weights_of(i) for i in (0, 4, 4, 1, 2)]
-        reported = "using commit" in found[0]["stderr"]
+        reported = "Using commit" in found[0]["stderr"]
         assert reported is (process is away)  # a user who asked for the cache knows it
 
 

@@ -102,12 +102,13 @@ def test_after_a_fault_the_next_fetch_has_the_right_bytes(session: Session) -> N
 
 # What is taken away from a repository in shards, and what the error then says.
 GAPS = {
-    "no-config": (["config.json"], "lacks config.json; it holds generation_config.json, model-"),
+    "no-config": (["config.json"], "lacks config.json, and holds generation_config.json, model-"),
     "no-weights": (["model*"], "lacks weights (model.safetensors or pytorch_model.bin, whole"),
     "no-index": (["*index*"], "lacks weights (model.safetensors or pytorch_model.bin, whole"),
     "no-shard": (
         ["model-00002*", "model-00004*", "config.json"],
-        "lacks config.json, model-00002-of-00006.safetensors, model-00004-of-00006.safetensors;",
+        "lacks config.json, model-00002-of-00006.safetensors, model-00004-of-00006.safetensors, "
+        "and",
     ),
     "nothing": (["*"], "lacks config.json, weights (model.safetensors or pytorch_model.bin, whole"),
 }

@@ -26,7 +26,7 @@ def test_hashes_are_those_of_git_and_sha256(tmp_path: Path, stated: str) -> None
     (tmp_path / "empty").touch()
     check_hashes("it", {tmp_path / "empty": stated})
     (tmp_path / "empty").write_text("x")
-    with pytest.raises(HubError, match=f"1 of 1 files .*\n.*expected {stated}"):
+    with pytest.raises(HubError, match=f"1 of 1 files .*\n.*must be {stated}"):
         check_hashes("it", {tmp_path / "empty": stated})
 
 
@@ -42,7 +42,9 @@ def test_all_differing_files_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stated", [None, "", '"W/weak"'])
 def test_a_missing_hash_is_an_error(tmp_path: Path, stated: str | None) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(HubError, match=r"it cannot be verified\. .* a hash of file; expected SHA"):
+    with pytest.raises(
+        HubError, match=r"it cannot be verified\. .* a hash of file, which must be SHA"
+    ):
         check_hashes("it", {tmp_path / "file": stated})
 
 
@@ -81,8 +83,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         hub.faults.clear()
         for outcome in online.values():  # do as the message says
             for line in outcome.get("message", "").splitlines():
-                if "; delete " in line:
-                    Path(line.split("; delete ")[1]).unlink()
+                if ". Delete " in line:
+                    Path(line.split(". Delete ")[1]).unlink()
         yield Session(root, plain, online, offline, fetched(True))
 
 
@@ -93,7 +95,7 @@ def test_a_flipped_bit_is_found_online_and_offline_and_can_be_repaired(
     assert "files" in session.plain[repo]  # nobody looked
     kind = "git's SHA-1 is" if repo == "org/config" else "SHA-256 is"
     for outcome in (session.online[repo], session.offline[repo]):
-        is_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "expected", "fetch again")
+        is_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")
     folder = session.folder / ("shards" if repo == "org/shard" else "whole")
     assert session.again[repo]["files"] == files_of(folder)
 

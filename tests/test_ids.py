@@ -53,9 +53,9 @@ def test_ids_may_come_in_any_container(tiny: Path, container: str) -> None:
 
 
 NO_IDS: dict[str, tuple[Any, str]] = {
-    "text": ("Hello", "input_ids is the text 'Hello'; expected token ids"),
+    "text": ("Hello", "input_ids is the text 'Hello', but must be token ids"),
     "bytes": (b"Hello", "input_ids is the text b'Hello'"),
-    "texts": ([["Hello"]], "input_ids is a list that cannot be read as ids"),
+    "texts": ([["Hello"]], "input_ids is a list, but must be integers"),
     "none": (None, "input_ids is a NoneType"),
     "ragged": ([[1, 2], [3]], "all rows of one length"),
     "flat": ([1, 2, 3], r"shape \[3\]"),
@@ -64,10 +64,10 @@ NO_IDS: dict[str, tuple[Any, str]] = {
     "fractions": ([[1.5]], "float32"),
     "whole fractions": (np.array([[1.0]]), "float32"),
     "truth values": ([[True]], "bool"),
-    "huge": ([[2**70]], "cannot be read as ids"),
-    "beyond": (np.array([[97]]), "contains 97; the vocabulary has ids 0 to 96"),
+    "huge": ([[2**70]], "must be integers"),
+    "beyond": (np.array([[97]]), "contains 97, but the vocabulary has ids 0 to 96"),
     "below": ([[-1]], "contains -1"),
-    "objects": (np.array([[object()]]), "cannot be read as ids"),
+    "objects": (np.array([[object()]]), "must be integers"),
     "a dictionary": ({"input_ids": IDS}, "input_ids is a dict"),
     "without values": (torch.zeros(1, 2, dtype=torch.long, device="meta"), "on meta"),
     "sparse": (torch.tensor([[1, 2]]).to_sparse(), "sparse"),
@@ -128,12 +128,12 @@ def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(1, 33, dtype=torch.long), "33 ids; the model has 32 positions"),
-        (torch.tensor([[97]]), "contains 97; the vocabulary has ids 0 to 96"),
+        (torch.zeros(1, 33, dtype=torch.long), "33 ids exceed the 32 positions of the model"),
+        (torch.tensor([[97]]), "contains 97, but the vocabulary has ids 0 to 96"),
         (torch.tensor([[-1]]), "contains -1"),
         (torch.tensor([[0.5]]), "float32"),
         (torch.tensor([1, 2]), r"shape \[2\]"),
-        ([[1, 2]], "input_ids is a list; expected a tensor"),
+        ([[1, 2]], "input_ids is a list, but must be a tensor"),
         ("Hello", "input_ids is a str"),
     ],
 )
@@ -152,14 +152,14 @@ def test_more_ids_than_there_are_positions_are_one_error_with_a_cache_too(
     model = ours(tiny, dialect)
     cache = [KVCache(32) for _ in range(3)]
     model(torch.zeros(1, 30, dtype=torch.long), cache)
-    with pytest.raises(CompatError, match=r"3 ids after 30 cached ones; the .* has 32"):
+    with pytest.raises(CompatError, match=r"3 ids after 30 cached ones exceed the 32"):
         model(torch.zeros(1, 3, dtype=torch.long), cache)
     assert model(torch.zeros(1, 2, dtype=torch.long), cache).shape == (1, 2, 97)
     roomy = [KVCache(40) for _ in range(3)]
     model(torch.zeros(1, 30, dtype=torch.long), roomy)
-    with pytest.raises(CompatError, match="3 ids after 30 cached ones; the model has 32"):
+    with pytest.raises(CompatError, match="3 ids after 30 cached ones exceed the 32"):
         model(torch.zeros(1, 3, dtype=torch.long), roomy)
-    with pytest.raises(CompatError, match="1 ids after 4 cached ones; the cache has 4"):
+    with pytest.raises(CompatError, match="1 ids after 4 cached ones exceed the 4"):
         short = [KVCache(4) for _ in range(3)]
         model(torch.zeros(1, 4, dtype=torch.long), short)
         model(torch.zeros(1, 1, dtype=torch.long), short)

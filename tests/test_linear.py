@@ -154,7 +154,7 @@ def test_whole_model_has_the_known_size() -> None:
 
 
 def test_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'gelu_old'.*known: gelu_new"):
+    with pytest.raises(ConfigError, match=r"'gelu_old'.*must be one of gelu_new"):
         linear.FeedForward({"activation_function": "gelu_old"})
 
 

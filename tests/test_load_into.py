@@ -161,12 +161,12 @@ QKV_PARTS, WIDE = ("stack.{i}.query_key.weight", "stack.{i}.value.weight"), "sta
         ),
         pytest.param(
             my_map(Row(QKV, QKV_PARTS, Split(3))),
-            ("h.0.attn.c_attn.weight: split in 3 makes 3 tensors, the row names 2",),
+            ("h.0.attn.c_attn.weight: split in 3 makes 3 tensors, but the row names 2",),
             id="split with too few names",
         ),
         pytest.param(
             my_map(Row(QKV, QKV_PARTS, Split(1))),
-            ("h.0.attn.c_attn.weight: split in 1 makes 1 tensors, the row names 2",),
+            ("h.0.attn.c_attn.weight: split in 1 makes 1 tensors, but the row names 2",),
             id="split with too many names",
         ),
         pytest.param(

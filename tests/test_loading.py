@@ -194,7 +194,7 @@ def test_two_models_from_one_open_checkpoint_share_nothing(tiny: Path) -> None:
 
 
 def test_an_unknown_dialect_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="'einops'; expected one of linear, conv1d"):
+    with pytest.raises(ConfigError, match="'einops', but must be one of linear, conv1d"):
         load_pretrained(tiny, "einops")
 
 

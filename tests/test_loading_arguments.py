@@ -100,28 +100,28 @@ def test_an_argument_that_is_not_a_name_map_is_described(
     if not isinstance(name_map, str):  # where a dialect's name is as good
         calls.append(lambda: save_pretrained(MyGPT2(), tmp_path, dialect_or_name_map=name_map))
     for call in calls:
-        with pytest.raises(NameMapError, match=f"name_map is .*{found}.*expected a NameMap"):
+        with pytest.raises(NameMapError, match=f"name_map is .*{found}.*must be a NameMap"):
             call()
 
 
 def test_load_into_needs_a_name_map(tiny: Path) -> None:
-    with pytest.raises(NameMapError, match="name_map is None; expected a NameMap"):
+    with pytest.raises(NameMapError, match="name_map is None, but must be a NameMap"):
         load_into(MyGPT2(), None, tiny)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ((...,), r"row 0 is Ellipsis; expected a Row"),
-        ((LAYER, ...), r"row 1 is Ellipsis; expected a Row"),
-        ((LAYER, ("a", ("b",), Same())), r"row 1 is \('a', .*; expected a Row"),
-        ((LAYER, None), r"row 1 is None; expected a Row"),
-        ((Row,), r"row 0 is <class .*Row'>; expected a Row"),
-        (LAYER, r"rows is Row\(.*; expected a tuple of Rows"),
-        ("rows", r"rows is 'rows'; expected a tuple of Rows"),
-        (None, r"rows is None; expected a tuple of Rows"),
-        ({"a": "b"}, r"rows is \{'a': 'b'\}; expected a tuple of Rows"),
-        (7, r"rows is 7; expected a tuple of Rows"),
+        ((...,), r"row 0 is Ellipsis, but must be a Row"),
+        ((LAYER, ...), r"row 1 is Ellipsis, but must be a Row"),
+        ((LAYER, ("a", ("b",), Same())), r"row 1 is \('a', .*, but must be a Row"),
+        ((LAYER, None), r"row 1 is None, but must be a Row"),
+        ((Row,), r"row 0 is <class .*Row'>, but must be a Row"),
+        (LAYER, r"rows is Row\(.*, but must be a tuple of Rows"),
+        ("rows", r"rows is 'rows', but must be a tuple of Rows"),
+        (None, r"rows is None, but must be a tuple of Rows"),
+        ({"a": "b"}, r"rows is \{'a': 'b'\}, but must be a tuple of Rows"),
+        (7, r"rows is 7, but must be a tuple of Rows"),
     ],
 )
 def test_objects_that_are_not_rows_are_described(rows: Any, message: str) -> None:
@@ -138,15 +138,18 @@ def test_rows_may_be_a_list() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (("a", "end.weight", Same()), r"ours is 'end.weight'; expected a tuple.*\('end.weight',\)"),
+        (
+            ("a", "end.weight", Same()),
+            r"ours is 'end.weight', but must be a tuple.*\('end.weight',\)",
+        ),
         (("a", (), Same()), r"ours is \(\)"),
         (("a", None, Same()), r"ours is None"),
         (("a", (1,), Same()), r"ours is \(1,\)"),
         (("a", (...,), Same()), r"ours is \(Ellipsis,\)"),
-        ((("a",), ("b",), Same()), r"hf is \('a',\); expected a name"),
-        ((..., ("b",), Same()), r"hf is Ellipsis; expected a name"),
+        ((("a",), ("b",), Same()), r"hf is \('a',\), but must be a name"),
+        ((..., ("b",), Same()), r"hf is Ellipsis, but must be a name"),
         (("a", ("b",), Same), r"op is <class .*Same'>.*Same\(\)"),
-        (("a", ("b",), "transpose"), r"op is 'transpose'; expected an op such as Same\(\)"),
+        (("a", ("b",), "transpose"), r"op is 'transpose', but must be an op such as Same\(\)"),
         (("a", ("b",), None), r"op is None"),
         (("a", ("b",), ...), r"op is Ellipsis"),
     ],
@@ -158,7 +161,7 @@ def test_a_row_with_fields_of_the_wrong_type_is_refused(fields: Any, message: st
 
 @pytest.mark.parametrize("zeros", ["head.bias", (1,), None, (...,)])
 def test_zeros_that_are_not_names_are_refused(zeros: Any) -> None:
-    with pytest.raises(NameMapError, match=r"zeros is .*expected a tuple of names"):
+    with pytest.raises(NameMapError, match=r"zeros is .*must be a tuple of names"):
         NameMap((LAYER,), zeros=zeros)
 
 
@@ -210,9 +213,9 @@ def test_an_argument_that_is_not_a_source_is_described(source: Any) -> None:
         lambda: load_tokenizer(source),
     ]
     for call in calls:
-        with pytest.raises(CheckpointError, match=r"source is .*expected .*a folder"):
+        with pytest.raises(CheckpointError, match=r"source is .*must be .*a folder"):
             call()
-    assert "expected" in (inspect_checkpoint(source).error or "")
+    assert "must be" in (inspect_checkpoint(source).error or "")
 
 
 def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
@@ -224,7 +227,9 @@ def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
         lambda: load_into(model, my_map(), model),  # type: ignore[arg-type]
     ]
     for call in calls:
-        with pytest.raises(CheckpointError, match=r"My.*; expected .*load_into\(module, name_map"):
+        with pytest.raises(
+            CheckpointError, match=r"My.*, but must be .*load_into\(module, name_map"
+        ):
             call()
 
 
@@ -242,7 +247,7 @@ def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
     ],
 )
 def test_exchanged_arguments_of_load_into(tiny: Path, arguments: Any) -> None:
-    with pytest.raises(CompatError, match=r"(model|name_map) is .*; expected"):
+    with pytest.raises(CompatError, match=r"(model|name_map) is .*, but must be"):
         load_into(*arguments(tiny))
 
 
@@ -255,14 +260,14 @@ def test_an_argument_that_is_not_a_module_is_described(tmp_path: Path, model: An
         lambda: save_pretrained(model, tmp_path / "out"),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"model is .*; expected a torch\.nn\.Module"):
+        with pytest.raises(ConfigError, match=r"model is .*, but must be a torch\.nn\.Module"):
             call()
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layer", [0.0, 1.5, True, False, "0", None, [0], torch.tensor(1.5)])
 def test_a_layer_that_is_not_a_whole_number_is_refused(tiny: Path, layer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"layer is .*; expected an integer from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"layer is .*, but must be an integer from 0 to 2"):
         load_block(tiny, layer)
 
 
@@ -275,7 +280,7 @@ def test_a_layer_may_be_any_whole_number(tiny: Path) -> None:
 
 @pytest.mark.parametrize("dialect", [None, 7, ["linear"], linear, ...])
 def test_a_dialect_that_is_not_a_name_is_refused(tiny: Path, dialect: Any) -> None:
-    with pytest.raises(ConfigError, match="expected one of linear, conv1d"):
+    with pytest.raises(ConfigError, match="must be one of linear, conv1d"):
         load_pretrained(tiny, dialect)
 
 
@@ -291,7 +296,7 @@ def test_a_device_that_cannot_be_used_is_refused(tiny: Path, device: Any) -> Non
 
 @pytest.mark.parametrize("folder", [None, 7, b"out", ["out"], ...])
 def test_a_folder_to_save_into_is_a_path(tiny: Path, folder: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"folder is .*; expected a path"):
+    with pytest.raises(CheckpointError, match=r"folder is .*, but must be a path"):
         save_pretrained(load_pretrained(tiny), folder)
 
 
@@ -299,5 +304,5 @@ def test_a_folder_to_save_into_is_a_path(tiny: Path, folder: Any) -> None:
 def test_a_tokenizer_to_save_is_a_source_or_a_tokenizer(
     tiny: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer is .*; expected"):
+    with pytest.raises(TokenizerError, match=r"tokenizer is .*, but must be"):
         save_pretrained(load_pretrained(tiny), tmp_path / "out", tokenizer=tokenizer)

@@ -78,7 +78,7 @@ def test_its_text_is_its_pattern() -> None:
 @pytest.mark.parametrize(
     ("op", "shape", "words"),
     [
-        (Rearrange("i o -> o i"), (2, 3, 4), "found shape [2, 3, 4], expected axes 'i o'"),
+        (Rearrange("i o -> o i"), (2, 3, 4), "shape [2, 3, 4] does not have the axes 'i o'"),
         (Rearrange("(h d) c -> h d c"), (6, 4), "shape [6, 4] does not fit '(h d) c'"),
         (
             Rearrange("(h d) c -> h d c", (("h", 4),)),

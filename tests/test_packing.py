@@ -249,9 +249,9 @@ def test_a_failed_packing_keeps_the_old_file(tmp_path: Path, tiny: Path) -> None
     before = file.read_bytes()
     with pytest.raises(CheckpointError, match=f"is already packed. Pack {tiny} instead"):
         packed(tmp_path, file)
-    with pytest.raises(ConfigError, match=r"dtype is 'float32'; expected 'int8' or 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"dtype is 'float32', but must be 'int8' or 'bfloat16'"):
         packed(tmp_path, tiny, dtype="float32")
-    with pytest.raises(ConfigError, match=r"expected a path that ends in \.safetensors"):
+    with pytest.raises(ConfigError, match=r"must be a path that ends in \.safetensors"):
         pack_checkpoint(tiny, tmp_path / "model.bin")
     (tmp_path / "a.safetensors").mkdir()
     for target in (tmp_path / "missing" / "a.safetensors", tmp_path / "a.safetensors"):

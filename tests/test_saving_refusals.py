@@ -70,7 +70,7 @@ def as_float8(model: Model) -> None:
     [
         (with_values(torch.nan), r"1 NaN or infinite values, the first at \[(0, )?3\]"),
         (with_values(torch.inf, 0, -torch.inf), "2 NaN or infinite"),
-        (as_integers, "int32, .*expected a dense float"),
+        (as_integers, "int32, .*must be a dense float"),
         (as_float8, "float8_e4m3fn"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_users_model_needs_a_map_and_a_config(old: Path, tiny: Path) -> None:
     refused(
         old,
         ConfigError,
-        "dialect is 'mine'; expected one of linear, conv1d",
+        "dialect is 'mine', but must be one of linear, conv1d",
         MyGPT2(),
         dialect_or_name_map="mine",
         config=config,

@@ -104,7 +104,7 @@ def test_sizes_that_cannot_be_divided(fields: dict[str, int], ranks: int, messag
 
 
 def test_a_mesh_is_a_device_mesh() -> None:
-    with pytest.raises(ConfigError, match=r"mesh is .*2.*; expected a DeviceMesh"):
+    with pytest.raises(ConfigError, match=r"mesh is .*2.*, but must be a DeviceMesh"):
         distribute(MyGPT2(), my_map(), 2)  # type: ignore[arg-type]
 
 

@@ -151,7 +151,7 @@ def check_tensors(
         if infos[name].shape != expected[name]
     )
     faults += collapse_faults(
-        (name, f"data type {infos[name].dtype}, expected floating-point numbers")
+        (name, f"has data type {infos[name].dtype}, but must have floating-point numbers")
         for name in common
         if infos[name].dtype not in DTYPES.values()
     )
@@ -169,7 +169,9 @@ def _shape_fault(name: str, found: Shape, expected: Shape) -> str:
     text = f"{looks}expected {list(expected)}, found {list(found)}"
     field = {EMBEDDING: "vocab_size", HEAD: "vocab_size", POSITIONS: "n_positions"}.get(name)
     if field and len(found) == 2 and found[0] != expected[0] and found[1] == expected[1]:
-        text += f": config.json has {field} {expected[0]}, the tensor {found[0]} rows"
+        text += (
+            f", because config.json has {field} {expected[0]} and the tensor has {found[0]} rows"
+        )
     return text
 
 
@@ -206,8 +208,8 @@ def resolve_head(config: GPT2Config, stored: dict[str, Stored], notes: list[str]
         notes.append(f"{HEAD} is stored, and equal to {EMBEDDING}, as tie_word_embeddings says")
         return config
     notes.append(
-        f"{HEAD} differs from {EMBEDDING} although the config says tie_word_embeddings; "
-        "the stored head is used, untied, as in transformers"
+        f"{HEAD} differs from {EMBEDDING} although the config says tie_word_embeddings. "
+        "The stored head is used, untied, as in transformers"
     )
     return replace(config, tie_word_embeddings=False)
 
@@ -222,8 +224,8 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
     ]
     if outside:
         notes.append(
-            f"outside the vocabulary, which has ids 0 to {config.vocab_size - 1}, and therefore "
-            f"without effect: {', '.join(outside)}"
+            f"the config has ids outside the vocabulary, which have no effect: {listed(outside)} "
+            f"(the vocabulary has ids 0 to {config.vocab_size - 1})"
         )
 
 

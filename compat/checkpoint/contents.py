@@ -108,7 +108,8 @@ def _open_file(path: Path, max_unpacked: int) -> TensorFile:
         return PickleFile(path, max_unpacked)
     found = recognized(path)
     raise CheckpointError(
-        f"{path} is not a tensor file; expected .safetensors or {', '.join(PICKLES)}."
+        f"{path} is not a tensor file. Pass one that ends in .safetensors, "
+        f"{', '.join(PICKLES[:-1])} or {PICKLES[-1]}."
         + (f" It is {found.phrase}. {found.advice}" if found else "")
     )
 

@@ -41,16 +41,16 @@ class TensorFile(Protocol):
     infos: dict[str, TensorInfo]
 
     def read(self, name: str, rows: slice = ALL) -> Tensor:
-        """A contiguous copy of a tensor, or of some of its rows, independent of the file."""
+        """Return a contiguous copy of a tensor, or of some of its rows."""
         ...
 
     def map(self, name: str) -> Tensor:
-        """A tensor that shares the file's pages; writing to it copies them."""
+        """Return a tensor that shares the file's pages. Writing to it copies the pages."""
         ...
 
 
 def allocate(size: int) -> Any:
-    """A writable buffer. A large one is mapped, so that freeing it returns its memory at once."""
+    """Allocate a writable buffer. A large one is mapped, so that freeing it returns its memory."""
     if size < 1 << 17 or not hasattr(mmap, "MAP_PRIVATE"):
         return bytearray(size)
     return private_memory(size)
@@ -82,8 +82,8 @@ def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
                 raise CheckpointError(f"{path} is a pipe or a device. Replace it by a file.")
             if status.st_size > max_bytes:
                 raise CheckpointError(
-                    f"{path} has {status.st_size:,} bytes; expected at most {max_bytes:,}. Check "
-                    "where it comes from."
+                    f"{path} has {status.st_size:,} bytes, but may have at most {max_bytes:,}. "
+                    "Check where it comes from."
                 )
             return file.read(max_bytes)
     except FileNotFoundError as error:
@@ -107,7 +107,9 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
             + why_unreadable(path, error, "Download or write it again.")
         ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object.")
+        raise CheckpointError(
+            f"{path} holds a JSON {type(value).__name__}, but must hold an object."
+        )
     return value
 
 

@@ -39,7 +39,7 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
     path = DEMO if source == "demo" else Path(os.path.expanduser(source))
     if not _exists(path) and _exists(Path(f"{path}.index")):
         raise CheckpointError(
-            f"{source} is a TensorFlow checkpoint; expected one of PyTorch.\n{TENSORFLOW.advice}"
+            f"{source} is a TensorFlow checkpoint, but must be one of PyTorch.\n{TENSORFLOW.advice}"
         )
     if isinstance(source, str) and _is_hub_id(source) and not _exists(path):
         path = fetch(source, revision, verify)
@@ -86,7 +86,7 @@ def _not_a_source(source: object) -> CheckpointError:
     # The repr of a module takes many lines.
     found = f"a {type(source).__name__}" if hint else described(source)
     return CheckpointError(
-        f"source is {found}; expected a hub id such as 'gpt2', 'demo', or the path of a folder "
+        f"source is {found}, but must be a hub id such as 'gpt2', 'demo', or the path of a folder "
         f"or weights file.{hint}"
     )
 
@@ -96,10 +96,10 @@ def _find_in_folder(folder: Path, notes: list[str]) -> Path:
     if candidates:
         if len(candidates) > 1:
             unused = ", ".join(candidates[1:])
-            notes.append(f"{candidates[0]} is used; {unused} beside it is not")
+            notes.append(f"{candidates[0]} is used, and {unused} beside it is not")
         return folder / candidates[0]
     message = (
-        f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}, "
+        f"{folder} holds no weights. It must contain one of {', '.join(WEIGHT_FILES)}, "
         f"or {' or '.join(FOREIGN_FILES)}."
     )
     paths = sorted(folder.glob("*"))

@@ -105,7 +105,10 @@ def translate(
     """
     weights, stored = contents.weights, contents.tensors()
     _check_layout(kind, weights, stored)
-    notes.append(f"a {kind} file; its projections are {OUT_IN} and are transposed to {IN_OUT}")
+    notes.append(
+        f"the file was written by {kind}, so its projections are {OUT_IN} and are transposed to "
+        f"{IN_OUT}"
+    )
     fields = _collect_fields(weights, contents.model_args, raw_config, n_head, stored)
     has_biases, has_masks = fields.pop("bias", True), "h.0.attn.bias" in stored
     if "n_head" not in fields:
@@ -234,7 +237,7 @@ def _assume_activation(kind: str, weights: Path, has_masks: bool, notes: list[st
     notes.append(
         f"activation_function {ACTIVATION[kind]!r} is assumed, as in {kind}"
         + (" since 2023 (before: 'gelu_new')" if kind == NANOGPT else "")
-        + "; a config.json beside the file overrides it"
+        + ", unless a config.json beside the file states another"
     )
     return ACTIVATION[kind]
 

@@ -75,7 +75,8 @@ TENSORFLOW = Format(
     "TensorFlow checkpoint",
     "a part of a TensorFlow checkpoint",
     "With transformers 4 and TensorFlow installed, convert it with its module transformers.models."
-    "gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch; `python -m` with -h shows how.",
+    "gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch. Run it by `python -m` with -h for its "
+    "arguments.",
 )
 FLAX = Format("msgpack (Flax)", "a msgpack file of Flax", _CONVERT.format("Flax", "from_flax"))
 ONNX = Format("ONNX", "an ONNX graph", "Load the checkpoint that it was exported from.")
@@ -100,7 +101,7 @@ COMPRESSED = Format(
     _UNPACK,
     magic=(b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c"),
 )
-EMPTY = Format("empty file", "a file of 0 bytes, empty (truncated?)")
+EMPTY = Format("empty file", "an empty file of 0 bytes, which may be truncated")
 
 # Weights of other libraries, named when a folder holds nothing else.
 OTHER_WEIGHTS = (TENSORFLOW, HDF5, FLAX, GGUF, ONNX, NPZ)

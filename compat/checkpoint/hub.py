@@ -183,7 +183,7 @@ def _download_missing(repo: Repo, commit: str, remote: Mapping[str, RemoteFile])
     paths, missing = _needed_files(remote, get)
     if missing:
         raise HubError(
-            f"{repo} is not a complete checkpoint. The repository lacks {listed(missing)}; it "
+            f"{repo} is not a complete checkpoint. The repository lacks {listed(missing)}, and "
             f"holds {listed(sorted(remote)) or 'no files'}.\nUse another repository or revision."
         )
     return paths
@@ -222,7 +222,7 @@ def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
             f"The cache is not complete either: {folder} lacks {listed(missing)}."
         )
     if not isinstance(reason, OfflineModeIsEnabled):
-        note = "%s: %s; using commit %s from the cache"
+        note = "%s was not reached (%s). Using commit %s from the cache"
         logging.getLogger(__name__).warning(note, repo, _explain(reason)[0], commit)
     return paths
 
@@ -266,7 +266,7 @@ def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
     if unknown := [path.name for path, hash in stated.items() if len(hash or "") not in HASHES]:
         raise HubError(
             f"{what} cannot be verified. Neither the hub nor the cache states a hash of "
-            f"{listed(unknown)}; expected SHA-256 or git's SHA-1.\n"
+            f"{listed(unknown)}, which must be SHA-256 or git's SHA-1.\n"
             "Load it without verify, or from a hub that states hashes."
         )
     faults = []
@@ -277,8 +277,8 @@ def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
             found = sha_fileobj(file).hex() if large else git_hash(file.read())
         if found != expected:
             faults.append(
-                f"{path}: {HASHES[len(expected)]} is {found}, expected {expected}; "
-                f"delete {path.resolve()}"
+                f"{path}: {HASHES[len(expected)]} is {found}, but must be {expected}. "
+                f"Delete {path.resolve()}"
             )
     if faults:
         headline = f"{what}: {len(faults)} of {len(stated)} files differ from what the hub states:"

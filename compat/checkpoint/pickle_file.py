@@ -215,8 +215,8 @@ def _check_argument(name: str, argument: object) -> None:
     """Names must mean tensors, and integers be short, since long ones can be made to collide."""
     if name == "PROTO" and argument != _PROTOCOL:
         raise ValueError(
-            f"its pickle has protocol {argument}, and torch.save writes protocol {_PROTOCOL}; "
-            "save it again without pickle_protocol"
+            f"its pickle has protocol {argument}, but torch.save writes protocol {_PROTOCOL}. "
+            "Save it again without pickle_protocol"
         )
     if name == "LONG1" and isinstance(argument, int) and abs(argument) >= 2**63:
         raise ValueError("its pickle has a number of more than 64 bits")
@@ -230,8 +230,8 @@ def _check_argument(name: str, argument: object) -> None:
     known = argument in _GLOBALS or is_dtype or is_storage
     if not known:
         raise ValueError(
-            f"it imports {f'{module}.{attribute}'!r}, which is not executed; a checkpoint holds "
-            "plain tensors"
+            f"it imports {f'{module}.{attribute}'!r}, which is not executed, because a "
+            "checkpoint holds plain tensors"
         )
 
 
@@ -253,26 +253,26 @@ def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
         entries = archive.infolist()
         if (unpacked := sum(entry.file_size for entry in entries)) > limit:
             raise ValueError(
-                f"it would unpack to {unpacked:,} bytes; expected at most {limit:,}, by its size "
-                "and its config; do not trust its origin"
+                f"it would unpack to {unpacked:,} bytes, but may take at most {limit:,}, by its "
+                "size and its config. Do not trust its origin"
             )
         # For entries that PyTorch does not unpack it silently returns uninitialised memory.
         if odd := [entry.filename for entry in entries if not _is_plain(entry)]:
             raise ValueError(
                 f"in its archive {listed(odd, 3)} are compressed or folders, unlike what "
-                "torch.save writes; load it and save it again with PyTorch"
+                "torch.save writes. Load it and save it again with PyTorch"
             )
         # PyTorch ignores upper and lower case.
         if any(entry.filename.lower().endswith("/constants.pkl") for entry in entries):
             raise ValueError(
-                "it is a TorchScript program, which is not executed; save the model's state_dict()"
+                "it is a TorchScript program, which is not executed. Save the model's state_dict()"
             )
         pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"its archive has {len(pickles)} files data.pkl; expected one")
+            raise ValueError(f"its archive has {len(pickles)} files data.pkl, but must have one")
         if (size := pickles[0].file_size) > MAX_PICKLE_BYTES:
             raise ValueError(
-                f"its pickle takes {size:,} bytes; expected at most {MAX_PICKLE_BYTES:,}"
+                f"its pickle takes {size:,} bytes, but may take at most {MAX_PICKLE_BYTES:,}"
             )
         return archive.read(pickles[0])
 

@@ -122,17 +122,21 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         size, length = os.fstat(file.fileno()).st_size, file.read(8)
         start = 8 + int.from_bytes(length, "little")
         if len(length) < 8 or start > size:
-            raise ValueError(f"truncated? it has {size:,} bytes, its header needs {start:,}")
+            raise ValueError(
+                f"it may be truncated, because it has {size:,} bytes and its header needs {start:,}"
+            )
         if start > MAX_JSON_BYTES:
             raise ValueError(
-                f"its header takes {start:,} bytes; expected at most {MAX_JSON_BYTES:,}"
+                f"its header takes {start:,} bytes, but may take at most {MAX_JSON_BYTES:,}"
             )
         header = parse_json(file.read(start - 8))
     if not isinstance(header, dict):
-        raise ValueError(f"its header is a JSON {type(header).__name__}; expected an object")
+        raise ValueError(f"its header is a JSON {type(header).__name__}, but must be an object")
     needed = start + max(map(_end, header.values()), default=0)
     if needed > size:
-        raise ValueError(f"truncated? it has {size:,} bytes and its tensors need {needed:,}")
+        raise ValueError(
+            f"it may be truncated, because it has {size:,} bytes and its tensors need {needed:,}"
+        )
     return header, start
 
 

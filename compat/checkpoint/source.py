@@ -197,7 +197,7 @@ def check(
 ) -> Checkpoint:
     """Return the checkpoint in these files, provided that it is a GPT-2."""
     if n_head is not None and type(n_head) is not int:
-        raise ConfigError(f"n_head is {short_repr(n_head)}; expected an integer of 1 or more.")
+        raise ConfigError(f"n_head is {short_repr(n_head)}, but must be an integer of 1 or more.")
     weights, stored = contents.weights, contents.tensors()
     packed = contents.packed
     kind = kind_of(contents, raw_config, stored)
@@ -224,5 +224,5 @@ def check(
     note_ids(config, notes)
     infos = check_tensors(weights, config, stored)
     if not packed and len({info.dtype for info in infos.values()}) > 1:
-        notes.append("the tensors have several data types; all are loaded in the widest")
+        notes.append("the tensors have several data types, and all are loaded in the widest")
     return Checkpoint(source, weights, kind, config, infos, notes, stored, packed)

@@ -51,7 +51,9 @@ def get_dialect(name: str) -> Dialect:
         ConfigError: there is no such dialect.
     """
     if not isinstance(name, str) or name not in DIALECTS:
-        raise ConfigError(f"dialect is {short_repr(name)}; expected one of {', '.join(DIALECTS)}")
+        raise ConfigError(
+            f"dialect is {short_repr(name)}, but must be one of {', '.join(DIALECTS)}"
+        )
     return DIALECTS[name]
 
 

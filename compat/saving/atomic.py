@@ -137,7 +137,8 @@ def _check(place: Path) -> None:
     """Raise an error unless the path does not exist, or is a folder that may be replaced."""
     if place.exists() and not place.is_dir():
         raise CheckpointError(
-            f"{place} is a file; expected a folder or a path that does not exist. Use another path."
+            f"{place} is a file, but must be a folder or a path that does not exist. Use another "
+            "path."
         )
     with suppress(FileNotFoundError):  # the current folder may have been removed
         here = Path.cwd()

@@ -101,7 +101,7 @@ def save_pretrained(
     limit = parse_size(max_shard_size)
     model = as_module(model)
     if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
-        raise CheckpointError(f"folder is {described(folder)}; expected a path.")
+        raise CheckpointError(f"folder is {described(folder)}, but must be a path.")
     reshard(model)
     together = partial(raising_together, list(model.parameters()))
     with together():
@@ -143,12 +143,12 @@ def _check_parameters(model: nn.Module) -> None:
     faults = []
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            faults.append((name, "on the meta device, without values; load its weights first"))
+            faults.append((name, "on the meta device, without values. Load its weights first"))
         elif is_quantized(parameter):
-            faults.append((name, "quantized by torchao; save the model before quantizing it"))
+            faults.append((name, "quantized by torchao. Save the model before quantizing it"))
         elif parameter.dtype not in DTYPES.values() or parameter.layout != torch.strided:
             kind = dtype_name(parameter.dtype)
-            faults.append((name, f"{kind}, {parameter.layout}; expected a dense float tensor"))
+            faults.append((name, f"{kind}, {parameter.layout}, but must be a dense float tensor"))
         elif fault := not_finite(local(parameter.detach())):
             faults.append((name, fault))
     if faults:
@@ -198,8 +198,8 @@ def _tokenizer_files(
         return {**_vocabulary_files(tokenizer, config), **added}
     if not isinstance(tokenizer, str | os.PathLike | Checkpoint):
         raise TokenizerError(
-            f"tokenizer is {described(tokenizer)}; expected a Tokenizer, or the source of one (a "
-            "hub id, a folder or 'demo')."
+            f"tokenizer is {described(tokenizer)}, but must be a Tokenizer, or the source of one "
+            "(a hub id, a folder or 'demo')."
         )
     is_folder = isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).is_dir()
     if is_folder and tokenizer != "demo":  # it need not hold weights

@@ -33,8 +33,8 @@ def parse_size(size: int | str) -> int:
         found = float(match[1]) * UNITS.get(match[2], 1)
     if found < 1:
         raise ConfigError(
-            f"max_shard_size is {size!r}; expected a number of bytes from 1, or a string such as "
-            "'5GB', '200MB' or '20KB'."
+            f"max_shard_size is {size!r}, but must be a number of bytes from 1, or a string such "
+            "as '5GB', '200MB' or '20KB'."
         )
     return int(found)
 

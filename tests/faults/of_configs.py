@@ -48,41 +48,51 @@ FAULTS = {
     ),
     "config: a field twice": Fault(_twice, (*_UNREADABLE, "it repeats the key 'n_head'")),
     "config: a number of 5,000 digits": Fault(_raw("n_embd", "9" * 5000), _UNREADABLE),
-    "config: a list": Fault(content(CONFIG, b"[1]"), (CONFIG, "JSON list; expected an object")),
-    "config: null": Fault(content(CONFIG, b"null"), (CONFIG, "JSON NoneType; expected an object")),
+    "config: a list": Fault(
+        content(CONFIG, b"[1]"), (CONFIG, "JSON list, but must hold an object")
+    ),
+    "config: null": Fault(
+        content(CONFIG, b"null"), (CONFIG, "JSON NoneType, but must hold an object")
+    ),
     "config: of another model": Fault(
         values(CONFIG, model_type="llama"),
-        (CONFIG, "model_type 'llama'; expected 'gpt2'"),
+        (CONFIG, "model_type 'llama', but must have 'gpt2'"),
         ConfigError,
     ),
     **{
-        f"config: {name} {value}": _field(name, value, f"is {value}; expected 1 to 2,147,483,647")
+        f"config: {name} {value}": _field(
+            name, value, f"is {value}, but must be from 1 to 2,147,483,647"
+        )
         for name in _SIZES
         for value in (0, -1, 10**30)
     },
     "config: n_head that does not divide": _field("n_head", 3, "does not divide 'n_embd' = 8"),
-    "config: n_layer a word": _field("n_layer", "2", "is '2'; expected int"),
-    "config: n_layer with a point": _field("n_layer", 2.0, "is 2.0; expected int"),
-    "config: n_layer true": _field("n_layer", True, "is True; expected int"),
+    "config: n_layer a word": _field("n_layer", "2", "is '2', but must be of type int"),
+    "config: n_layer with a point": _field("n_layer", 2.0, "is 2.0, but must be of type int"),
+    "config: n_layer true": _field("n_layer", True, "is True, but must be of type int"),
     "config: n_layer infinite": Fault(
-        _raw("n_layer", "1e999"), (CONFIG, "'n_layer' is inf; expected int"), ConfigError
+        _raw("n_layer", "1e999"), (CONFIG, "'n_layer' is inf, but must be of type int"), ConfigError
     ),
-    "config: n_layer null": _field("n_layer", None, "is None; expected int"),
+    "config: n_layer null": _field("n_layer", None, "is None, but must be of type int"),
     "config: n_layer nested 900 deep": Fault(
         _raw("n_layer", "[" * 900 + "]" * 900), (CONFIG, "'n_layer' is "), ConfigError
     ),
-    "config: epsilon a word": _field("layer_norm_epsilon", "1e-5", "is '1e-5'; expected float"),
-    "config: epsilon negative": _field("layer_norm_epsilon", -1e-5, "expected ≥ 0"),
-    "config: epsilon of 400 digits": _field("layer_norm_epsilon", 10**400, "expected ≥ 0"),
-    "config: epsilon NaN": Fault(
-        _raw("layer_norm_epsilon", "NaN"), (CONFIG, "is nan; expected ≥ 0"), ConfigError
+    "config: epsilon a word": _field(
+        "layer_norm_epsilon", "1e-5", "is '1e-5', but must be of type float"
     ),
-    "config: dropout above 1": _field("attn_pdrop", 1.5, "is 1.5; expected 0 to 1"),
-    "config: end of text a word": _field("eos_token_id", "260", "is '260'; expected int"),
-    "config: end of text 10^30": _field("eos_token_id", 10**30, "expected ≤ 2,147,483,647"),
-    "config: tied as a number": _field("tie_word_embeddings", 1, "is 1; expected bool"),
+    "config: epsilon negative": _field("layer_norm_epsilon", -1e-5, "must be ≥ 0"),
+    "config: epsilon of 400 digits": _field("layer_norm_epsilon", 10**400, "must be ≥ 0"),
+    "config: epsilon NaN": Fault(
+        _raw("layer_norm_epsilon", "NaN"), (CONFIG, "is nan, but must be ≥ 0"), ConfigError
+    ),
+    "config: dropout above 1": _field("attn_pdrop", 1.5, "is 1.5, but must be from 0 to 1"),
+    "config: end of text a word": _field(
+        "eos_token_id", "260", "is '260', but must be of type int"
+    ),
+    "config: end of text 10^30": _field("eos_token_id", 10**30, "must be ≤ 2,147,483,647"),
+    "config: tied as a number": _field("tie_word_embeddings", 1, "is 1, but must be of type bool"),
     "config: unknown activation": _field(
-        "activation_function", "gegelu", "'gegelu'; known: gelu_new"
+        "activation_function", "gegelu", "'gegelu', but must be one of gelu_new"
     ),
     "config: cross-attention": _field("add_cross_attention", True, "does not understand", "remove"),
     "config: an unknown field": _field("rotary_pct", 0.25, " = 0.25", "does not understand"),
@@ -105,10 +115,12 @@ FAULTS = {
         values(CONFIG, n_layer=1), (_SHAPES, "12 unexpected: h.1.", "and 2 more")
     ),
     "config: a large vocab_size": Fault(
-        values(CONFIG, vocab_size=2**31 - 1), (_SHAPES, "vocab_size 2147483647, the tensor 262")
+        values(CONFIG, vocab_size=2**31 - 1),
+        (_SHAPES, "vocab_size 2147483647 and the tensor has 262"),
     ),
     "config: a large n_positions": Fault(
-        values(CONFIG, n_positions=10**9), (_SHAPES, "n_positions 1000000000, the tensor 8 rows")
+        values(CONFIG, n_positions=10**9),
+        (_SHAPES, "n_positions 1000000000 and the tensor has 8 rows"),
     ),
     "config: another n_inner": Fault(
         values(CONFIG, n_inner=16),

@@ -104,7 +104,7 @@ FAULTS = {
     "folder: no weights": Fault(without(WEIGHTS), ("holds no weights", WEIGHTS)),
     "folder: a file of another kind": Fault(
         lambda folder: (folder / WEIGHTS).rename(folder / "model.gguf"),
-        ("model.gguf", "expected .safetensors"),
+        ("model.gguf", "ends in .safetensors"),
     ),
     "folder: weights that are a folder": Fault(
         _instead(WEIGHTS, Path.mkdir), ("holds no weights",)
@@ -130,7 +130,8 @@ FAULTS = {
         _instead("config.json", _zeros), ("config.json", "a device")
     ),
     "config: 4 GB of nothing": Fault(
-        sparse("config.json", 4 << 30), ("config.json has 4,294,967,296 bytes; expected at most",)
+        sparse("config.json", 4 << 30),
+        ("config.json has 4,294,967,296 bytes, but may have at most",),
     ),
     "shards: one missing": Fault(
         without(SECOND), (f"lacks {SECOND}, 1 of the 2",), layout="shards"
@@ -172,7 +173,7 @@ FAULTS = {
     ),
     "index: a map that is null": _index(weight_map=None),
     "index: of 1 GB": Fault(
-        sparse(INDEX, 1 << 30), (INDEX, "has 1,073,741,824 bytes; expected"), layout="shards"
+        sparse(INDEX, 1 << 30), (INDEX, "has 1,073,741,824 bytes, but may"), layout="shards"
     ),
     "index: a map that is a list": _index(weight_map=[]),
     "index: a map to numbers": _index(weight_map={"wte.weight": 1}),
@@ -186,7 +187,7 @@ FAULTS = {
         content(INDEX, b"{"), (INDEX, "cannot be read as JSON"), layout="shards"
     ),
     "index: a list": Fault(
-        content(INDEX, b"[]"), (INDEX, "JSON list; expected an object"), layout="shards"
+        content(INDEX, b"[]"), (INDEX, "JSON list, but must hold an object"), layout="shards"
     ),
     "shards: of safetensors load": Fault(lambda folder: None, (), None, layout="shards"),
     "shards: of pickles load": Fault(lambda folder: None, (), None, layout="bin shards"),

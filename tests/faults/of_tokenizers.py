@@ -53,9 +53,9 @@ FAULTS = {
         without(VOCAB, MERGES), "no tokenizer.json, nor vocab.json and merges.txt", "pass ids"
     ),
     "tokenizer: no JSON": _fault(content(WHOLE, b"{"), WHOLE, "cannot be read"),
-    "tokenizer: a list": _fault(content(WHOLE, b"[]"), WHOLE, "expected an object"),
+    "tokenizer: a list": _fault(content(WHOLE, b"[]"), WHOLE, "but must hold an object"),
     "tokenizer: 1 GB of nothing": _fault(
-        sparse(WHOLE, 1 << 30), WHOLE, "has 1,073,741,824 bytes; expected at most"
+        sparse(WHOLE, 1 << 30), WHOLE, "has 1,073,741,824 bytes, but may have at most"
     ),
     "tokenizer: a million lists": _fault(
         content(WHOLE, b'{"model": [' + b"[]," * 1_000_000 + b"0]}"),
@@ -79,21 +79,27 @@ FAULTS = {
         _whole(added_tokens=[{"content": "<s>"}]), "'<s>' has id None"
     ),
     "vocab: not UTF-8": _fault(content(VOCAB, b'{"\xff": 0}'), VOCAB, "cannot be read"),
-    "vocab: 1 GB of nothing": _fault(sparse(VOCAB, 1 << 30), VOCAB, "bytes; expected at most"),
+    "vocab: 1 GB of nothing": _fault(sparse(VOCAB, 1 << 30), VOCAB, "bytes, but may have at most"),
     "vocab: without one of the bytes": _fault(_without_a_byte, "lacks 1 of the 256 bytes", "'Ġ'"),
     "vocab: a token twice": _fault(_token_twice, VOCAB, "it repeats the key 'th'"),
     "vocab: an id twice": _fault(values(VOCAB, the=256), "id 256 belongs to 'th' and to 'the'"),
-    "vocab: an id that is negative": _fault(values(VOCAB, the=-1), "'the' has id -1; expected"),
-    "vocab: an id that is a word": _fault(values(VOCAB, the="257"), "'the' has id '257'; expected"),
-    "vocab: an id with a point": _fault(values(VOCAB, the=257.0), "'the' has id 257.0; expected"),
+    "vocab: an id that is negative": _fault(values(VOCAB, the=-1), "'the' has id -1, but ids must"),
+    "vocab: an id that is a word": _fault(
+        values(VOCAB, the="257"), "'the' has id '257', but ids must"
+    ),
+    "vocab: an id with a point": _fault(
+        values(VOCAB, the=257.0), "'the' has id 257.0, but ids must"
+    ),
     "vocab: an id beyond the embedding": _fault(
         values(VOCAB, the=262), "the tokenizer has id 262, but config.json has vocab_size 262"
     ),
     "vocab: an id of 10^30": _fault(values(VOCAB, the=10**30), "config.json has vocab_size 262"),
-    "merges: 1 GB of nothing": _fault(sparse(MERGES, 1 << 30), MERGES, "bytes; expected at most"),
+    "merges: 1 GB of nothing": _fault(
+        sparse(MERGES, 1 << 30), MERGES, "bytes, but may have at most"
+    ),
     "merges: not UTF-8": _fault(content(MERGES, b"\xff \xfe"), "cannot be read"),
     "merges: of what is not there": _fault(
-        content(MERGES, b"x yz"), "merge 1 is 'x yz'", "expected"
+        content(MERGES, b"x yz"), "merge 1 is 'x yz'", "must be"
     ),
     "merges: one that makes no token": _fault(
         content(MERGES, b"x y"), "merge 1 makes 'xy'", "no id"
