@@ -177,7 +177,7 @@ class Layer:
         return self.fc is not None or bool(self.unknown)
 
     def activated(self, graph: Graph) -> Node:
-        """The result of the first activation: `act`, unless the MLP has further projections."""
+        """Return the first activation's result: `act`, unless the MLP has further projections."""
         inside = {*graph.between([self.act], [self.fc_end])}
         following = [a for n in self.extra if n in inside for a in live_inputs(graph, n)]
         return following[0] if following else self.act
@@ -251,7 +251,7 @@ class GraphIndex:
                     self.projections.add(node)
 
     def before_moves(self, node: Node) -> Node:
-        """The node whose elements this node has moved; itself if it moves none."""
+        """Return the node whose elements this node has moved; itself if it moves none."""
         while kind(node) in MOVES or kind(node) == "getitem":
             above = tensor_inputs(node)[0]
             if above not in self.graph.live:
@@ -262,7 +262,7 @@ class GraphIndex:
         return node
 
     def frontier(self, node: Node) -> set[Node]:
-        """The nearest projections, mixers and embeddings that a node is computed from."""
+        """Return the nearest projections, mixers and embeddings that a node is computed from."""
         stack, seen, found = [node], set(), set()
         while stack:
             node = stack.pop()
@@ -274,11 +274,11 @@ class GraphIndex:
         return found
 
     def sources(self, node: Node) -> set[Node]:
-        """The frontier of a product's live operands."""
+        """Return the frontier of a product's live operands."""
         return set().union(*(self.frontier(a) for a in self.operands(node)))
 
     def operands(self, node: Node) -> list[Node]:
-        """The live operands of a product."""
+        """Return the live operands of a product."""
         if kind(node) in SDPA:
             operands = tensor_inputs(node)[:3]
         else:
@@ -286,11 +286,11 @@ class GraphIndex:
         return [a for a in operands if a in self.graph.live]
 
     def input_of(self, projection: Node) -> Node:
-        """The tensor that a projection projects."""
+        """Return the tensor that a projection projects."""
         return self.before_moves(self.operands(projection)[0])
 
     def embeds(self, node: Node) -> bool:
-        """Whether a node looks up a table of parameters by the ids."""
+        """Return whether a node looks up a table of parameters by the ids."""
         if node not in self.graph.live or kind(node) not in ("embedding", "index", "index_select"):
             return False
         table = tensor_inputs(node)[0]
@@ -298,7 +298,7 @@ class GraphIndex:
 
 
 def fused_core(node: Node) -> Core:
-    """The operands of a fused attention kernel."""
+    """Return the operands of a fused attention kernel."""
     q, k, v = tensor_inputs(node)[:3]
     out = node
     if kind(node) != "scaled_dot_product_attention":  # the other kernels return a tuple
@@ -312,7 +312,7 @@ def fused_core(node: Node) -> Core:
 
 
 def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) -> Core | None:
-    """The operands of attention that is written as two products.
+    """Return the operands of attention that is written as two products.
 
     The second product sums over the time of v, which is also the time of k. This distinguishes k
     from q in the first product.
@@ -413,7 +413,7 @@ class _Dissection:
         return found
 
     def _is_cross(self, core: Core) -> bool:
-        """Whether keys and values are projected from another tensor than the queries."""
+        """Return whether keys and values are projected from another tensor than the queries."""
         if core.k.node not in self.graph.live:
             return True
         q, k, v = (
@@ -444,12 +444,12 @@ class _Dissection:
         )
 
     def _with_own_operands(self, core: Core) -> Core:
-        """The core with a copy of a node that is several of q, k and v, so that each can be set."""
+        """Copy a node that is several of q, k and v, so that each of them can be set."""
         core = self._with_copy(core, "k") if core.k.node is core.q.node else core
         return self._with_copy(core, "v") if core.v.node in (core.q.node, core.k.node) else core
 
     def _with_copy(self, core: Core, name: str) -> Core:
-        """The core with a copy of one operand, which only its product reads."""
+        """Return the core with a copy of one operand, which only its product reads."""
         operand: Operand = getattr(core, name)
         product = core.product
         if core.scores is not None and name == "k":
@@ -467,7 +467,7 @@ class _Dissection:
         return replace(core, **changed)
 
     def _core(self, product: Contraction) -> Core | None:
-        """The attention whose second product this is: probabilities times v."""
+        """Return the attention whose second product this is: probabilities times v."""
         index = self.index
         for probs, v in ((product.a, product.b), (product.b, product.a)):
             firsts = index.frontier(probs) & index.mixers
@@ -482,7 +482,7 @@ class _Dissection:
         return None
 
     def _levels(self, cores: list[Core]) -> list[list[Core]]:
-        """Cores by layer; the heads of one layer do not depend on each other."""
+        """Return cores by layer; the heads of one layer do not depend on each other."""
         above = self.graph.ancestors
         level: dict[Node, int] = {}
         for core in cores:
@@ -494,7 +494,7 @@ class _Dissection:
         return levels
 
     def _embedding(self) -> tuple[Node, Node]:
-        """The token embedding, and the same with positions and factors, before any norm."""
+        """Return the token embedding, and the same with positions and factors, before any norm."""
         index = self.index
         tables = [  # a table looked up by the ids, or multiplied with one-hot vectors of them
             node for node in index.live
@@ -522,7 +522,7 @@ class _Dissection:
         return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
 
     def _table(self, node: Node) -> Node:
-        """The table of an embedding, or of a product with one-hot vectors."""
+        """Return the table of an embedding, or of a product with one-hot vectors."""
         found = self.index.products.get(node)
         if found is None:
             return tensor_inputs(node)[0]
@@ -551,7 +551,7 @@ class _Dissection:
         until: list[Node],
         after: set[Node],
     ) -> Layer:
-        """The layer of these cores, before the products `until` and the projections `after`."""
+        """Build the layer of these cores, before the products `until` and projections `after`."""
         index, above = self.index, self.graph.ancestors
         products = {core.product for core in cores}
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
@@ -620,7 +620,7 @@ class _Dissection:
         following: set[Node],
         after: set[Node],
     ) -> tuple[list[Node], list[Node], list[Node]]:
-        """The output projections of a layer, others that follow them, and those of the MLP."""
+        """Return the output projections of a layer, those that follow them, and the MLP's."""
         graph, index = self.graph, self.index
         gates = self._gates(products, {*qkv}, x1) if self.partial else set()
         out_projs = [
@@ -650,7 +650,7 @@ class _Dissection:
         return out_projs, second, rest
 
     def _gates(self, products: set[Node], qkv: set[Node], x1: Node) -> set[Node]:
-        """Other projections of attention's input, by which the results of heads are multiplied."""
+        """Return other projections of attention's input that multiply the results of heads."""
         index, above = self.index, self.graph.ancestors
         others = {n for n in index.projections - qkv if index.input_of(n) is x1}
         multiplied = [
@@ -661,7 +661,7 @@ class _Dissection:
         return others & set().union(*multiplied) if products else set()
 
     def _of_cross_attention(self) -> set[Node]:
-        """The projections of cross-attention."""
+        """Return the projections of cross-attention."""
         index = self.index
         products = {core.product for core in self.cross}
         operands = [o.node for core in self.cross for o in (core.q, core.k, core.v)]
@@ -670,14 +670,14 @@ class _Dissection:
         return (found & index.projections) | own
 
     def _reads_heads(self, projection: Node, following: int) -> bool:
-        """Whether a projection of the heads is the first of the MLP, and not attention's own."""
+        """Return whether a projection of the heads is the MLP's first, and not attention's own."""
         if following == 0:
             end = self._with_bias(projection)
             return self._activated(end) is not end
         return following == 1 and size(projection)[-1] != self.width
 
     def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node, Node | None]:
-        """The projections that compute q, k and v, and the one tensor that they project.
+        """Return the projections that compute q, k and v, and the one tensor that they project.
 
         Some may project the tensor from which the others' input is computed, as without the norm.
         """
@@ -724,7 +724,7 @@ class _Dissection:
         return ordered, inputs.pop(), None
 
     def _meeting(self, nodes: set[Node]) -> Node | None:
-        """The last node that all of these are computed from; None if that is before attention."""
+        """Return the last node that these all depend on; None if that is before attention."""
         while len(nodes) > 1 or not all(map(size, nodes)):  # several results have no size
             node = max(nodes, key=self.graph.order.__getitem__)
             if node in self.index.mixers or self.index.embeds(node):
@@ -733,7 +733,7 @@ class _Dissection:
         return next(iter(nodes))
 
     def _second_out_projs(self, out_projs: list[Node], following: list[Node]) -> list[Node]:
-        """Projections of what attention computes, before those of the MLP."""
+        """Return projections of what attention computes, before those of the MLP."""
         found: list[Node] = []
         for node, after in pairwise(following):
             only_attention = self.index.sources(node) <= {*out_projs, *found}
@@ -745,7 +745,7 @@ class _Dissection:
         return found
 
     def _mlp(self, i: int, found: list[Node], until: list[Node]) -> list[Node | None]:
-        """The projections of the MLP: the first, a gate beside it, and the last; then others.
+        """Return the MLP's projections: the first, a gate beside it, the last, and then others.
 
         None of a structure that is not known, or of a block without an MLP.
         """
@@ -783,7 +783,7 @@ class _Dissection:
         )
 
     def _is_one_branch(self, projections: list[Node], until: list[Node]) -> bool:
-        """Whether projections compute one residual branch, and from nothing but its input."""
+        """Return whether projections compute one residual branch from nothing but its input."""
         total = self._sum(projections[0], set(projections), until)
         start = self.index.before_moves(self.index.input_of(projections[0]))
         inside = self.graph.between([total.branch], [start])
@@ -792,13 +792,13 @@ class _Dissection:
         return all(start in self.graph.ancestors[n] for n in inside if n in self.graph.live)
 
     def _activated(self, node: Node) -> Node:
-        """The result of the activation after a projection."""
+        """Return the result of the activation after a projection."""
         while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in ACTIVATIONS:
             [node] = users
         return node
 
     def _joined_heads(self, cores: list[Core]) -> Node:
-        """The concatenated heads, the result of attention without an output projection."""
+        """Return the concatenated heads, the result of attention without an output projection."""
         node = max((core.out.node for core in cores), key=self.graph.order.__getitem__)
         while True:
             users = live_users(self.graph, node)
@@ -807,7 +807,7 @@ class _Dissection:
             node = users[0]
 
     def _with_bias(self, node: Node) -> Node:
-        """The result of a projection, after a bias that is added in an operation of its own."""
+        """Return the result of a projection, after a bias that is added in its own operation."""
         end = node
         while len(users := live_users(self.graph, node)) == 1:
             [node] = users
@@ -818,7 +818,7 @@ class _Dissection:
         return end
 
     def _summed(self, node: Node) -> Node:
-        """The sum over the heads of an output projection that keeps them apart."""
+        """Return the sum over the heads of an output projection that keeps them apart."""
         B, T = self.graph.shape
         inner = node
         while len(users := live_users(self.graph, inner)) == 1:
@@ -830,7 +830,7 @@ class _Dissection:
         return node
 
     def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
-        """The first sum of a branch with a tensor that is not computed from the branch's roots.
+        """Return the first sum of a branch with a tensor that does not depend on its roots.
 
         It comes before `until`, the next attention or the head.
         """
@@ -848,7 +848,7 @@ class _Dissection:
         return Sum(branch, branch, None)
 
     def _with_own_input(self, total: Sum, x: Node) -> Sum:
-        """The sum with the residual stream, if the first one is that with the branch's input."""
+        """Return the sum with the residual stream, if the first sum is with the branch's input."""
         if total.shortcut is not x:
             return total
         node = total.node
@@ -862,7 +862,7 @@ class _Dissection:
         return total
 
     def _adds_streams(self, node: Node) -> bool:
-        """Whether a node is the sum of two live tensors (B, T, C)."""
+        """Return whether a node is the sum of two live tensors (B, T, C)."""
         if kind(node) != "add":
             return False
         inputs = tensor_inputs(node)[:2]

@@ -74,7 +74,7 @@ class NormFormula:
 
 
 def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
-    """The norms between two nodes, in execution order."""
+    """Return the norms between two nodes, in execution order."""
     found: list[tuple[Node, Node]] = []
     consumed = False  # the current norm has its parameters, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
@@ -96,7 +96,7 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
 
 
 def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
-    """The nodes whose values, not only shapes, are needed to compute `last` from `first`."""
+    """Return the nodes whose values, not only shapes, are needed to compute `last` from `first`."""
     stack, seen = [last], set()
     while stack:
         node = stack.pop()
@@ -108,13 +108,13 @@ def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
 
 
 def _joins(graph: Graph, first: Node, piece: set[Node]) -> bool:
-    """Whether an operation of a piece reads two tensors that are computed from its first node."""
+    """Return whether an operation of a piece reads two tensors that depend on its first node."""
     own = {n for n in piece if n in graph.live and first in graph.ancestors[n]} | {first}
     return any(len({*n.all_input_nodes} & own) > 1 for n in own - {first})
 
 
 def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
-    """The nodes on all paths from start to end, both included."""
+    """Return the nodes on all paths from start to end, both included."""
     path = [start, *graph.on_paths([start], [end])]
     place = {node: i for i, node in enumerate(path)}
     waypoints, reach = [], 0
@@ -146,7 +146,7 @@ def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
 
 
 def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """The model's own norm as a function of its input, with scale 1 and shift 0."""
+    """Return the model's own norm as a function of its input, with scale 1 and shift 0."""
 
     def run(x: Tensor) -> Tensor:
         def value(node: Node) -> Tensor:
@@ -159,7 +159,7 @@ def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
 
 
 def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
-    """The formula, measured on inputs of several magnitudes; None if no such formula fits."""
+    """Measure the formula on inputs of several magnitudes; None if no such formula fits."""
     axis = len(size(norm.start)) - 1
     run = own_formula(graph, norm)
     x = random_values(size(norm.start)) + 0.7
@@ -171,7 +171,7 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
         var = y.square().mean(axis, keepdim=True)
 
         def root(factor: float, y: Tensor = y) -> Tensor:
-            """The divisor of y for each token when the input is scaled by `factor`."""
+            """Return the divisor of y for each token when the input is scaled by `factor`."""
             divided: Tensor = (y * factor).norm(dim=axis) / run(x * factor).norm(dim=axis)
             return divided
 
@@ -199,7 +199,7 @@ def _has_no_eps(graph: Graph, norm: Norm) -> bool:
 
 
 def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool] | None:
-    """eps and whether it is added to the root: whichever is the same for all magnitudes."""
+    """Fit eps, and whether it is added to the root, to be the same for all magnitudes."""
     small = (1e-2, 3e-3, 1e-3)
     inside = torch.stack([root(f).square() - var * f**2 for f in small])
     outside = torch.stack([root(f) - (var * f**2).sqrt() for f in small])
@@ -283,18 +283,18 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
 
 
 def _names(number: int) -> tuple[str, str]:
-    """The names of a branch's norm and of the branch, for branches numbered over all layers."""
+    """Return the names of a branch's norm and of the branch, by its number over all layers."""
     layer, second = divmod(number, 2)
     return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
 
 
 def _is_post(places: NormPlaces, number: int) -> bool:
-    """Whether the norm of a branch is expected after its sum, as in the layer before it."""
+    """Return whether the norm of a branch is expected after its sum, as in the layer before it."""
     return _names(number - 2)[0] in places.post if number > 1 else bool(places.post)
 
 
 def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> list[int]:
-    """The numbers of branches of the form x = norm(x); x = x + f(x).
+    """Return the numbers of branches of the form x = norm(x); x = x + f(x).
 
     Post-LN after a norm of the embeddings has the same graph as this form of attention. This is the
     only decision by name: the first norm belongs to the first block if its name says so.
@@ -345,7 +345,7 @@ def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list
 def _branch_norms(
     graph: Graph, stream: Node, x: Node, branch: Node, total: Sum, cross: Sum | None = None
 ) -> _BranchNorms:
-    """The norms of a branch; of cross-attention before it, only those on the stream."""
+    """Return the norms of a branch; of cross-attention before it, only those on the stream."""
     found = []
     if cross is not None:
         found = [] if cross.shortcut is None else norms_between(graph, stream, cross.shortcut)
@@ -359,7 +359,7 @@ def _branch_norms(
 
 
 def deviating_layers(anatomy: Anatomy) -> dict[str, list[int]]:
-    """The layers whose shortcuts differ from GPT-2's, by the kind of difference."""
+    """Return the layers whose shortcuts differ from GPT-2's, by the kind of difference."""
     layers: list[tuple[int, Layer]] = list(enumerate(anatomy.layers))
     return {
         "no_attn_residual": [i for i, layer in layers if layer.attn_sum.shortcut is None],
@@ -370,7 +370,7 @@ def deviating_layers(anatomy: Anatomy) -> dict[str, list[int]]:
 
 
 def _past_attention(anatomy: Anatomy, layer: Layer) -> bool:
-    """Whether the MLP's shortcut starts before attention's sum, which only the MLP then reads."""
+    """Return whether the MLP's shortcut starts before attention's sum, read by the MLP only."""
     shortcut = layer.mlp_sum.shortcut
     if shortcut is None or layer.parallel:
         return False
