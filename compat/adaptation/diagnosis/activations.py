@@ -41,12 +41,12 @@ CODE_OF = {"gelu": "erf_gelu", "relu": "relu", "silu": "silu"}
 
 
 def canonical_activation(config: GPT2Config) -> str:
-    """The name in `ACTIVATIONS` of the checkpoint's activation."""
+    """Return the name in `ACTIVATIONS` of the checkpoint's activation."""
     return ALIASES.get(config.activation_function, config.activation_function)
 
 
 def activation_code(name: str, expected: str) -> str:
-    """The code of an activation that is not the expected one."""
+    """Return the code of an activation that is not the expected one."""
     own = CODE_OF.get(name) if expected == "gelu_new" else None
     return own or "other_activation"
 
@@ -65,7 +65,7 @@ class Activation:
 
 
 def called_activation(graph: Graph, nodes: list[Node]) -> tuple[Activation, list[Node]]:
-    """Which function other than the tanh approximation these nodes call, and where they do."""
+    """Return which function other than the tanh approximation these nodes call, and where."""
     for name in ("gelu", "relu", "silu"):
         calls = [node for node in nodes if node in graph.live and kind(node) == name]
         exact = [node for node in calls if node.kwargs.get("approximate") != "tanh"]
@@ -75,7 +75,7 @@ def called_activation(graph: Graph, nodes: list[Node]) -> tuple[Activation, list
 
 
 def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
-    """The activation between two nodes, measured on values from −6 to 6."""
+    """Measure the activation between two nodes on values from −6 to 6."""
     source, target = token_view(graph, start), token_view(graph, end)
     if source is None or target is None or source.index.shape != target.index.shape:
         return Activation(None, None)

@@ -241,7 +241,7 @@ class LayerAttention:
         return None
 
     def live(self, kinds: frozenset[str]) -> list[Node]:
-        """The nodes inside that depend on the ids and are of these kinds."""
+        """Return the nodes inside that depend on the ids and are of these kinds."""
         return [n for n in self.inside if n in self.graph.live and kind(n) in kinds]
 
     @cached_property
@@ -273,7 +273,7 @@ class LayerAttention:
     def deviation(
         self, place: Place | None, changes: Changes | None = None, tap: str = "probs", **values: Any
     ) -> Deviation:
-        """A deviation of this layer; by default its formula is the change to the reference."""
+        """Build a deviation of this layer. By default its formula is the reference's change."""
         if changes is None:
             assert self.formula is not None
             changes = Changes(attention={self.i: self.formula})
@@ -333,7 +333,7 @@ def rope(layer: LayerAttention) -> Deviation | None:
 
 
 def _rotation(layer: LayerAttention) -> tuple[Changes, bool]:
-    """The measured rotation, and whether it is left out, because each head has not its own.
+    """Return the measured rotation, and whether it is left out because the heads share it.
 
     It is left out as well if the heads are not as wide as the checkpoint's.
     """
@@ -590,7 +590,7 @@ def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation
 @detects("other_softmax")
 @each_layer
 def no_softmax(layer: LayerAttention) -> Deviation | None:
-    """Weights that are a function of each score."""
+    """Detect weights that are a function of each score."""
     if layer.pairwise is None:
         return None
     functions = layer.live(ACTIVATIONS)
@@ -716,7 +716,7 @@ def mask_after_softmax(layer: LayerAttention, formula: AttentionFormula) -> Devi
 
 @detects("mask_after_softmax")
 def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    """A mask after the softmax whose rows are divided by their sums, which is equivalent."""
+    """Detect a mask after the softmax whose rows are divided by their sums (equivalent)."""
     if not context.layers:
         return
     layer = LayerAttention(context, 0)
@@ -745,7 +745,7 @@ def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]]]:
-    """The operations that mask the same positions as GPT-2, with the values that they apply.
+    """Yield the operations that mask the same positions as GPT-2, with the values that they apply.
 
     The values are tensors and numbers that do not depend on the ids. Masks of other positions are
     separate deviations.
@@ -782,7 +782,7 @@ def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | Non
 
 
 def _mask_deviation(code: str) -> Detector:
-    """A detector for one of the codes for a mask that hides other keys than GPT-2's."""
+    """Return a detector for one of the codes for a mask that hides other keys than GPT-2's."""
 
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
@@ -813,7 +813,7 @@ for _code, _message in (
 
 
 def _mask_line(layer: LayerAttention) -> Place | None:
-    """The line that creates the mask or its buffer."""
+    """Return the line that creates the mask or its buffer."""
     graph, model = layer.graph, layer.context.model
     constant = [n for n in layer.inside if n not in graph.live]
     makers = [n for n in constant if kind(n) in ("tril", "triu", "ge", "gt", "le", "lt")]
@@ -826,7 +826,7 @@ def _mask_line(layer: LayerAttention) -> Place | None:
 
 
 def _scale_deviation(code: str) -> Detector:
-    """A detector for one of the three codes for a scale that differs from the checkpoint's."""
+    """Return a detector for one of the codes for a scale that differs from the checkpoint's."""
 
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
@@ -845,7 +845,7 @@ def _scale_deviation(code: str) -> Detector:
 
 
 def _scale_line(layer: LayerAttention) -> Place | None:
-    """The line that multiplies the scores, q or k by a number, or else that of the scores."""
+    """Return the line that multiplies scores, q or k by a number, or else that of the scores."""
     graph, core = layer.graph, layer.core
     before = graph.between([core.q.node, core.k.node], layer.layer.qkv)
     numbers = [
@@ -885,7 +885,7 @@ for _code, _message, _fix in (
     severity="info",
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
-    """A cast between the projections and the heads; in a float32 model only the source shows it."""
+    """Detect a cast of the scores, which only the source shows in a float32 model."""
     graph, first = context.graph, context.anatomy.layers[:1]
     cores = [core for layer in first for core in layer.cores]
     operands = [operand.node for core in cores for operand in (core.q, core.k, core.v)]
@@ -929,13 +929,13 @@ def head_interleaved_qkv(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _fused(context: DiagnosisContext) -> Fused | None:
-    """How q, k and v of the first layer are stored in one parameter, if they are."""
+    """Return how q, k and v of the first layer are stored in one parameter, if they are."""
     assigned = context.mapping.by_tensor.get("h.0.attn.c_attn.weight")
     return assigned[1] if assigned is not None and isinstance(assigned[1], Fused) else None
 
 
 def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
-    """The line that splits the projection into q, k and v, or else the one that builds it."""
+    """Return the line that splits the projection into q, k and v, or else that builds it."""
     graph, layer = context.graph, context.anatomy.layers[0]
     ends = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
     live = graph.live_between(ends, layer.qkv)
@@ -943,7 +943,7 @@ def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
 
 
 def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
-    """A detector for two of q, k and v whose names or order in the parameter are exchanged."""
+    """Return a detector for two of q, k and v with exchanged names or order in the parameter."""
 
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         if "h.0.attn.c_attn.weight" not in context.mapping.by_tensor:
@@ -969,7 +969,7 @@ def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
 
 
 def _named_roles(context: DiagnosisContext) -> dict[str, str]:
-    """For each of q, k and v, which of the three the name of its parameter suggests."""
+    """Return which of q, k and v the name of each one's parameter suggests."""
     graph, layer = context.graph, context.anatomy.layers[0]
     parameters = {
         role: set(

@@ -75,7 +75,7 @@ class AttentionFormula:
 def scale_code(
     scale: float, expected: float, config: GPT2Config, tolerance: float
 ) -> tuple[str, dict[str, Any]]:
-    """The code of a scale that is not the expected one, and the values for its message.
+    """Return the code of a scale that is not the expected one, and the values for its message.
 
     The tolerance is relative.
     """
@@ -89,7 +89,7 @@ def scale_code(
 
 
 def mask_code(allowed: Tensor) -> tuple[str | None, dict[str, Any]]:
-    """The code of a mask (T, T) and the values for its message; None if the mask is causal."""
+    """Return the code of a mask (T, T) and its message's values; None if the mask is causal."""
     T, every = len(allowed), torch.ones_like(allowed)
     if torch.equal(allowed, every.tril()):
         return None, {}
@@ -103,7 +103,7 @@ def mask_code(allowed: Tensor) -> tuple[str | None, dict[str, Any]]:
 
 
 def _attended(row: Tensor) -> str:
-    """The keys that one query attends to, in words."""
+    """Return the keys that one query attends to, in words."""
     tokens: list[int] = row.nonzero().flatten().tolist()
     if not tokens:
         return "no token"
@@ -113,7 +113,7 @@ def _attended(row: Tensor) -> str:
 
 
 def described_bias(bias: Tensor) -> str:
-    """A bias (H, T, T) that is added to the scores, 0 for a token itself, as a clause."""
+    """Return a bias (H, T, T) that is added to the scores, 0 for a token itself, as a clause."""
     T = bias.shape[-1]
     by_distance = torch.stack([bias[:, -1, T - 1 - d] for d in range(T)], dim=-1)  # (H, T)
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
@@ -135,15 +135,15 @@ class AttentionPiece:
         self.B, self.H, self.T, self.D = attention.heads.index.shape
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The result of the model's own operations, (B, H, T, D)."""
+        """Return the result of the model's own operations, (B, H, T, D)."""
         return self._computed([self.attention.heads], q, k, v)[0]
 
     def projected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The result for the projections, whose factors `heads` does not apply."""
+        """Return the result for the projections, whose factors `heads` does not apply."""
         return self.heads(self.attention.q_factor * q, self.attention.k_factor * k, v)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """The operands of the products for the projections, of attention that is indirect."""
+        """Compute the operands of the products from the projections, for indirect attention."""
         inner = self.attention.inner
         assert inner is not None
         q, k = self.attention.q_factor * q, self.attention.k_factor * k
@@ -161,7 +161,7 @@ class AttentionPiece:
         return [end.read([values[node] for node in end.nodes]) for end in ends]
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """The weight of every value, (B, H, T, T), measured with one-hot values."""
+        """Return the weight of every value, (B, H, T, T), measured with one-hot values."""
         columns = []
         for start in range(0, self.T, self.D):
             width = min(self.D, self.T - start)
@@ -175,7 +175,7 @@ class AttentionPiece:
         return scale * random_values((self.B, self.H, self.T, self.D), seed)
 
     def keys(self, seed: int, scale: float = 1.0) -> Tensor:
-        """Random keys, which are equal for heads that share one."""
+        """Return random keys, which are equal for heads that share one."""
         view = self.attention.k
         return view.read(view.write(self.random(seed, scale)))
 
@@ -185,7 +185,7 @@ ATTEMPTS = ((-1, False), (-2, False), (-1, True), (-2, True), (-3, False), (-4, 
 
 
 def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
-    """The formula of a layer's attention; None if no formula of this form fits."""
+    """Measure the formula of a layer's attention; None if no formula of this form fits."""
     piece = AttentionPiece(graph, attention)
     zero = piece.random(0, 0.0)
     even = piece.probabilities(zero, zero).nan_to_num()  # rows without a key may be 0/0
@@ -209,7 +209,7 @@ def attention_of(graph: Graph, attention: Attention) -> AttentionFormula | None:
 
 
 def _with_other_mask(piece: AttentionPiece) -> AttentionFormula | None:
-    """The formula of a mask that sets scores to a value that the softmax does not exclude."""
+    """Fit a mask that sets scores to a value that the softmax does not exclude."""
     zero, high = piece.random(0, 0.0), piece.random(0, 0.0)
     high[..., 0] = 1e3  # all products are high, so the softmax excludes what they are replaced by
     allowed = piece.probabilities(high, high)[0, 0] > 1e-9
@@ -222,7 +222,7 @@ def _with_other_mask(piece: AttentionPiece) -> AttentionFormula | None:
 
 
 def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
-    """The formula of a softmax over the heads or the batch, after a mask with a finite value.
+    """Fit a softmax over the heads or the batch, after a mask with a finite value.
 
     It is the same value for all of them, so hidden keys have the same probability everywhere.
     """
@@ -238,7 +238,7 @@ def _over_heads(piece: AttentionPiece) -> AttentionFormula | None:
 
 
 def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionFormula | None:
-    """The formula of a softmax of capped scores, or of one with 1 more in the sum."""
+    """Fit a softmax of capped scores, or one with 1 more in its sum."""
     usual = AttentionFormula(seen, 1.0)
     for formula in (replace(usual, plus_one=True), replace(usual, plus_one="max")):
         if found := _fitted(piece, formula):
@@ -249,7 +249,7 @@ def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionForm
     one, two = seen[row].nonzero().flatten()[:2].tolist()
 
     def score(x: float) -> float:
-        """What the score x of the second of two keys becomes if that of the first is 0."""
+        """Return what the score x of the second of two keys becomes if that of the first is 0."""
         q, k = piece.random(0, 0.0), piece.random(0, 0.0)
         q[..., row, 0], k[..., two, 0] = x, 1
         probs = piece.probabilities(q, k)[0, 0, row]
@@ -262,7 +262,7 @@ def _unusual(piece: AttentionPiece, seen: Tensor, total: float) -> AttentionForm
 
 
 def _biased(piece: AttentionPiece, even: Tensor) -> AttentionFormula | None:
-    """The formula with a bias, from the probabilities where all products q·k are 0.
+    """Fit the formula with a bias, from the probabilities where all products q·k are 0.
 
     It hides later tokens, so that it is not a mask with a value that is too high.
     """
@@ -278,7 +278,7 @@ def _biased(piece: AttentionPiece, even: Tensor) -> AttentionFormula | None:
 
 
 def _total(probs: Tensor) -> float:
-    """What every row that is not zero sums up to; 1 if the rows have different sums."""
+    """Return the sum of every row that is not zero; 1 if the rows have different sums."""
     sums = probs.sum(-1)
     sums = sums[sums.abs() > 1e-9]
     total = sums.mean().item() if sums.numel() else 1.0
@@ -287,12 +287,12 @@ def _total(probs: Tensor) -> float:
 
 
 def _fitted(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFormula | None:
-    """The formula with the scale that fits best, if it is then confirmed."""
+    """Fit the scale of a formula, and return the formula if it is then confirmed."""
     return _confirmed(piece, replace(formula, scale=_fit_scale(piece, formula)))
 
 
 def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
-    """The factor of q·k, by least squares from the logarithms of probabilities."""
+    """Fit the factor of q·k by least squares from the logarithms of probabilities."""
     q, k = piece.random(1, 0.3), piece.keys(2, 0.3)
     probs, scores = piece.probabilities(q, k) / formula.total, q @ k.mT
     used = formula.allowed.expand_as(probs) & (probs > 0)
@@ -314,7 +314,7 @@ def _fit_scale(piece: AttentionPiece, formula: AttentionFormula) -> float:
 
 
 def _confirmed(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFormula | None:
-    """The formula, if it predicts the probabilities on other random q and k; otherwise None.
+    """Return the formula if it predicts the probabilities on other random q and k, else None.
 
     Its scale then includes the factor that is applied to q and k before the views of them.
     """
@@ -329,7 +329,7 @@ def _confirmed(piece: AttentionPiece, formula: AttentionFormula) -> AttentionFor
 
 
 def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
-    """Whether the direction of q, but not its norm, depends on the position, as in a rotation.
+    """Return whether q's direction, but not its norm, depends on the position, as in a rotation.
 
     Attention was traced from the projections, so only what follows them is considered.
 
@@ -361,7 +361,7 @@ def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
 def rotation_of(
     graph: Graph, attention: Attention, x1: Node, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """The matrices by which q and k are multiplied at each position, (T, D, D) each.
+    """Measure the matrices by which q and k are multiplied at each position, (T, D, D) each.
 
     They are measured on random inputs of the projections. None if there are no such matrices.
 

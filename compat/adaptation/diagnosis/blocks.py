@@ -44,7 +44,7 @@ CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
 def _activations(code: str) -> Detector:
-    """A detector of one code; each function is reported with the lines of all its layers."""
+    """Return a detector of one code; each function is reported with the lines of all its layers."""
 
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         expected = canonical_activation(context.config)
@@ -79,7 +79,7 @@ def _activations(code: str) -> Detector:
 
 
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
-    """The line that builds or computes the activation; if unknown, the one that calls the MLP."""
+    """Return the line that builds or computes the activation, or else that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
     end = layer.activated(graph)
     nodes = [n for n in graph.live_between([end], [layer.fc_end]) if kind(n) not in MOVES]
@@ -91,7 +91,7 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
 
 
 def tanh_gelu(place: Place | None) -> str:
-    """GELU's tanh approximation, as a module or a function, whichever the replaced line uses."""
+    """Write GELU's tanh approximation as a module or a function, like the replaced line."""
     if place is not None and re.search(r"\b(nn\.\w+|GELU|ReLU|SiLU)\(", place.text):
         return 'nn.GELU(approximate="tanh")'
     return 'F.gelu(x, approximate="tanh")'
@@ -114,7 +114,7 @@ for _code, _message in (
 
 @detects("other_activation")
 def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Activations of the results of MLPs, in place of those between the projections or too many."""
+    """Detect activations of MLPs' results, instead of or besides those between projections."""
     expected = canonical_activation(context.config)
     found: dict[tuple[str, bool], dict[int, Activation]] = {}
     for i, late in context.late_activations.items():
@@ -146,7 +146,7 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
-    """The line that applies the activation after the MLP, and those of the projection before it."""
+    """Return the lines of the activation after the MLP, and of the projection before it."""
     graph, model, layer = context.graph, context.model, context.anatomy.layers[i]
     inside = graph.live_between([layer.mlp_sum.branch], [layer.mlp])
     node = next(n for n in inside if kind(n) not in MOVES)
@@ -174,7 +174,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
-    """The product of a projection's two halves; without one, the next projection's input."""
+    """Return the product of a projection's two halves; without one, the next projection's input."""
     graph = context.graph
     between = [n for n in graph.between([layer.act], [layer.fc_end]) if kind(n) == "mul"]
     products = [n for n in between if sum(a in graph.live for a in n.all_input_nodes) == 2]
@@ -226,7 +226,7 @@ def mlp_before_attention(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _mlp_first(context: DiagnosisContext) -> bool:
-    """Whether each block begins with its MLP, so that none follows the last attention."""
+    """Return whether each block begins with its MLP, so that none follows the last attention."""
     leading, layers = context.anatomy.leading, context.anatomy.layers
     return len(leading) > 1 and not layers[-1].has_mlp
 
@@ -426,7 +426,7 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @detects("residual_weights")
 def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Sums that are multiplied by a number, as in `x = (x + branch(x)) / 2`."""
+    """Detect sums that are multiplied by a number, as in `x = (x + branch(x)) / 2`."""
     graph, found = context.graph, dict[str, tuple[float, Node]]()
     shortcuts = {
         f"h.{i}.ln_{number}": total.shortcut for i, layer in context.layers
@@ -449,7 +449,7 @@ def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @detects("random_parameters")
 def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Parameters by which branches are multiplied, as with LayerScale."""
+    """Detect parameters by which branches are multiplied, as with LayerScale."""
     graph = context.graph
     if found := context.learned_factors:
         factors = {a for nodes, _ in found.values() for n in nodes for a in n.all_input_nodes}
@@ -471,7 +471,7 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
-    """The factor between two nodes; None if one is not a multiple of the other by a constant."""
+    """Return the factor between two nodes; None if it is not a constant."""
     graph = context.graph
     every = graph.between([end], [start])
     between = [n for n in every if n in graph.live]
@@ -496,7 +496,7 @@ def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
 
 @detects("unexplained")
 def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Operations between two parts of GPT-2, other than norms; one finding for all layers."""
+    """Detect operations between two parts of GPT-2, except norms, in all layers at once."""
     found: dict[str, list[Deviation]] = {}
     for start, end, after, tap, before in _connections(context):
         if (each := _operations(context, start, end, after, before)) is not None:
@@ -510,7 +510,7 @@ def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, str, str]]:
-    """Nodes that have the same value in GPT-2, the taps from and at which it is read, and by what.
+    """Yield nodes with the same value in GPT-2, the taps from and at which it is read, and by what.
 
     They are connections of the residual stream with norms, and of norms with projections.
     """
@@ -540,7 +540,7 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
 def _operations(
     context: DiagnosisContext, start: Node, end: Node, after: str, before: str
 ) -> Deviation | None:
-    """The deviation that is all that runs between two nodes; None if nothing does."""
+    """Return the deviation that is all that runs between two nodes; None if nothing does."""
     graph = context.graph
     if start not in graph.ancestors[end]:
         return None

@@ -180,13 +180,13 @@ class DiagnosisContext:
         return found
 
     def owner_of(self, hf: str) -> Place | None:
-        """The line that builds the module that holds a tensor, or that is in its place."""
+        """Return the line that builds the module that holds a tensor, or that is in its place."""
         assigned = self.mapping.by_tensor.get(hf)
         nodes = assigned[0] if assigned else self.unmatched.nodes.get(hf)
         return source.built(self.model, self.graph.names[nodes[0]]) if nodes else None
 
     def tap_after(self, node: Node) -> str:
-        """The first tap that is computed by a node or after it."""
+        """Return the first tap that is computed by a node or after it."""
         anatomy, order = self.anatomy, self.graph.order
         taps = [("embed", anatomy.embed)]
         for i, layer in self.layers:

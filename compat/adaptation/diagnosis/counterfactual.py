@@ -39,7 +39,7 @@ class Counterfactual:
 
 
 def nothing_to_explain(found: Sequence[Deviation]) -> Counterfactual:
-    """The result for a model in parity, whose deviations change no numbers."""
+    """Return the result for a model in parity, whose deviations change no numbers."""
     return Counterfactual(True, True, 0.0, [0.0] * len(found), None)
 
 
@@ -85,13 +85,13 @@ def run(
 
 
 def relative_rms(ours: Tensor, theirs: Tensor) -> float:
-    """The RMS of the difference over the RMS of `theirs`."""
+    """Return the RMS of the difference over the RMS of `theirs`."""
     scale = rms(theirs)
     return rms(ours - theirs) / scale if scale else float(rms(ours) > 0)
 
 
 def _trace(context: DiagnosisContext, changes: Sequence[Changes], ids: Tensor) -> Trace | None:
-    """The taps of the reference with these changes; None if it cannot run with them."""
+    """Return the taps of the reference with these changes; None if it cannot run with them."""
     try:
         trace = ModifiedReference(context.config, context.weights, combine(changes)).trace(ids)
         return trace if trace["logits"].shape[:-1] == ids.shape else None
@@ -100,7 +100,7 @@ def _trace(context: DiagnosisContext, changes: Sequence[Changes], ids: Tensor) -
 
 
 def _graph_trace(context: DiagnosisContext, taps: Taps, ids: Tensor) -> Trace | None:
-    """The taps of the model in float64; None if the recorded operations do not fit its values."""
+    """Run the model's graph in float64; None if the recorded operations do not fit its values."""
     graph = context.graph
     nodes = list(dict.fromkeys(node for view in taps.values() for node in view.nodes))
     try:
@@ -113,7 +113,7 @@ def _graph_trace(context: DiagnosisContext, taps: Taps, ids: Tensor) -> Trace | 
 def _first_difference(
     context: DiagnosisContext, ours: Trace, theirs: Trace
 ) -> tuple[str, float] | None:
-    """The first tap that differs, and by how much; None if the logits agree."""
+    """Return the first tap that differs, and by how much; None if the logits agree."""
     V = min(theirs["logits"].shape[-1], ours["logits"].shape[-1])
     in_logits = relative_rms(ours["logits"][..., :V], theirs["logits"][..., :V])
     if in_logits < AGREES:

@@ -58,7 +58,7 @@ def diagnose(
     report: ParityReport | None,
     logits: LogitsProof,
 ) -> list[Finding]:
-    """Every deviation from GPT-2, the breaking ones first, then in execution order.
+    """Return every deviation from GPT-2, the breaking ones first, then in execution order.
 
     Args:
         context: the model, loaded with the checkpoint's weights.
@@ -105,7 +105,7 @@ def diagnose(
 
 
 def _further_lines(context: DiagnosisContext, found: Deviation) -> list[Place]:
-    """The lines that build or call the user's modules in whose code a deviation is."""
+    """Return the lines that build or call the user's modules in whose code a deviation is."""
     graph, model, place = context.graph, context.model, found.place
     if place is None:
         return []

@@ -30,19 +30,19 @@ SUM = "x = wte(ids) + wpe(torch.arange(T))"
 
 
 def _path(context: DiagnosisContext) -> list[Node]:
-    """The nodes from the ids to the embedding."""
+    """Return the nodes from the ids to the embedding."""
     return context.graph.between([context.anatomy.embed], [context.graph.input])
 
 
 def _sum_line(context: DiagnosisContext) -> Place | None:
-    """The line that adds the embeddings; if unknown, the one that looks up the tokens."""
+    """Return the line that adds the embeddings; if unknown, the one that looks up the tokens."""
     graph = context.graph
     sums = [node for node in _path(context) if kind(node) == "add" and node in graph.live]
     return source.running(graph, sums or [context.anatomy.token_embedding])
 
 
 def position_line(context: DiagnosisContext) -> Place | None:
-    """The line that computes the positions; if unknown, the one that adds the embeddings."""
+    """Return the line that computes the positions; if unknown, the one that adds the embeddings."""
     constant = [node for node in _path(context) if node not in context.graph.live]
     line = source.running(context.graph, constant, "arange", "slice", "add", "embedding")
     return line or _sum_line(context)
@@ -120,7 +120,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _position_vectors(context: DiagnosisContext) -> bool:
-    """Whether the graph has a vector for each position, (T, C), that no id changes."""
+    """Return whether the graph has a vector for each position, (T, C), that no id changes."""
     graph = context.graph
     shape = graph.shape[1], context.anatomy.width
     return any(node not in graph.live and size(node)[-2:] == shape for node in graph.nodes)
@@ -160,7 +160,7 @@ def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
-    """Positions that are added along the axis of the batch, as by code for ids (T, B)."""
+    """Return positions that are added along the axis of the batch, as by code for ids (T, B)."""
     B, T = context.graph.shape
     changes = Changes(added=found.added)
     if "wpe.weight" in context.mapping.by_tensor:
@@ -233,7 +233,7 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation("{found} is applied to the logits, but GPT-2 returns them unchanged", "return logits")
 def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Operations on the logits other than a bias or a factor, such as a clamp."""
+    """Detect operations on the logits other than a bias or a factor, such as a clamp."""
     graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
     after_head = graph.between([graph.output], [context.anatomy.head])
     if (softmax := context.mapping.output_softmax) is not None:

@@ -130,7 +130,7 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
-    """Whether the comparison of the ids with one id changes the logits."""
+    """Return whether the comparison of the ids with one id changes the logits."""
     graph, ids = context.graph, tensor_inputs(node)[0]
     while ids is not graph.input and kind(ids) in MOVES:
         ids = tensor_inputs(ids)[0]

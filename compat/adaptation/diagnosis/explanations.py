@@ -234,7 +234,7 @@ def explain(code: str) -> str:
 
 
 def compose(entry: Code, why: str, fix: str = "") -> str:
-    """The three paragraphs of an explanation.
+    """Return the three paragraphs of an explanation.
 
     Args:
         entry: the texts of the deviation.

@@ -61,7 +61,7 @@ def unexplained(tap: str | None, place: Place | None, message: str, evidence: st
 
 
 def no_head(graph: Graph, missing: NoHead) -> Finding:
-    """The finding for a model that returns hidden states."""
+    """Return the finding for a model that returns hidden states."""
     by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
     node = by_name.get(missing.node.name)
     lines = graph.places(node) if node is not None else []  # first that of the model's own forward
@@ -70,13 +70,13 @@ def no_head(graph: Graph, missing: NoHead) -> Finding:
 
 
 def untraced(error: Exception) -> Finding:
-    """The finding for a model without a graph."""
+    """Return the finding for a model without a graph."""
     place = source.named(str(error))
     return finding(Deviation(None, place, {"found": str(error)}, code="untraced"), "info", "")
 
 
 def mixed_types(model: nn.Module) -> Finding:
-    """The finding for parameters of several data types."""
+    """Return the finding for parameters of several data types."""
     by_type: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         by_type.setdefault(dtype_name(parameter.dtype), name)
@@ -87,7 +87,7 @@ def mixed_types(model: nn.Module) -> Finding:
 
 
 def unregistered(model: nn.Module, plain: PlainList) -> Finding:
-    """The finding for modules in a Python list."""
+    """Return the finding for modules in a Python list."""
     values = {"found": plain.path, "kind": type(plain.value).__name__, "name": plain.name}
     place = source.building(model, plain.path)
     return finding(Deviation(None, place, values, code="plain_list"), "breaks", "")
@@ -96,7 +96,7 @@ def unregistered(model: nn.Module, plain: PlainList) -> Finding:
 def to_findings(
     found: Sequence[Deviation], counterfactual: Counterfactual, own_error: float
 ) -> list[Finding]:
-    """A finding for every deviation.
+    """Return a finding for every deviation.
 
     Args:
         found: the deviations.
@@ -126,7 +126,7 @@ def _evidence(
     counterfactual: Counterfactual,
     changes: int,
 ) -> str:
-    """How the deviation was confirmed, as a sentence.
+    """Return how the deviation was confirmed, as a sentence.
 
     Args:
         deviation: the deviation.
@@ -170,7 +170,7 @@ def leftovers(
     report: ParityReport | None,
     logits: LogitsProof,
 ) -> list[Finding]:
-    """Findings for the differences that no deviation explains."""
+    """Return findings for the differences that no deviation explains."""
     left: list[Finding] = []
     tap, error = counterfactual.first or ("logits", 0.0)
     places = {name: place for place, name in enumerate(tap_names(len(context.layers)))}
@@ -225,7 +225,7 @@ def fused_kernels(
 
 
 def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tensor) -> list[Finding]:
-    """The finding for a model that differs or fails in the mode in which it was constructed."""
+    """Return the finding for a model that differs or fails in the mode that it was built in."""
     if not training:
         return []
     try:
@@ -250,7 +250,7 @@ def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tenso
 
 
 def without_effect(found: Finding) -> Finding:
-    """A finding for a model in parity, whose deviation cannot have changed the logits.
+    """Return a finding for a model in parity, whose deviation cannot have changed the logits.
 
     Extra parameters have values without an effect, such as a layer scale of 1, a table may have
     more rows than there are ids, and a guard against NaN does not change finite values.
@@ -271,7 +271,7 @@ def trained_wrongly(
     reference: Reference,
     name_map: NameMap,
 ) -> list[Finding]:
-    """The finding for a model in parity whose gradients differ from the reference's."""
+    """Return the finding for a model in parity whose gradients differ from the reference's."""
     with eval_mode(model):
         try:
             proof = wrong_gradients(model, reference, name_map, ids, partial(call, model))
@@ -287,7 +287,7 @@ def trained_wrongly(
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:
-    """The findings for conditions that the comparison of logits did not cover."""
+    """Return the findings for conditions that the comparison of logits did not cover."""
     findings = []
     for limit in logits.limits:
         place = Place(limit.file, limit.line or 0) if limit.file else None

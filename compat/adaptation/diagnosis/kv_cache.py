@@ -72,7 +72,7 @@ class Protocol:
 def wrong_cache(
     context: DiagnosisContext, call: object, ids: Tensor, reference: Reference | None, bound: float
 ) -> list[Finding]:
-    """The finding for a KV cache that does not work.
+    """Return the finding for a KV cache that does not work.
 
     Args:
         context: what is known about the model.
@@ -132,7 +132,7 @@ def _decoded_somehow(
     whole: Tensor,
     bound: float,
 ) -> tuple[Tensor | None, str, bool]:
-    """The steps of `_decoded`, with optional positions if only these make them right, or run.
+    """Run the steps of `_decoded`, with optional positions if they fail without these.
 
     The last value is whether the positions were passed.
     """
@@ -163,7 +163,7 @@ def _wrong_chunk(
     positions: bool,
     bound: float,
 ) -> list[Finding]:
-    """The finding for a cache with which steps of one id work, and steps of several do not.
+    """Return the finding for a cache with which steps of one id work, and steps of several do not.
 
     A step that raises an exception cannot be taken for a right one, so it is not reported.
     """
@@ -186,7 +186,7 @@ def _not_compared(model: nn.Module, protocol: Protocol, why: str) -> Finding:
 
 
 def _protocol(model: nn.Module) -> Protocol | None:
-    """The protocol that the model's signature shows; None if it has no cache."""
+    """Return the protocol that the model's signature shows; None if it has no cache."""
     parameters = list(inspect.signature(model.forward).parameters)[1:]
     cache, switch, start, positions = (
         next((name for name in parameters if pattern.fullmatch(plain(name))), None)
@@ -199,7 +199,7 @@ def _protocol(model: nn.Module) -> Protocol | None:
 
 
 def _largest_error(found: Tensor, whole: Tensor) -> float:
-    """The largest relative error of the logits (B, T, V) at a position."""
+    """Return the largest relative error of the logits (B, T, V) at a position."""
     return float(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
 
 
@@ -212,7 +212,7 @@ def _decoded(
     positions: bool = False,
     chunk: int = 1,
 ) -> tuple[Tensor | None, str]:
-    """Logits (B, STEPS, V) of steps after `known` ids, and code for the number of cached ids.
+    """Return logits (B, STEPS, V) after `known` ids, and code for the number of cached ids.
 
     Args:
         model, call, protocol, ids: as in `wrong_cache`.
@@ -253,7 +253,7 @@ def _decoded(
 
 
 def _length_in(cache: Any, name: str, known: int) -> str:
-    """Code for the number of cached ids, such as `cache[0][0].shape[-2]`; "" if there is none."""
+    """Return code for the number of cached ids, such as `cache[0][0].shape[-2]`, or ""."""
     if isinstance(cache, Tensor):
         axes = [axis - cache.ndim for axis, n in enumerate(cache.shape) if n == known]
         axis = -2 if -2 in axes else next(iter(axes), 0)
@@ -266,7 +266,7 @@ def _length_in(cache: Any, name: str, known: int) -> str:
 
 
 def _cache_in(output: Any) -> Any:
-    """What a model returned as its cache, beside the logits."""
+    """Return what a model returned as its cache, beside the logits."""
     if isinstance(output, Tensor):
         return None
     if hasattr(output, "_asdict"):
@@ -282,7 +282,7 @@ def _cache_in(output: Any) -> Any:
 
 
 def _joined(old: Any, new: Any, known: int, more: int) -> Any:
-    """The cache after a step. Entries for the step's ids only are appended to the past ones.
+    """Return the cache after a step. Entries for the step's ids only are appended to the past ones.
 
     Args:
         old: holds keys and values of `known` ids.
@@ -311,7 +311,7 @@ class Cause:
 def _causes(
     model: nn.Module, call: CallSignature, reference: Reference, ids: Tensor, found: Tensor
 ) -> Iterator[Cause]:
-    """The known mistakes that could explain the first step's logits.
+    """Yield the known mistakes that could explain the first step's logits.
 
     Args:
         model, call, reference: as in `wrong_cache`.
@@ -350,7 +350,7 @@ def _causes(
 
 
 def _first_use(model: nn.Module, protocol: Protocol) -> Place | None:
-    """The first line of the model's `forward` that uses the cache."""
+    """Return the first line of the model's `forward` that uses the cache."""
     forward = type(model).forward
     names = {protocol.cache, protocol.switch, protocol.start}
     try:

@@ -129,7 +129,7 @@ class ModifiedReference:
         self.taps: Trace = {}
 
     def trace(self, ids: Tensor) -> Trace:
-        """The value of every tap of `compat.tap`, in float64, for ids of shape (B, T)."""
+        """Return the value of every tap of `compat.tap`, in float64, for ids of shape (B, T)."""
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
         x = self._stream("embed", self._extra_norm("embed", x))
@@ -175,7 +175,7 @@ class ModifiedReference:
         return self._norm(ln_2, out) if ln_2 in changes.post_norm else out
 
     def _branch(self, norm: str, tap: str, x: Tensor, function: Function) -> Tensor:
-        """Attention or the MLP with its norm, which is applied to the input, the output or not.
+        """Run attention or the MLP with its norm, if any, on the input or the output.
 
         Args:
             norm: its name.
@@ -262,5 +262,5 @@ class ModifiedReference:
 
 
 def causal(T: int, scale: float) -> AttentionFormula:
-    """The attention of GPT-2."""
+    """Return the attention of GPT-2."""
     return AttentionFormula(torch.ones(T, T, dtype=torch.bool).tril(), scale)

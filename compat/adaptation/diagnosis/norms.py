@@ -44,7 +44,7 @@ def norms_where(
     fields: tuple[str, ...] = (),
     number: bool = False,
 ) -> Iterator[Deviation]:
-    """One deviation per set of values, at the lines of all norms that show it.
+    """Yield one deviation per set of values, at the lines of all norms that show it.
 
     Args:
         context: the model.
@@ -74,7 +74,7 @@ def norms_where(
 
 
 def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) -> Place | None:
-    """The line that builds a torch module among the nodes; without one, that of an operation."""
+    """Return the line that builds a torch module among the nodes, or else that of an operation."""
     built = source.torch_built(context.model, nodes)
     return built or source.running(context.graph, nodes, *kinds)
 
@@ -158,13 +158,13 @@ def norm_axis(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _is_centred(graph: Graph, norm: Norm) -> bool:
-    """Whether a norm subtracts the mean, over whichever axes."""
+    """Return whether a norm subtracts the mean, over whichever axes."""
     run, x = own_formula(graph, norm), random_values(size(norm.start))
     return torch.allclose(run(x), run(x + 1), rtol=1e-6, atol=1e-6)
 
 
 def _axes(graph: Graph, norm: Norm) -> list[str]:
-    """The axes that a norm reduces; none if it is only the last."""
+    """Return the axes that a norm reduces; none if it is only the last."""
     found, last = list[str](), ""
     for node in graph.live_between([norm.end], [norm.start]):
         if kind(node) in REDUCTIONS - NORM_KERNELS:
@@ -203,7 +203,7 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """A function that computes a norm with its own parameters: (…, C) → (…, C)."""
+    """Return a function that computes a norm with its own parameters: (…, C) → (…, C)."""
     formula = formula_of(graph, norm)
 
     def run(x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def branch_line(context: DiagnosisContext, i: int, is_mlp: bool) -> Place | None:
-    """The line that calls attention or the MLP of a block."""
+    """Return the line that calls attention or the MLP of a block."""
     layer = context.anatomy.layers[i]
     if layer.fc is None:
         return source.module_call(context.graph, context.model, layer.cores[0].product)
@@ -279,7 +279,7 @@ def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _calls(context: DiagnosisContext, names: list[str]) -> list[Place | None]:
-    """The lines that call these norms, or that build the layer of torch that does.
+    """Return the lines that call these norms, or that build the layer of torch that does.
 
     A line that several norms have in common is in a module that adds and normalizes: the lines that
     call it follow.

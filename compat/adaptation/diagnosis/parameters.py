@@ -31,7 +31,7 @@ from compat.user_models.usage import reads
 
 @deviation("{name} is {found}, but the checkpoint has {expected}", "{fix}")
 def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    """The width, by the name of the constructor's argument or of the key of its config."""
+    """Detect another width, named as the constructor's argument or its config's key."""
     found, expected = context.anatomy.width, context.config.n_embd
     if found == expected:
         return
@@ -73,7 +73,7 @@ def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _rows(context: DiagnosisContext, hf: str) -> int | None:
-    """The number of rows of the model's table if it differs from the checkpoint's, at any width."""
+    """Return the number of rows of the model's table if it differs from the checkpoint's."""
     if hf in context.unmatched.shapes:
         return prod(context.unmatched.shapes[hf][0]) // context.anatomy.width
     assigned = context.mapping.by_tensor.get(hf)
@@ -131,7 +131,7 @@ def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _inner_width(context: DiagnosisContext) -> int | None:
-    """The inner width of the MLP; None if it is the checkpoint's, or the same multiple of C."""
+    """Return the MLP's inner width; None if it is the checkpoint's, or the same multiple of C."""
     config, C, shapes = context.config, context.anatomy.width, context.unmatched.shapes
     weight = next((hf for hf in shapes if hf.endswith(".mlp.c_fc.weight")), None)
     if weight is None:
@@ -156,7 +156,7 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _head_width(context: DiagnosisContext) -> int | None:
-    """The width of a head; None if it is GPT-2's or all heads together are as wide as the model."""
+    """Return the head size; None if it is GPT-2's or all heads are together as wide as C."""
     if context.n_head is None:
         return None
     width, found = context.anatomy.width, context.mapping.attentions[0].q.index.shape[3]
@@ -165,7 +165,7 @@ def _head_width(context: DiagnosisContext) -> int | None:
 
 @detects("unexplained")
 def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Shapes that differ although the width, the inner width and the number of heads agree."""
+    """Detect shapes that differ although width, inner width and number of heads agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
     if context.n_head not in (None, context.config.n_head) or _head_width(context):
@@ -177,7 +177,7 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _unknown(code: str) -> Detector:
-    """A detector of projections that cannot be loaded, for the reason that has this code."""
+    """Return a detector of projections that cannot be loaded, for the reason that has this code."""
 
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
@@ -221,7 +221,7 @@ deviation(
 
 
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
-    """Where a projection of q, k or v is called once more, as in `v = self.query(x)`."""
+    """Return where a projection of q, k or v is called once more, as in `v = self.query(x)`."""
     layer = context.anatomy.layers[int(unknown.module.split(".")[1])]
     lines = [context.graph.repeated(node) for node in layer.qkv if unknown.node in layer.qkv_ends]
     return next((line for line in lines if line), None)
@@ -231,7 +231,7 @@ def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Pla
 
 
 def _missing(code: str) -> Detector:
-    """A detector of one of the codes in `MISSING`."""
+    """Return a detector of one of the codes in `MISSING`."""
 
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
@@ -257,7 +257,7 @@ def _missing(code: str) -> Detector:
 
 
 def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
-    """An output projection that is missing, or whose result is not used."""
+    """Yield an output projection that is missing, or whose result is not used."""
     for found in _missing("no_out_proj")(context):
         modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
         if found.place and (unused := source.unused_result(found.place, modules)):
@@ -270,7 +270,7 @@ def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _code_of(context: DiagnosisContext, hf: str) -> str | None:
-    """The code of an unmatched tensor; None if another finding covers it."""
+    """Return the code of an unmatched tensor; None if another finding covers it."""
     unmatched, parts = context.unmatched, hf.split(".")
     module = hf.rpartition(".")[0]
     if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
@@ -306,7 +306,7 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
 
 
 def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:
-    """What the model computes with in place of a tensor that it does not have."""
+    """Return what the model computes with in place of a tensor that it does not have."""
     if hf in context.unmatched.partly:
         parts = list(context.weights[hf].chunk(3))
         for letter in context.unmatched.partly[hf]:
@@ -317,7 +317,7 @@ def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:
 
 
 def _first_tap(hf: str) -> str:
-    """The tap that a tensor changes first."""
+    """Return the tap that a tensor changes first."""
     module = hf.rpartition(".")[0]
     block, _, name = module.rpartition(".")
     if name == "c_attn":
@@ -413,12 +413,12 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _assigned(context: DiagnosisContext, block: str) -> list[str]:
-    """The checkpoint's tensors of a block that the model has a parameter for."""
+    """Return the checkpoint's tensors of a block that the model has a parameter for."""
     return [name for name in context.mapping.by_tensor if name.startswith(f"{block}.")]
 
 
 def _own_path(context: DiagnosisContext, block: str) -> str:
-    """The path of the model's module that holds a block."""
+    """Return the path of the model's module that holds a block."""
     assigned = context.mapping.by_tensor
     nodes = (node for name in _assigned(context, block) for node in assigned[name][0])
     names = [context.graph.names[node].split(".") for node in nodes]
@@ -443,7 +443,7 @@ def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _is_mask(parameter: Tensor) -> bool:
-    """Whether a parameter holds a causal mask: one value up to the diagonal and another above."""
+    """Return whether a parameter is a causal mask: one value up to the diagonal, another above."""
     square = parameter.detach().squeeze()
     if square.ndim != 2 or len(set(square.shape)) != 1 or len(square) < 2:
         return False
@@ -453,7 +453,7 @@ def _is_mask(parameter: Tensor) -> bool:
 
 
 def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
-    """Parameters that no tensor fills, without those of parts that have a finding of their own."""
+    """Yield parameters that no tensor fills, without those of parts that have other findings."""
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())

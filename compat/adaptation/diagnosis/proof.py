@@ -50,7 +50,7 @@ def end_to_end(
     fixed_length: int | None = None,
     short_only: bool = False,
 ) -> LogitsProof:
-    """The comparison of logits on designed inputs, with the model in eval mode.
+    """Return the comparison of logits on designed inputs, with the model in eval mode.
 
     Args:
         model: the module whose own `forward` is called.

@@ -12,7 +12,7 @@ from compat.adaptation.tracing.graph import Graph
 
 
 def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
-    """The distance from a target back to the tokens (B, T, C) that it is computed from.
+    """Return the distance from a target back to the tokens (B, T, C) that it is computed from.
 
     0 if there is no shift, or if the target depends on several tokens.
     """
@@ -29,7 +29,7 @@ def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
 
 
 def shifted_ids(graph: Graph, embed: Node) -> int:
-    """The distance from the embedding (B, T, C) back to its ids, as for `shifted_tokens`."""
+    """Return the distance from the embedding (B, T, C) back to its ids, as for `shifted_tokens`."""
     view = token_view(graph, embed)
     if view is None:
         return 0
@@ -41,7 +41,7 @@ def shifted_ids(graph: Graph, embed: Node) -> int:
 
 
 def _distance(before: Tensor, after: Tensor, axis: int, place: int) -> int:
-    """The distance from the changed place to the only one that changed with it."""
+    """Return the distance from the changed place to the only one that changed with it."""
     if before.ndim <= axis:
         return 0
     changed = (before != after).movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()

@@ -25,14 +25,14 @@ MOST_NAMED = 4
 
 
 def running(graph: Graph, nodes: Iterable[Node], *kinds: str) -> Place | None:
-    """The line of the first node of one of these kinds; without one, the first known line."""
+    """Return the line of the first node of one of these kinds, or else the first known line."""
     nodes = [node for node in nodes if graph.place(node) is not None]
     preferred = [node for node in nodes if kind(node) in kinds]
     return graph.place((preferred or nodes)[0]) if nodes else None
 
 
 def calling(graph: Graph, model: nn.Module, node: Node, other: Node) -> Place | None:
-    """The line of the call that leads to `node`, where its stack departs from that of `other`."""
+    """Return the line of the call to `node` at which its stack departs from that of `other`."""
     frames, others = graph.places(node), graph.places(other)
     before = None
     for frame, beside in zip(frames, others, strict=False):
@@ -47,7 +47,7 @@ def calling(graph: Graph, model: nn.Module, node: Node, other: Node) -> Place | 
 
 
 def beside(graph: Graph, node: Node, other: Node) -> Place | None:
-    """The line that leads to `node` in the innermost function that also leads to `other`."""
+    """Return the line that leads to `node` in the innermost function that also leads to `other`."""
     line = None
     for frame, of_other in zip(graph.places(node), graph.places(other), strict=False):
         if (frame.file, frame.function) != (of_other.file, of_other.function):
@@ -59,27 +59,27 @@ def beside(graph: Graph, node: Node, other: Node) -> Place | None:
 
 
 def callers(graph: Graph, place: Place) -> list[Place]:
-    """The lines that call the function or module whose own code a line is."""
+    """Return the lines that call the function or module whose own code a line is."""
     frames = [graph.places(node) for node in graph.nodes if graph.place(node) == place]
     return list(dict.fromkeys(lines[-2] for lines in frames if len(lines) > 1))
 
 
 def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
-    """The lines of forward that call the function, such as `norm(x)`, in which a line is."""
+    """Return the lines of forward that call the function, such as `norm(x)`, in which a line is."""
     frames = [graph.places(node) for node in nodes if graph.place(node) == place]
     called = [f for f in frames if len(f) > 1 and not f[-1].in_forward and f[-2].in_forward]
     return list(dict.fromkeys(lines[-2] for lines in called))
 
 
 def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
-    """The line that calls the user's innermost module that computes a node."""
+    """Return the line that calls the user's innermost module that computes a node."""
     frames, paths = graph.places(node), _module_paths(node)
     within = bool(paths) and _is_users(model.get_submodule(paths[0]))
     return frames[-2] if within and len(frames) > 1 else graph.place(node)
 
 
 def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
-    """The line that calls a user's own linear layer, rather than the one inside it."""
+    """Return the line that calls a user's own linear layer, rather than the one inside it."""
     paths = _module_paths(node)
     module = model.get_submodule(paths[0]) if paths else model
     own = [p for p in module._parameters.values() if p is not None]
@@ -90,7 +90,7 @@ def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
 
 
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
-    """The line that calls a norm, rather than one inside the norm or a module around it alone."""
+    """Return the line that calls a norm, not one inside it or in a module around it alone."""
     frames, inputs = graph.places(norm.end), _module_paths(norm.start)
     weights = [p for p in (norm.scale, norm.shift) if p is not None]
     own = {value.data_ptr() for p in weights for value in graph.parameter_values(p)}
@@ -110,7 +110,7 @@ def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
 
 
 def _module_paths(node: Node) -> list[str]:
-    """The paths of the modules that compute a node, the innermost first, without the model's."""
+    """Return the paths of the modules that compute a node, innermost first, without the model."""
     return list(reversed(node.meta.get("modules", ())))
 
 
@@ -122,7 +122,7 @@ def _is_users(module: nn.Module) -> bool:
 
 
 def building(model: nn.Module, path: str) -> Place | None:
-    """The line that builds a module or parameter, such as `blocks.0.attn.qkv.weight`.
+    """Return the line that builds a module or parameter, such as `blocks.0.attn.qkv.weight`.
 
     That of a slice, such as `weights[3]`, builds the whole parameter.
     """
@@ -140,7 +140,7 @@ def building(model: nn.Module, path: str) -> Place | None:
 
 
 def built(model: nn.Module, parameter: str) -> Place | None:
-    """The line that builds the leaf module of a parameter; without one, the parameter itself."""
+    """Return the line that builds the leaf module of a parameter, or else the parameter."""
     path = parameter.rpartition(".")[0]
     module = model.get_submodule(path)
     # Such as nn.Linear or a norm, but not an attention with bare parameters.
@@ -150,18 +150,18 @@ def built(model: nn.Module, parameter: str) -> Place | None:
 
 
 def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
-    """The line that builds a torch module, such as nn.GELU, that computes one of the nodes."""
+    """Return the line that builds a torch module, such as nn.GELU, that computes a node."""
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
 
 
 def in_sequence(model: nn.Module, node: Node) -> bool:
-    """Whether a node is computed by an item of an nn.Sequential."""
+    """Return whether a node is computed by an item of an nn.Sequential."""
     paths = _module_paths(node)
     return len(paths) > 1 and isinstance(model.get_submodule(paths[1]), nn.Sequential)
 
 
 def torch_layer(model: nn.Module, path: str) -> Place | None:
-    """The line that builds the layer of torch's encoder that a module is in.
+    """Return the line that builds the layer of torch's encoder that a module is in.
 
     A layer may be built before it is passed to the stack that copies it.
     """
@@ -175,13 +175,13 @@ def torch_layer(model: nn.Module, path: str) -> Place | None:
 
 
 def torch_layer_of(model: nn.Module, node: Node) -> Place | None:
-    """The line that builds the layer of torch's encoder that computes a node."""
+    """Return the line that builds the layer of torch's encoder that computes a node."""
     paths = _module_paths(node)
     return torch_layer(model, paths[0]) if paths else None
 
 
 def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
-    """The lines that build the user's modules whose own code a line is, such as an RMSNorm.
+    """Return the lines that build the user's modules whose own code a line is, such as an RMSNorm.
 
     None for a module with many uses, such as a user's own linear layer.
     """
@@ -196,7 +196,7 @@ def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
 
 
 def keywords(model: nn.Module, name: str, value: object) -> list[Place]:
-    """The lines of the user's code that pass this value by a keyword of this name."""
+    """Return the lines of the user's code that pass this value by a keyword of this name."""
     return [
         Place(str(module.__file__), node.value.lineno)
         for module in user_modules(type(model)) for node in ast.walk(tree_of(module))
@@ -206,7 +206,7 @@ def keywords(model: nn.Module, name: str, value: object) -> list[Place]:
 
 
 def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> list[Place]:
-    """The lines of arguments with this default, in the user's modules whose own code a line is."""
+    """Return the lines of arguments with this default, in the user's modules around a line."""
     found: dict[Place, None] = {}
     for node in graph.nodes:
         users = (model.get_submodule(p) for p in _module_paths(node) if graph.place(node) == place)
@@ -243,7 +243,7 @@ def _torch_module(model: nn.Module, node: Node) -> Place | None:
 
 
 def _assignment(cls: type, name: str, rest: list[str]) -> Place | None:
-    """The line at which a class assigns `self.name`, or the item or key of it that `rest` names."""
+    """Return the line at which a class assigns `self.name`, or its item or key in `rest`."""
     for base in cls.__mro__:
         if base.__module__.startswith("torch."):
             break
@@ -257,7 +257,7 @@ def _assignment(cls: type, name: str, rest: list[str]) -> Place | None:
 
 
 def _assigned(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
-    """The call that a statement assigns to `self.name` or registers under the name."""
+    """Return the call that a statement assigns to `self.name` or registers under the name."""
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         flat = [t for target in targets for t in getattr(target, "elts", [target])]
@@ -272,7 +272,7 @@ def _assigned(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
 
 
 def _item(value: ast.expr | ast.stmt, path: list[str]) -> ast.expr | ast.stmt:
-    """The part of a value that a path leads to, by the numbers of items and by keys."""
+    """Return the part of a value that a path leads to, by the numbers of items and by keys."""
     for step in path:
         if step.isdigit() and isinstance(value, ast.Call):
             items = value.args
@@ -294,7 +294,7 @@ def _item(value: ast.expr | ast.stmt, path: list[str]) -> ast.expr | ast.stmt:
 
 
 def _keyed(value: ast.AST, key: str) -> Iterator[ast.expr]:
-    """The values of a keyword argument or a dictionary's key, those of calls first."""
+    """Yield the values of a keyword argument or a dictionary's key, those of calls first."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             yield from (k.value for k in node.keywords if k.arg == key)
@@ -307,7 +307,7 @@ def _keyed(value: ast.AST, key: str) -> Iterator[ast.expr]:
 
 @cache
 def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
-    """The file or cell of a class, its first line, and its syntax tree.
+    """Return the file or cell of a class, its first line, and its syntax tree.
 
     They are those of its methods: a notebook may define several classes of one name.
     """
@@ -327,7 +327,7 @@ def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
 
 
 def mentions(model: nn.Module, pattern: str) -> list[Place]:
-    """The lines of the files that define the user's modules which match a regular expression."""
+    """Return the lines in files of the user's modules that match a regular expression."""
     files = dict.fromkeys(str(module.__file__) for module in user_modules(type(model)))
     classes = dict.fromkeys(map(type, model.modules()))
     files |= {p[0]: None for cls in classes if is_users_class(cls) and (p := _parsed(cls))}
@@ -337,7 +337,7 @@ def mentions(model: nn.Module, pattern: str) -> list[Place]:
 
 
 def selected(model: nn.Module, function: str, cls: str) -> list[Place]:
-    """The lines that name a function or class of torch other than in a call, if they are few.
+    """Return the lines that name a torch function or class other than in a call, if few.
 
     Such a name is an entry of a table, a default, or an argument. Without them, the lines that
     construct the class.
@@ -350,7 +350,7 @@ def selected(model: nn.Module, function: str, cls: str) -> list[Place]:
 
 
 def matching(model: nn.Module, pattern: str) -> Place | None:
-    """The first line of the model's class that matches a regular expression."""
+    """Return the first line of the model's class that matches a regular expression."""
     cls: type = type(model)
     parsed = _parsed(cls)
     if parsed is None:
@@ -362,7 +362,7 @@ def matching(model: nn.Module, pattern: str) -> Place | None:
 
 
 def unused_result(place: Place, methods: Collection[str]) -> Place | None:
-    """The statement that calls one of these methods or modules and whose result nothing reads.
+    """Return the statement that calls one of these methods or modules with an unread result.
 
     It is in the function with the line `place`. The result may have a name that is not used, as
     where it is misspelled.
@@ -388,13 +388,13 @@ def unused_result(place: Place, methods: Collection[str]) -> Place | None:
 
 
 def named(message: str) -> Place | None:
-    """The line that a tracer's error message names."""
+    """Return the line that a tracer's error message names."""
     line = re.search(r" at (\S+):(\d+) ", message)
     return Place(line[1], int(line[2])) if line else None
 
 
 def mention(file: str, name: str) -> Place | None:
-    """The first line of a file that calls a class of this name."""
+    """Return the first line of a file that calls a class of this name."""
     for number, text in enumerate(linecache.getlines(file), 1):
         if re.search(rf"\b{name}\(", text) and not text.lstrip().startswith(("#", "class ")):
             return Place(file, number)
@@ -402,7 +402,7 @@ def mention(file: str, name: str) -> Place | None:
 
 
 def near(place: Place, pattern: str) -> Place:
-    """The line that matches, of eight from a line on or else before it; else the line itself."""
+    """Return the matching line, of eight from a line on or else before it; else the line itself."""
     start = place.line
     for line in (*range(start, start + 8), *range(start - 1, max(start - 9, 0), -1)):
         if re.search(pattern, Place(place.file, line).text):

@@ -31,7 +31,7 @@ def survey(
     unknown: UnknownPart,
     attention: Sequence[Place] = (),
 ) -> list[Finding]:
-    """The finding for the unknown part, then those for single operations.
+    """Return the finding for the unknown part, then those for single operations.
 
     Args:
         graph: the model's graph.
@@ -61,7 +61,7 @@ def survey(
 def _deviations(
     graph: Graph, model: nn.Module, config: GPT2Config
 ) -> Iterator[tuple[str, Deviation]]:
-    """One deviation for each code, with the lines of all its operations."""
+    """Yield one deviation for each code, with the lines of all its operations."""
     by_code: dict[str, Deviation] = {}
     for node in graph.nodes:
         if node in graph.live and (named := _deviation(graph, node, model, config)):
@@ -80,14 +80,14 @@ def _deviations(
 
 
 def _line(graph: Graph, node: Node, model: nn.Module) -> Place | None:
-    """The line that builds the torch module of an operation, or else the one that runs it."""
+    """Return the line that builds the torch module of an operation, or else that runs it."""
     return source.torch_built(model, [node]) or graph.place(node)
 
 
 def _deviation(
     graph: Graph, node: Node, model: nn.Module, config: GPT2Config
 ) -> tuple[str, dict[str, object]] | None:
-    """The code of an operation that GPT-2 does not have, and the values for its message."""
+    """Return the code of an operation that GPT-2 does not have, and the values for its message."""
     name = kind(node)
     values: dict[str, object]
     activation = called_activation(graph, [node])[0].name
