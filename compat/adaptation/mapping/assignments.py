@@ -149,7 +149,7 @@ class Unmatched:
     partly: dict[str, str] = field(default_factory=dict)
 
     def lacks(self, hf: str) -> bool:
-        """Whether the model has nothing in place of a tensor."""
+        """Return whether the model has nothing in place of a tensor."""
         return hf in self.names and hf not in self.shapes and hf not in self.shared
 
 
@@ -230,7 +230,7 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
 
 
 def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:
-    """Where other vectors are concatenated with the tokens before a layer, or None."""
+    """Return where other vectors are concatenated with the tokens before a layer, or None."""
     graph = anatomy.graph
     B, T = graph.shape
     for node in graph.between([layer.x1], [graph.input]):
@@ -242,7 +242,7 @@ def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:
 
 
 def _with_tokens_as_time(core: Core, B: int, T: int) -> Core:
-    """The core with the axes of heads and tokens exchanged, if attention runs over the heads."""
+    """Exchange the core's axes of heads and tokens, if attention runs over the heads."""
 
     def exchanged(operand: Operand) -> Operand:
         batch, *others = operand.groups
@@ -258,7 +258,7 @@ def _with_tokens_as_time(core: Core, B: int, T: int) -> Core:
 
 
 def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | None:
-    """The parameters of layer j and those of layer i, if both compute the same node by node."""
+    """Pair the parameters of layers j and i, if both compute the same node by node."""
     graph = anatomy.graph
 
     def nodes_of(i: int) -> tuple[list[Node], Node]:
@@ -290,7 +290,7 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
 def _assign_layer(
     anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
 ) -> tuple[dict[str, Assignment], list[UnknownProjection]]:
-    """The assignments of one layer, and the properties of its attention."""
+    """Return the assignments of one layer, and the properties of its attention."""
     graph = anatomy.graph
     assigned: dict[str, Assignment] = {}
     unknown: list[UnknownProjection] = []
@@ -395,7 +395,7 @@ def _assign_layer(
 
 
 def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
-    """The maps from the input of the projections to q, k and v; None if one is not linear."""
+    """Return the maps from the projections' input to q, k and v; None if one is not linear."""
     maps = []
     for operand in (attention.q, attention.k, attention.v):
         target = merged(operand)
@@ -415,7 +415,7 @@ def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] |
 def _maps_of_two_inputs(
     graph: Graph, x1: View, raw: View, attention: Attention
 ) -> list[LinearMap] | None:
-    """The maps to q, k and v, some of which are projected from x1 and the others from `raw`."""
+    """Return the maps to q, k and v, some of them projected from x1 and the others from `raw`."""
     maps, letters = [], ""
     for letter, operand in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
         found = linear_map(graph, x1, merged(operand))
@@ -430,7 +430,7 @@ def _maps_of_two_inputs(
 
 
 def _is_same_for_heads(graph: Graph, x1: View, operand: View) -> bool:
-    """Whether one matrix projects the channels of each head, as if the heads were tokens."""
+    """Return whether one matrix projects the channels of each head, as if the heads were tokens."""
     B, H, T, D = operand.index.shape
     if x1.index.numel() != operand.index.numel():
         return False
@@ -440,7 +440,7 @@ def _is_same_for_heads(graph: Graph, x1: View, operand: View) -> bool:
 
 
 def _is_per_token(graph: Graph, source: View, target: View) -> bool:
-    """Whether a change of the first token changes no other token of the target."""
+    """Return whether a change of the first token changes no other token of the target."""
     one = random_values(source.index.shape)
     two = one.clone()
     two[:, 0] += 1
@@ -491,7 +491,7 @@ def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | No
 
 
 def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
-    """The channels of a view (B, T, N) on which another view depends, in ascending order."""
+    """Return the channels of a view (B, T, N) on which another view depends, in ascending order."""
     x = random_values(source.index.shape)
     given = [part.requires_grad_() for part in source.write(x)]
     with torch.enable_grad():
@@ -513,7 +513,7 @@ def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> UnknownPart:
 def _other_projection(
     graph: Graph, layer: Layer, x1: View, attention: Attention
 ) -> UnknownPart | None:
-    """What computes q, k and v in place of one projection of all channels, if compat knows it."""
+    """Return what computes q, k and v in place of one projection of all channels, if known."""
     chain = [n for n in layer.qkv if any(n in graph.ancestors[other] for other in layer.qkv)]
     if chain:
         message = f"q, k and v are projected twice{graph.at(*chain)}"
@@ -534,7 +534,7 @@ def _not_linear(graph: Graph, i: int, what: str, node: Node) -> AdaptError:
 
 
 def _kv_heads(k: LinearMap, n_head: int) -> int:
-    """The number of different heads in the projection of k, if there are fewer than of q."""
+    """Return the number of different heads in the projection of k, if there are fewer than of q."""
     heads = k.weight.view(k.weight.shape[0], n_head, -1)
     different = len({tuple(heads[:, h].flatten().tolist()) for h in range(n_head)})
     return different if different < n_head else 0
@@ -547,7 +547,7 @@ def _same(one: LinearMap, other: LinearMap) -> bool:
 def _contents(
     graph: Graph, maps: Sequence[LinearMap], numbers: Sequence[Tensor]
 ) -> dict[Node, Tensor]:
-    """For every parameter, which element of the fused tensor each of its elements is, or −1.
+    """Return which element of the fused tensor each element of every parameter is, or −1.
 
     Args:
         graph: of the parameters.
@@ -613,7 +613,7 @@ def _assign_qkv(
 
 
 def _unused(graph: Graph, maps: Sequence[LinearMap]) -> LinearMap | None:
-    """The unused part of the parameters if one projection computes both key and value.
+    """Return the unused part of the parameters if one projection computes both key and value.
 
     The checkpoint's keys are loaded into it without effect. Without such a part they are left out.
     """
@@ -669,7 +669,7 @@ def _assign_norm(graph: Graph, hf: str, norm: Norm) -> dict[str, Assignment]:
 
 
 def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GPT2Config) -> None:
-    """The embeddings and the head, by the shapes of their parameters."""
+    """Assign the embeddings and the head, by the shapes of their parameters."""
     graph, C = anatomy.graph, anatomy.width
     tables = graph.parameters_between([anatomy.token_embedding], [])
     if len(tables) != 1:
@@ -685,7 +685,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         return node is not table and C in shape and shape.numel() > C
 
     def assign(hf: str, node: Node, rows: int, start: int = 0) -> None:
-        """If the number of rows differs from the checkpoint's, assign the rows that both have."""
+        """Assign a tensor, or the rows that both have if their number differs."""
         pattern = _pattern(graph, node, C)
         wanted = graph.values[node].numel() // config.n_embd
         plain: dict[str, Op] = {"r c -> r c": Same(), "r c -> c r": Transpose()}
@@ -709,7 +709,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
 
 
 def _pattern(graph: Graph, node: Node, C: int) -> str:
-    """Which axes of a table are the rows and the channels, by its shape."""
+    """Return which axes of a table are the rows and the channels, by its shape."""
     shape = tuple(graph.values[node].shape)
     rows = graph.values[node].numel() // C
     patterns = {  # where two have the same shape, the last one
@@ -727,7 +727,7 @@ def _pattern(graph: Graph, node: Node, C: int) -> str:
 
 
 def _head_scale(anatomy: Anatomy) -> float:
-    """The factor by which the logits are multiplied after the head."""
+    """Return the factor by which the logits are multiplied after the head."""
     graph = anatomy.graph
     between = graph.between([graph.output], [anatomy.head])
     if not any(kind(node) in ("mul", "div") for node in between):
@@ -780,7 +780,7 @@ def embedding_of(
     }  # fmt: skip
 
     def only(wanted: Node | None, filled: Tensor | None = None) -> Tensor:
-        """The embedding with one table filled with ones or with values, and the others zero."""
+        """Compute the embedding with one table filled with ones or values, the others zero."""
 
         def value(node: Node) -> Tensor:
             if node is wanted and filled is not None:
@@ -837,7 +837,7 @@ def embedding_of(
 
 
 def _row_axis(shape: Sequence[int], C: int) -> int:
-    """The axis of the rows of a table of width C."""
+    """Return the axis of the rows of a table of width C."""
     return next(i for i, n in enumerate(shape) if n != 1 and (n != C or prod(shape) == C * C))
 
 

@@ -90,7 +90,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _calls(model: nn.Module, call: Forward, ids: Tensor) -> list[Called]:
-    """The modules with parameters of their own, in the order of the first use of these."""
+    """Return the modules with parameters of their own, in the order of the first use of these."""
     uses = _Uses(model)
     try:
         with eval_mode(model), uses:
@@ -119,7 +119,7 @@ def _biases(one: Called) -> list[str]:
 
 
 def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config) -> Row:
-    """The second embedding, or a parameter of its shape that the model itself holds."""
+    """Return the second embedding, or a parameter of its shape that the model itself holds."""
     if len(tables) > 1:
         return Row("wpe.weight", (_parameter(tables[1], 2),), Same())
     shape = (config.n_positions, config.n_embd)
@@ -131,7 +131,7 @@ def _position_row(model: nn.Module, tables: Sequence[Called], config: GPT2Config
 
 
 def _norm_rows(hf: str, one: Called) -> list[Row]:
-    """The scale is the parameter that is 1 everywhere; without such a one, the first parameter."""
+    """Return a norm's rows. Its scale is the parameter that is 1 everywhere, or else the first."""
     path, module = one
     named = dict(module.named_parameters(recurse=False))
     scales = [name for name, p in named.items() if bool((p == 1).all())] or list(named)[:1]
@@ -141,7 +141,7 @@ def _norm_rows(hf: str, one: Called) -> list[Row]:
 
 
 def _branch_rows(layer: str, called: Sequence[Called], names: tuple[str, str]) -> list[Row]:
-    """The one or three projections at the beginning of a branch, and the one at its end."""
+    """Return the one or three projections at the beginning of a branch, and the one at its end."""
     if len(called) not in (2, 4) or (len(called) == 4 and names is not ATTENTION):
         raise AdaptError(
             f"{len(called)} projections are called for {layer}{names[0]} and {layer}{names[1]}, "
@@ -167,6 +167,6 @@ def _branch_rows(layer: str, called: Sequence[Called], names: tuple[str, str]) -
 
 
 def _role(one: Called) -> str:
-    """Which of q, k and v the module is by its name; "q" for any other name."""
+    """Return which of q, k and v the module is by its name; "q" for any other name."""
     last = one[0].rpartition(".")[2]
     return next((role for role, pattern in ROLES.items() if pattern.search(last)), "q")

@@ -57,7 +57,7 @@ class View:
 
 
 def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor], Tensor]:
-    """What the graph computes from the values of one view to those of another."""
+    """Return what the graph computes from the values of one view to those of another."""
 
     def function(x: Tensor) -> Tensor:
         return end.read(graph.run(end.nodes, start.given(x)))
@@ -66,7 +66,7 @@ def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor],
 
 
 def token_view(graph: Graph, node: Node) -> View | None:
-    """A node with one vector per token, as a view (B, T, N); axes are found by their lengths."""
+    """View a node with one vector per token as (B, T, N). Axes are found by their lengths."""
     B, T = graph.shape
     shape, place = size(node), torch.arange(prod(size(node)))
     if not shape or prod(shape) % (B * T):
@@ -88,7 +88,7 @@ def token_view(graph: Graph, node: Node) -> View | None:
 def head_view(
     cores: Sequence[Core], operands: Sequence[Operand], shape: tuple[int, int]
 ) -> View | None:
-    """One operand of all cores as (B, H, T, D).
+    """Return one operand of all cores as (B, H, T, D).
 
     The groups of a core are its batch and head axes, merged or not. The batch comes first, as in
     (B, H, T, D) and (B·H, T, D), or alone, as in (B, T, D).
@@ -154,7 +154,7 @@ class Probe:
         self.last = count - 1
 
     def __call__(self, x: Tensor, numbered: bool) -> Tensor:
-        """The output for x, with parameters that are all 1 or numbered."""
+        """Return the output for x, with parameters that are all 1 or numbered."""
 
         def value(node: Node) -> Tensor:
             shape = self.graph.values[node].shape
@@ -167,7 +167,7 @@ class Probe:
 
 
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:
-    """The map between two views (B, T, K) and (B, T, N); None if it is not linear for each token.
+    """Measure the map from (B, T, K) to (B, T, N); None if it is not linear for each token.
 
     If the numbers increase evenly along the channels, or within heads of `d_head` channels, a few
     channels are measured and the others interpolated. Otherwise every channel is measured.
@@ -198,7 +198,7 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
 
 
 def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> Tensor | None:
-    """The numbers (K, N): a few channels measured and interpolated, or all of them measured."""
+    """Return the numbers (K, N). A few channels are measured and interpolated, or all measured."""
     B, T, _ = bias.shape
     channels = [0, 1 % K, d_head % K, K - 1]
     generator = torch.Generator().manual_seed(0)
@@ -224,7 +224,7 @@ def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> T
 def _numbers(
     probe: Probe, bias: Tensor, factor: float, channels: list[int], K: int
 ) -> Tensor | None:
-    """The numbers (len(channels), N), with another channel for every token."""
+    """Return the numbers (len(channels), N), with another channel for every token."""
     B, T, _ = bias.shape
     x = torch.zeros(B * T, K, dtype=torch.float64)
     x[torch.arange(len(channels)), channels] = 1
@@ -234,7 +234,7 @@ def _numbers(
 
 
 def _integers(x: Tensor) -> Tensor | None:
-    """x rounded to integers; None if it is not close to integers."""
+    """Round x to integers; None if it is not close to integers."""
     rounded = x.round()
     return rounded if torch.allclose(x, rounded, rtol=1e-9, atol=1e-3) else None
 
@@ -242,7 +242,7 @@ def _integers(x: Tensor) -> Tensor | None:
 def find_op(
     contents: Sequence[Tensor], shape: Sequence[int], n_head: int, qkv: bool = False
 ) -> Op | None:
-    """The operation that turns one Hugging Face tensor into parameters.
+    """Return the operation that turns one Hugging Face tensor into parameters.
 
     Args:
         contents: for each parameter, in its shape, which element of the Hugging Face tensor,
@@ -257,7 +257,7 @@ def find_op(
 
 
 def _ops(contents: Sequence[Tensor], count: Tensor, n_head: int, qkv: bool) -> Iterator[Op]:
-    """The operations to try, the simplest first."""
+    """Yield the operations to try, the simplest first."""
     if len(contents) == 1:
         yield Same()
         if count.ndim == 2:
@@ -281,7 +281,7 @@ def _ops(contents: Sequence[Tensor], count: Tensor, n_head: int, qkv: bool) -> I
 
 
 def _part(content: Tensor, count: Tensor, n_head: int) -> Part | None:
-    """Which of q, k and v and which heads one parameter holds, and in which order of axes."""
+    """Find which of q, k and v and which heads a parameter holds, and in which order of axes."""
     fused = count.view(count.shape[0] if count.ndim == 2 else 1, 3, n_head, -1)
     D = fused.shape[-1]
     flat = content.reshape(-1)
@@ -298,7 +298,7 @@ def _part(content: Tensor, count: Tensor, n_head: int) -> Part | None:
 
 
 def _layout(content: Tensor, tensor: Tensor, letters: str) -> str | None:
-    """The order and grouping of a tensor's axes in a parameter, such as "(q h d) c"."""
+    """Return the order and grouping of a tensor's axes in a parameter, such as "(q h d) c"."""
     for order in permutations(range(tensor.ndim)):
         sizes = [tensor.shape[i] for i in order]
         axes = _grouped([letters[i] for i in order], sizes, content.shape)
@@ -308,7 +308,7 @@ def _layout(content: Tensor, tensor: Tensor, letters: str) -> str | None:
 
 
 def _grouped(letters: Sequence[str], sizes: Sequence[int], shape: Sequence[int]) -> str | None:
-    """Axes merged to those of a shape, in brackets: "(q h d) c"; None if they do not fit."""
+    """Merge axes to those of a shape, in brackets: "(q h d) c"; None if they do not fit."""
     groups, place = [], 0
     for length in shape:
         group: list[str] = []

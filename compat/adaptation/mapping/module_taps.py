@@ -66,7 +66,7 @@ def module_taps(
 
 
 def _kind(name: str) -> str:
-    """ "act" for "h.3.act"."""
+    """Return the name without the layer: "act" for "h.3.act"."""
     return name.rpartition(".")[2]
 
 
@@ -78,7 +78,7 @@ def _close(one: Tensor, two: Tensor, tolerance: float) -> bool:
 
 
 def _module_values(model: nn.Module, call: Forward, ids: Tensor) -> dict[Tap, Tensor]:
-    """What each module returns, receives and computes by softmax, if it has one value per call."""
+    """Return what each module returns, receives and computes by softmax, if one value per call."""
     values: dict[Tap, Tensor] = {}
     several: set[Tap] = set()
 
@@ -114,7 +114,7 @@ def _candidates(
     values: dict[Tap, Tensor],
     close: Callable[[Tensor, Tensor], bool],
 ) -> Iterator[list[Tap]]:
-    """Places with the hidden states of one tap in every layer, in the order of preference."""
+    """Yield places with the hidden states of one tap in every layer, in the order of preference."""
     by_layer = []
     for name in names:
         found = []
@@ -131,7 +131,7 @@ def _candidates(
 
 
 def _preference(tap: Tap) -> tuple[bool, bool, int]:
-    """Outputs before inputs, modules before the whole model, the outermost module first."""
+    """Return a sort key: outputs before inputs, modules before the model, outermost first."""
     depth = tap.module.count(".")
     return tap.at != "output", tap.module == "", -depth if tap.at == "softmax" else depth
 
@@ -139,7 +139,7 @@ def _preference(tap: Tap) -> tuple[bool, bool, int]:
 def _patched_logits(
     model: nn.Module, call: Forward, ids: Tensor, taps: list[Tap], forced: Trace
 ) -> Tensor | None:
-    """The logits with hidden states replaced; None if they cannot be replaced there."""
+    """Return the logits with hidden states replaced; None if they cannot be replaced there."""
     dtype = next(iter(model.parameters())).dtype
     patch = {name: value.to(dtype) for name, value in forced.items()}
     try:

@@ -21,7 +21,7 @@ Taps = dict[str, View]
 
 
 def find_taps(anatomy: Anatomy, assignments: Assignments, places: NormPlaces) -> Taps:
-    """Every tap that some node of the model holds, in execution order."""
+    """Return every tap that some node of the model holds, in execution order."""
     graph = anatomy.graph
     found: dict[str, View | None] = {"embed": token_view(graph, anatomy.embed)}
     for i, (layer, attention) in enumerate(
