@@ -96,7 +96,7 @@ def _earlier_item(site: Site) -> Iterator[Edits]:
 
 
 def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
-    """Whether each statement assigns a variable a function of itself, the same in all of them."""
+    """Return whether each statement assigns the same variable a function of itself."""
     names = set()
     for statement in statements:
         match statement:
@@ -109,7 +109,7 @@ def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
 
 
 def _applied(site: Site) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The expressions of the finding's statement that may be the activation, and its operand."""
+    """Yield the finding's expressions that may be the activation, and its operand."""
     for call in site.calls:
         if call.args and not isinstance(call.args[0], ast.Starred):
             yield call, call.args[0]
@@ -197,7 +197,7 @@ def without_gate(site: Site) -> Iterator[Edits]:
 
 
 def _is_activated(source: Source, function: ast.FunctionDef, value: ast.expr) -> bool:
-    """Whether a value is the result of an activation, also if it was assigned before."""
+    """Return whether a value is the result of an activation, also if it was assigned before."""
     if isinstance(value, ast.Name):
         assigned = [v for v, _ in assigned_values(source, function, value.id)]
         return any(not isinstance(v, ast.Name) and _applies(source, v) for v in assigned)
@@ -306,7 +306,7 @@ def _inserted(site: Site) -> Iterator[Edits]:
 
 
 def _unused_module(site: Site) -> str | None:
-    """The attribute of the class that holds an activation and is not used."""
+    """Return the attribute of the class that holds an activation and is not used."""
     if site.cls is None:
         return None
     for node in site.source.nodes(ast.Assign, site.cls):
@@ -344,25 +344,25 @@ def _chains(site: Site) -> Iterator[Edits]:
 
 
 def _names(site: Site) -> set[str]:
-    """What the activation that was found is called, in small letters and without underscores."""
+    """Return the names of the found activation, in lower case and without underscores."""
     found = str(site.finding.values["found"]).partition(" with")[0]
     found = found.replace("_", "").replace(" ", "").lower()
     return NAMES.get(found, {found})
 
 
 def _ordered(site: Site) -> list[Source]:
-    """The sources, the finding's first."""
+    """Return the sources, the finding's first."""
     return sorted(site.sources.values(), key=lambda source: source is not site.source)
 
 
 def _nearest(site: Site, nodes: list[ast.Call]) -> list[ast.Call]:
-    """The nodes in the finding's class, then the others."""
+    """Return the nodes in the finding's class, then the others."""
     within = set(ast.walk(site.cls)) if site.cls is not None else set()
     return sorted(nodes, key=lambda node: node not in within)
 
 
 def _mentions(site: Site, names: set[str]) -> Iterator[tuple[Source, ast.expr]]:
-    """The calls and references of activations with these names, the nearest to the line first."""
+    """Yield calls and references of activations with these names, nearest to the line first."""
     around: list[ast.AST | None] = [site.statement, site.function, site.cls, site.source.tree]
     seen: set[ast.AST] = set()
     regions = [(site.source, node) for node in around if node is not None]
@@ -421,7 +421,7 @@ def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = 
 
 
 def _module(site: Site, base: str = "") -> str:
-    """The checkpoint's activation as a module of torch."""
+    """Return the checkpoint's activation as a module of torch."""
     expected = site.finding.values["expected"]
     known = base if base.split(".")[-1] == "nn" else site.torch("torch.nn")
     given = f"approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
@@ -429,7 +429,7 @@ def _module(site: Site, base: str = "") -> str:
 
 
 def _function(site: Site, tensor: str, base: str = "") -> str:
-    """The checkpoint's activation of a tensor as a function of torch."""
+    """Return the checkpoint's activation of a tensor as a function of torch."""
     expected = site.finding.values["expected"]
     known = base if base.split(".")[-1] == "functional" else site.torch("torch.nn.functional")
     given = f", approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
@@ -437,6 +437,6 @@ def _function(site: Site, tensor: str, base: str = "") -> str:
 
 
 def _stored(site: Site, node: ast.expr, tensor: ast.expr, new: str) -> str:
-    """The new expression, assigned to the tensor if the old one changed it in place."""
+    """Return the new expression, assigned to the tensor if the old one changed it in place."""
     in_place = isinstance(site.source.parents.get(node), ast.Expr) and isinstance(tensor, ast.Name)
     return f"{site.source.code(tensor)} = {new}" if in_place else new

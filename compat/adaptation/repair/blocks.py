@@ -56,7 +56,7 @@ class Residual:
 
 
 def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
-    """The readings of a statement as a residual sum, the likeliest first."""
+    """Return the readings of a statement as a residual sum, the likeliest first."""
     match statement:
         case ast.AugAssign(ast.Name() as target, ast.Add(), ast.Name() as value):
             readings = [(target, value), (value, target)]
@@ -76,7 +76,7 @@ def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
 
 
 def _stores(statement: ast.stmt) -> set[str]:
-    """The names that a statement assigns."""
+    """Return the names that a statement assigns."""
     return {
         node.id for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -84,7 +84,7 @@ def _stores(statement: ast.stmt) -> set[str]:
 
 
 def _loads(source: Source, statement: ast.AST, name: str) -> list[ast.Name]:
-    """Where a statement reads a tensor, other than its shape and its type."""
+    """Return where a statement reads a tensor, other than its shape and its type."""
     found = []
     for node in source.nodes(ast.Name, statement):
         above = source.parents[node]
@@ -140,7 +140,7 @@ def _normed_input(
 
 
 def _copied(statement: ast.stmt, name: str) -> str | None:
-    """`x` if a statement assigns `name = x`, alone or among others."""
+    """Return `x` if a statement assigns `name = x`, alone or among others."""
     return next(
         (value.id for target, value in assigned(statement)
          if isinstance(target, ast.Name) and target.id == name and isinstance(value, ast.Name)),
@@ -149,7 +149,7 @@ def _copied(statement: ast.stmt, name: str) -> str | None:
 
 
 def _passed_together(site: Site, name: str) -> list[str]:
-    """The parameters for which the callers of the function pass one tensor, such as q, k and v.
+    """Return the parameters for which the function's callers pass one tensor, such as q, k, v.
 
     They are those before and after `name` if a call passes its first argument several times.
     """
@@ -169,7 +169,7 @@ def _passed_together(site: Site, name: str) -> list[str]:
 
 
 def _norm_modules(site: Site) -> dict[str, ast.Call]:
-    """The calls that build a norm, by the attribute or key under which a module holds it."""
+    """Return the calls that build a norm, by the attribute or key under which a module holds it."""
     found: dict[str, ast.Call] = {}
     for source, call in site.every(ast.Call):
         if not _is_norm_class(called(call)):
@@ -195,7 +195,7 @@ def _is_norm_class(name: str) -> bool:
 
 
 def _is_norm(site: Site, call: ast.Call) -> bool:
-    """Whether a call applies a norm to its first argument."""
+    """Return whether a call applies a norm to its first argument."""
     func: ast.expr = call.func
     while isinstance(func, ast.Subscript):
         if isinstance(func.slice, ast.Constant) and func.slice.value in _norm_modules(site):
@@ -207,21 +207,21 @@ def _is_norm(site: Site, call: ast.Call) -> bool:
 
 
 def _wrap(source: Source, call: ast.Call) -> Wrap:
-    """The code of a norm of another tensor than the one of this call."""
+    """Return the code of a norm of another tensor than the one of this call."""
     (start, end), (first, last) = source.span(call), source.span(call.args[0])
     before, after = source.text[start:first], source.text[last:end]
     return lambda tensor: f"{before}{tensor}{after}"
 
 
 def _statements(site: Site) -> list[ast.stmt]:
-    """The simple statements of the finding's function, the finding's own first."""
+    """Return the simple statements of the finding's function, the finding's own first."""
     within = site.function or site.statement
     found = [n for n in site.source.nodes(ast.stmt, within) if not hasattr(n, "body")]
     return sorted(found, key=lambda node: node is not site.statement)
 
 
 def _all_then_first(candidates: list[Edits]) -> Iterator[Edits]:
-    """All edits together if there are several, then those of the first."""
+    """Yield all edits together if there are several, then those of the first."""
     if len(candidates) > 1:
         yield list(dict.fromkeys(edit for edits in candidates for edit in edits))
     yield from candidates[:1]
@@ -240,7 +240,7 @@ def pre_norm(site: Site) -> Iterator[Edits]:
 
 
 def _post_norms(site: Site) -> Iterator[Edits]:
-    """The edits for every function of the user's, where the finding's line only calls it."""
+    """Yield the edits for every function of the user's, where the finding's line only calls it."""
     for source, function in site.every(ast.FunctionDef):
         place = _site_at(site, source, function.body[0])
         for statement in _statements(place):
@@ -249,14 +249,14 @@ def _post_norms(site: Site) -> Iterator[Edits]:
 
 
 def _site_at(site: Site, source: Source, statement: ast.stmt) -> Site:
-    """The finding as if it were at another statement."""
+    """Return the finding as if it were at another statement."""
     finding = replace(site.finding, file=source.file, line=statement.lineno)
     return replace(site, finding=finding)
 
 
 @fixes("post_ln")
 def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
-    """`x = add_norm(x, branch(x))` becomes `x = add_norm(x, branch(add_norm.norm(x)))`.
+    """Change `x = add_norm(x, branch(x))` to `x = add_norm(x, branch(add_norm.norm(x)))`.
 
     The wrapper, whose code the finding is in, then only adds.
     """
@@ -369,7 +369,7 @@ def removed_norm(site: Site) -> Iterator[Edits]:
 
 
 def _unused_norm(site: Site, call: ast.Call) -> Edits:
-    """The removal of the module that only this call uses."""
+    """Return the removal of the module that only this call uses."""
     source = site.source
     edits = unused(site, [call.func])
     if edits or not isinstance(call.func, ast.Attribute):
@@ -458,7 +458,7 @@ def norm_of_wrapper(site: Site) -> Iterator[Edits]:
 
 
 def _norm_like(site: Site, name: str) -> Wrap:
-    """The code of a norm of this name, applied like another one in the function."""
+    """Return the code of a norm of this name, applied like another one in the function."""
     for call in site.source.nodes(ast.Call, site.function):
         if _is_norm(site, call) and isinstance(call.func, (ast.Attribute, ast.Subscript)):
             owner: ast.expr = call.func
@@ -480,7 +480,7 @@ def _of_self(name: str) -> Wrap:
 
 
 def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
-    """The attributes and keys of norms that a class builds and nothing reads."""
+    """Return the attributes and keys of norms that a class builds and nothing reads."""
     within = set(ast.walk(cls))
     every = {
         node.attr
@@ -494,7 +494,7 @@ def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
 def _new_norms(
     site: Site, init: ast.FunctionDef, first: bool
 ) -> Iterator[tuple[str, ast.stmt, str]]:
-    """The name of a new norm, the statement it stands beside, and the statement that builds it."""
+    """Yield the name of a new norm, the statement beside it, and the statement that builds it."""
     source = site.source
     own = []
     for statement in init.body:
@@ -510,7 +510,7 @@ def _new_norms(
 
 
 def _sibling(name: str, first: bool) -> str:
-    """The name of the first norm of a block after that of the second, or the other way around."""
+    """Derive the name of a block's first norm from that of its second, or the reverse."""
     for pair in PAIRS:
         new, old = pair if first else pair[::-1]
         if old in name:
@@ -519,7 +519,7 @@ def _sibling(name: str, first: bool) -> str:
 
 
 def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
-    """The code of a new norm, the user's norms first; each name in it is known in the method."""
+    """Yield code of a new norm, the user's norms first. Each name is known in the method."""
     known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
     local = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)
              and isinstance(node.ctx, ast.Store)}  # fmt: skip
@@ -560,7 +560,7 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
 
 
 def _same_module(site: Site) -> list[Source]:
-    """The source of the finding's line, and the other cells if it is one of a notebook."""
+    """Return the source of the finding's line, and the other cells if it is one of a notebook."""
     own = str(site.finding.file).partition("#")[0]
     return [source for file, source in site.sources.items() if file.partition("#")[0] == own]
 
@@ -587,7 +587,7 @@ def final_norm(site: Site) -> Iterator[Edits]:
 
 
 def _held(site: Site, name: str) -> str:
-    """How the class reaches a module of its own, or one in a ModuleDict."""
+    """Return how the class reaches a module of its own, or one in a ModuleDict."""
     assert site.cls is not None
     for statement in site.source.nodes(ast.Assign, site.cls):
         target = statement.targets[0]
@@ -630,13 +630,13 @@ def _before_head(site: Site, norm: str) -> Iterator[Edits]:
 
 
 def _outermost(site: Site) -> ast.stmt:
-    """The statement of the function's body that the finding's line is in."""
+    """Return the statement of the function's body that the finding's line is in."""
     assert site.function is not None
     return next(s for s in site.function.body if site.statement in set(ast.walk(s)))
 
 
 def _final_name(site: Site) -> str:
-    """A name for the final norm in the style of the others."""
+    """Return a name for the final norm in the style of the others."""
     styles = (("ln", "ln_f"), ("layernorm", "final_layernorm"), ("layer_norm", "final_layer_norm"),
               ("norm", "norm"))  # fmt: skip
     for name in _norm_modules(site):
@@ -659,7 +659,7 @@ def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
 
 
 def called_in(node: ast.AST, name: str) -> bool:
-    """Whether a call of this name is in the node."""
+    """Return whether a call of this name is in the node."""
     return any(isinstance(n, ast.Call) and called(n) == name for n in ast.walk(node))
 
 
@@ -689,7 +689,7 @@ def added_residual(site: Site) -> Iterator[Edits]:
 
 
 def _branch_end(source: Source, block: list[ast.stmt], start: int) -> list[ast.stmt]:
-    """The statements with which a branch may end, the last first: its call, dropout, a copy."""
+    """Yield statements with which a branch may end, the last first: its call, dropout, a copy."""
     found = [block[start]]
     for i in range(start + 1, len(block)):
         value = getattr(block[i], "value", None)
@@ -710,7 +710,7 @@ def _branch_end(source: Source, block: list[ast.stmt], start: int) -> list[ast.s
 
 
 def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[str]:
-    """The names that may hold the residual stream, the likeliest first."""
+    """Return the names that may hold the residual stream, the likeliest first."""
     source = site.source
     assert site.function is not None
     copies = [s.targets[0].id for s in before if isinstance(s, ast.Assign)
@@ -726,7 +726,7 @@ def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[st
 
 
 def _stream_last(site: Site) -> bool:
-    """Whether the function writes its other sums as `branch + x`."""
+    """Return whether the function writes its other sums as `branch + x`."""
     sums = [s for s in _statements(site) if _residuals(site.source, s)]
     found = [_residuals(site.source, s)[0] for s in sums]
     return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
@@ -877,7 +877,7 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
 
 
 def _merged(edits: Edits) -> Edits:
-    """The edits without two that begin at the same place."""
+    """Return the edits without two that begin at the same place."""
     return list({(edit.start, edit.end): edit for edit in edits}.values())
 
 
@@ -904,7 +904,7 @@ def sequential_branches(site: Site) -> Iterator[Edits]:
 
 
 def _terms(source: Source, statement: ast.stmt) -> list[ast.expr]:
-    """The terms of the sum that a statement assigns or returns."""
+    """Return the terms of the sum that a statement assigns or returns."""
     match statement:
         case ast.AugAssign(ast.Name() as target, _, value):
             return [target, *_flat(value)]
@@ -966,7 +966,7 @@ def _split_shared(
 
 
 def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
-    """The last assignment of a variable in a statement's block before the statement."""
+    """Return the last assignment of a variable in a statement's block before the statement."""
     block = source.block(statement)
     for before in reversed(block[: block.index(statement)]):
         if name in _stores(before):
@@ -975,7 +975,7 @@ def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.As
 
 
 def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
-    """The code of a branch that reads `h` of `h = norm(x)`, with the norm in the place of `h`."""
+    """Return the code of a branch that reads `h` of `h = norm(x)`, with the norm for `h`."""
     source = site.source
     for node in source.nodes(ast.Name, branch):
         made = _assignment_before(source, statement, node.id)
@@ -1032,7 +1032,7 @@ def attention_added_first(site: Site) -> Iterator[Edits]:
 
 
 def _with_rest(terms: list[ast.expr]) -> list[tuple[ast.Name, list[ast.expr]]]:
-    """Each term that is a variable, with the other terms."""
+    """Return each term that is a variable, with the other terms."""
     return [(t, [o for o in terms if o is not t]) for t in terms if isinstance(t, ast.Name)]
 
 
@@ -1070,7 +1070,7 @@ def _summed_first(
     total = stream.id if first is None else min(_stores(first))
 
     def summed(node: ast.AST) -> str:
-        """The code of a node that reads the sum in place of the stream, with a comment after it."""
+        """Return a node's code with the sum in place of the stream, and the comment after it."""
         start, end = source.span(node)
         if isinstance(node, ast.stmt):
             end = source.text.find("\n", end)
@@ -1097,7 +1097,7 @@ def _summed_first(
 
 
 def _computing(source: Source, before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
-    """The statements of a block that a branch is computed by."""
+    """Return the statements of a block that a branch is computed by."""
     needed = {node.id for node in source.nodes(ast.Name, branch)}
     found = []
     for statement in reversed(before):

@@ -51,7 +51,7 @@ def _is_offset(site: Site, node: ast.AST | None) -> bool:
 
 
 def _less(site: Site, node: ast.expr) -> Edit | None:
-    """A sum without the offset."""
+    """Return a sum without the offset."""
     if is_sum(node):
         for offset, rest in ((node.right, node.left), (node.left, node.right)):
             if _is_offset(site, offset):
@@ -60,7 +60,7 @@ def _less(site: Site, node: ast.expr) -> Edit | None:
 
 
 def _arange(site: Site, call: ast.Call) -> Edits | None:
-    """`arange(1, T + 1)` from 0 on."""
+    """Let `arange(1, T + 1)` begin at 0."""
     if called(call) not in ("arange", "range") or len(call.args) < 2:
         return None
     if not _is_offset(site, call.args[0]):
@@ -74,7 +74,7 @@ def _arange(site: Site, call: ast.Call) -> Edits | None:
 
 
 def _slice(site: Site, node: ast.Slice) -> Edits | None:
-    """`table[1 : T + 1]` from 0 on."""
+    """Let `table[1 : T + 1]` begin at 0."""
     if node.lower is None or node.upper is None or not _is_offset(site, node.lower):
         return None
     start, last = site.source.span(node.lower)[0], site.source.span(node.upper)[0]
@@ -86,7 +86,7 @@ def _slice(site: Site, node: ast.Slice) -> Edits | None:
 
 
 def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
-    """Without the offset in `positions + 1`, and without `positions += 1`."""
+    """Remove the offset in `positions + 1`, or `positions += 1`."""
     source = site.source
     for node in source.nodes(ast.BinOp, region):
         statement = source.parent(node, ast.stmt)
@@ -106,7 +106,7 @@ def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
 
 
 def _named_offset(site: Site) -> Iterator[Edits]:
-    """Without `self.offset` in `positions + self.offset`."""
+    """Remove `self.offset` from `positions + self.offset`."""
     source = site.source
     regions = [site.statement, site.function]
     for region in regions:
@@ -207,7 +207,7 @@ def without_rotation(site: Site) -> Iterator[Edits]:
 
 
 def _removed_together(statements: Mapping[ast.stmt, Source]) -> Edits:
-    """The removal of statements, and of an `if` around them if it has no others."""
+    """Return the removal of statements, and of an `if` around them if it has no others."""
     found: dict[ast.stmt, Source] = {}
     for statement, source in statements.items():
         above = source.parents.get(statement)
@@ -275,7 +275,7 @@ def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterat
 
 
 def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
-    """Whether a value is named like positions, or computed with a sine."""
+    """Return whether a value is named like positions, or computed with a sine."""
     code = source.code(value)
     functions = [f for s, f in site.every(ast.FunctionDef)]
     waves = [f.name for f in functions if _has_sine(f)]
@@ -289,7 +289,7 @@ def _has_sine(node: ast.AST) -> bool:
 
 
 def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
-    """The removal of what cuts a table off from its gradient, such as `.detach()`."""
+    """Return the removal of what cuts a table off from its gradient, such as `.detach()`."""
     edits: Edits = []
     for node in source.nodes(ast.Assign, cls):
         match node.targets:
@@ -321,7 +321,7 @@ def learned_embedding(site: Site) -> Iterator[Edits]:
 
 
 def _is_wave(site: Site, call: ast.Call) -> bool:
-    """Whether a function of the user's that computes sines is called."""
+    """Return whether a function of the user's that computes sines is called."""
     name = called(call)
     return any(
         f.name == name and _has_sine(f)
@@ -332,7 +332,7 @@ def _is_wave(site: Site, call: ast.Call) -> bool:
 def _looked_up(
     site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
 ) -> Iterator[Edits]:
-    """A new embedding in place of a call that computes positions in `forward`."""
+    """Yield a new embedding in place of a call that computes positions in `forward`."""
     found = _new_embedding(site, source, init)
     if found is None:
         return
@@ -363,7 +363,7 @@ def _looked_up(
 def _new_embedding(
     site: Site, source: Source, init: ast.FunctionDef
 ) -> tuple[str, ast.stmt] | None:
-    """The code of a position embedding like the token embedding, and that one's statement."""
+    """Return code of a position embedding like the token embedding, and that one's statement."""
     tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
     lengths = hyperparameters(site, source, init, "n_positions")
     if not tables or not lengths or len(tables[0].args) < 2:
@@ -413,7 +413,7 @@ def _embedding_built(
 
 
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
-    """The lookup of the tokens plus the one of their positions."""
+    """Return the lookup of the tokens plus the one of their positions."""
     arange = site.torch("torch.arange")
     positions = f"{table}({arange}({ids}.size(-1), device={ids}.device))"
     lookup_code = site.source.code(lookup)
@@ -423,7 +423,7 @@ def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
 
 
 def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]]:
-    """The embeddings of a constructor by name, each with what holds it and the call."""
+    """Return the embeddings of a constructor by name, each with what holds it and the call."""
     found: dict[str, tuple[str, ast.Call]] = {}
     for call in site.source.nodes(ast.Call, init):
         if "Embedding" not in called(call):
@@ -446,7 +446,7 @@ def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]
 
 
 def _position_name(token: str) -> str:
-    """A name for the position embedding in the style of the token embedding's."""
+    """Return a name for the position embedding in the style of the token embedding's."""
     for old, new in (("wte", "wpe"), ("token", "position"), ("tok", "pos"), ("word", "position")):
         if old in token:
             return token.replace(old, new)
@@ -528,7 +528,7 @@ def consecutive_positions(site: Site) -> Iterator[Edits]:
 
 
 def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
-    """`arange(0, T)` in place of `arange(0, T, step)`, and of `arange(0, step * T, step)`."""
+    """Put `arange(0, T)` in place of `arange(0, T, step)` and `arange(0, step * T, step)`."""
     step = argument(call, 2, "step")
     if step is None:
         return
@@ -543,7 +543,7 @@ def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
 
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """The two readings of a product as a tensor and a factor, the likelier first."""
+    """Return the two readings of a product as a tensor and a factor, the likelier first."""
     match node:
         case ast.BinOp(left, ast.Div(), right):
             return [(left, right)]
@@ -607,7 +607,7 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
 
 
 def _argument(call: ast.Call) -> ast.expr | None:
-    """The tensor of `softmax(x, dim)` or `x.softmax(dim)`."""
+    """Return the tensor of `softmax(x, dim)` or `x.softmax(dim)`."""
     if isinstance(call.func, ast.Attribute):
         owner = ast.unparse(call.func.value)
         module = owner in ("torch", "F", "nn", "self") or owner.endswith(
@@ -667,7 +667,7 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
 
 
 def _steps(site: Site) -> list[ast.stmt]:
-    """The statements around the finding's that all change the same tensor by element."""
+    """Return the statements around the finding's that all change the same tensor by element."""
     block = site.source.block(site.statement)
 
     def changed(statement: ast.stmt) -> str | None:

@@ -105,11 +105,11 @@ class Site:
         return found
 
     def every(self, kind: type[Node]) -> Iterator[tuple[Source, Node]]:
-        """The nodes of a kind in all files, each with its file."""
+        """Return the nodes of a kind in all files, each with its file."""
         return ((source, node) for source in self.sources.values() for node in source.nodes(kind))
 
     def new_name(self, *names: str) -> str:
-        """The first of the names that the function does not use."""
+        """Return the first of the names that the function does not use."""
         within = self.function or self.source.tree
         known = {node.id for node in ast.walk(within) if isinstance(node, ast.Name)}
         known |= {node.arg for node in ast.walk(within) if isinstance(node, ast.arg)}
@@ -128,7 +128,7 @@ class Site:
         )
 
     def torch(self, name: str) -> str:
-        """How the file can write `torch.nn.functional.gelu` and the like with its own imports."""
+        """Return how the file can write, for example, `torch.nn.functional.gelu`."""
         known: dict[str, str] = {}  # the alias of every imported module
         nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
         for node in nodes:
@@ -151,7 +151,7 @@ class Site:
 
 
 def edited(site: Site, edits: Edits) -> Site:
-    """The finding in the edited code."""
+    """Return the finding in the edited code."""
     sources = dict(site.sources)
     for name in {edit.file for edit in edits}:
         own = [edit for edit in edits if edit.file == name]
@@ -174,7 +174,7 @@ def edited(site: Site, edits: Edits) -> Site:
 
 
 def rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
-    """Edits of the changed code as edits of the present one, which replace the whole text."""
+    """Convert edits of the changed code to edits of the present code that replace all text."""
     found: Edits = []
     for name, source in changed.sources.items():
         text = apply(source.text, [edit for edit in edits if edit.file == name])

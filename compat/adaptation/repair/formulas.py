@@ -18,7 +18,7 @@ ELEMENTWISE = frozenset(
 
 
 def inputs(site: Site, node: ast.expr) -> list[ast.expr]:
-    """The different operands of an element-wise expression that are not constants.
+    """Return the different operands of an element-wise expression that are not constants.
 
     An expression of another kind, such as the call of a module, is its own operand.
     """
@@ -30,7 +30,7 @@ def inputs(site: Site, node: ast.expr) -> list[ast.expr]:
 
 
 def formulas(site: Site, within: ast.AST) -> list[ast.expr]:
-    """The largest element-wise expressions in the order of the text."""
+    """Return the largest element-wise expressions in the order of the text."""
     expressions = site.source.nodes(ast.expr, within)
     formula = {node for node in expressions if _parts(site, node) is not None}
     return [
@@ -50,7 +50,7 @@ def _operands(site: Site, node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _parts(site: Site, node: ast.expr) -> list[ast.expr] | None:
-    """The operands of one operation on elements; None for any other expression."""
+    """Return the operands of one operation on elements; None for any other expression."""
     if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
@@ -72,7 +72,7 @@ def _is_constant(site: Site, node: ast.expr) -> bool:
 
 
 def _is_imported(site: Site, node: ast.expr) -> bool:
-    """Whether a name is looked up in an imported module, such as `math.pi`."""
+    """Return whether a name is looked up in an imported module, such as `math.pi`."""
     root = _root(node)
     return isinstance(root, ast.Name) and root.id in site.imported
 
@@ -84,7 +84,7 @@ def _root(node: ast.expr) -> ast.expr:
 
 
 def _constants(site: Site) -> set[str]:
-    """The names that are assigned numbers only, in the function or in the module."""
+    """Return the names that are assigned numbers only, in the function or in the module."""
     statements = [*site.source.tree.body, *(site.function.body if site.function else [])]
     return {
         target.id
@@ -96,7 +96,7 @@ def _constants(site: Site) -> set[str]:
 
 
 def removed(source: Source, statement: ast.stmt) -> Edit:
-    """The removal of a statement, and of the `if` around it if it is alone there."""
+    """Return the removal of a statement, and of the `if` around it if it is alone there."""
     above = source.parents.get(statement)
     while isinstance(above, ast.If) and not above.orelse and above.body == [statement]:
         statement, above = above, source.parents.get(above)
@@ -104,7 +104,7 @@ def removed(source: Source, statement: ast.stmt) -> Edit:
 
 
 def only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
-    """A part in place of an expression; without the statement if that then does nothing."""
+    """Return a part in place of an expression; without the statement if that then does nothing."""
     match source.parents.get(node):
         case ast.Expr() as statement:
             return [removed(source, statement)]
@@ -114,7 +114,7 @@ def only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
 
 
 def unused(site: Site, dropped: list[ast.AST]) -> Edits:
-    """The removal of assignments whose names are only read in nodes that are removed."""
+    """Return the removal of assignments whose names are only read in nodes that are removed."""
     source = site.source
     inside = {node for root in dropped for node in ast.walk(root)}
     edits: Edits = []
@@ -133,7 +133,7 @@ def unused(site: Site, dropped: list[ast.AST]) -> Edits:
 
 
 def _assignment(source: Source, mentions: list[ast.Name] | list[ast.Attribute]) -> Edits:
-    """The removal of an assignment that is the only mention of a name."""
+    """Return the removal of an assignment that is the only mention of a name."""
     if len(mentions) != 1 or not isinstance(mentions[0].ctx, ast.Store):
         return []
     statement = source.parents.get(mentions[0])

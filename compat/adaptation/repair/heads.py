@@ -36,7 +36,7 @@ from compat.user_models.synonyms import role_of
 
 @fixes("no_head_split_transpose")
 def split_with_transpose(site: Site) -> Iterator[Edits]:
-    """`x.view(B, H, T, D)` becomes `x.view(B, T, H, D).transpose(1, 2)`."""
+    """Change `x.view(B, H, T, D)` to `x.view(B, T, H, D).transpose(1, 2)`."""
     every = [
         edit
         for call in site.source.nodes(ast.Call, site.function or site.statement)
@@ -49,7 +49,7 @@ def split_with_transpose(site: Site) -> Iterator[Edits]:
 
 
 def _exchanged_around_sdpa(site: Site) -> Iterator[Edits]:
-    """`scaled_dot_product_attention(q, k, v)` with heads and tokens exchanged, and back."""
+    """Exchange heads and tokens around `scaled_dot_product_attention(q, k, v)`."""
     for call in site.source.nodes(ast.Call, site.function or site.statement):
         if called(call) == SDPA and len(call.args) >= 3:
             code = [f"{site.source.operand(each)}.transpose(1, 2)" for each in call.args[:3]]
@@ -59,7 +59,7 @@ def _exchanged_around_sdpa(site: Site) -> Iterator[Edits]:
 
 
 def _exchanged(site: Site, call: ast.Call) -> Edits:
-    """The edits that exchange the second and third size of a reshape to four axes."""
+    """Return the edits that exchange the second and third size of a reshape to four axes."""
     source = site.source
     sizes = call.args
     if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
@@ -106,7 +106,7 @@ def _merges(site: Site) -> Iterator[Edits]:
 
 
 def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
-    """How heads are separated that the function has as one axis with the batch."""
+    """Return how heads are separated that the function has as one axis with the batch."""
     found = []
     for call in source.nodes(ast.Call, function):
         match call:
@@ -120,7 +120,7 @@ def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
 
 
 def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
-    """How the function exchanges tokens and heads."""
+    """Return how the function exchanges tokens and heads."""
     found = []
     scope = source.parent(function, ast.ClassDef) or source.tree
     for call in [*source.nodes(ast.Call, function), *source.nodes(ast.Call, scope)]:
@@ -162,7 +162,7 @@ def own_value(site: Site) -> Iterator[Edits]:
 
 
 def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
-    """The variables and parameters whose last value is never used."""
+    """Return the variables and parameters whose last value is never used."""
     names = source.nodes(ast.Name, function)
     last = {arg.arg: 0 for arg in function.args.args if arg.arg != "self"}
     for node in names:
@@ -217,7 +217,7 @@ def divided_width(site: Site) -> Iterator[Edits]:
 def _head_sizes(
     source: Source, init: ast.FunctionDef, width: str, numbers: list[str]
 ) -> Iterator[ast.expr]:
-    """Where a constructor uses the width of the model as that of a head."""
+    """Yield where a constructor uses the width of the model as that of a head."""
     for node in source.nodes(ast.Assign, init):
         for target, value in assigned(node):
             if HEAD_SIZE.match(name_of(target)) and source.code(value) == width and numbers:
@@ -254,7 +254,7 @@ def split_heads(site: Site) -> Iterator[Edits]:
 
 
 def _last_axes(site: Site, names: list[str]) -> Edits:
-    """`k.transpose(1, 2)` with the axes counted from the end, so that the heads may come first."""
+    """Count the axes of `k.transpose(1, 2)` from the end, so that heads may come first."""
     edits = []
     for product in score_products(site):
         for call in site.source.nodes(ast.Call, product.node):
@@ -267,7 +267,7 @@ def _last_axes(site: Site, names: list[str]) -> Edits:
 
 
 def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
-    """The split, and the size of a head in the place of the width that scaled the scores."""
+    """Yield the split, and the size of a head in the place of the width that scaled the scores."""
     d_head = site.config.n_embd // site.finding.values["expected"]
     values = {"found": site.config.n_embd**-0.5, "expected": d_head**-0.5, "d_head": d_head}
     changed = edited(site, split)
@@ -278,7 +278,7 @@ def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
 
 
 def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
-    """The expressions whose value is the output of the heads, with the names of q, k and v."""
+    """Yield expressions whose value is the output of the heads, with the names of q, k and v."""
     source = site.source
     for call in source.nodes(ast.Call, site.function):
         if called(call) == SDPA:
@@ -295,14 +295,14 @@ def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
 
 
 def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
-    """Whether a simple statement reads q and k."""
+    """Return whether a simple statement reads q and k."""
     read = {n.id for n in ast.walk(statement)
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}  # fmt: skip
     return not hasattr(statement, "body") and set(names[:2]) <= read
 
 
 def _leading_sizes(site: Site, name: str) -> str:
-    """The sizes of the batch and of the sequence, as the function can write them."""
+    """Return the sizes of the batch and of the sequence, as the function can write them."""
     for node in site.source.nodes(ast.Assign, site.function):
         sizes = unpacked_sizes(node)
         if len(sizes) == 3 and "_" not in sizes[:2]:
@@ -311,7 +311,7 @@ def _leading_sizes(site: Site, name: str) -> str:
 
 
 def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
-    """The number of heads as the function can write it, with what stores it if nothing does."""
+    """Yield code for the number of heads, with what stores it if nothing does."""
     source, cls = site.source, site.cls
     if cls is None:
         return
@@ -350,7 +350,7 @@ def output_projection(site: Site) -> Iterator[Edits]:
 
 
 def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
-    """The attributes of a class that hold a projection that nothing reads."""
+    """Return the attributes of a class that hold a projection that nothing reads."""
     attributes = site.source.nodes(ast.Attribute, cls)
     read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
     return [
@@ -363,7 +363,7 @@ def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
 
 
 def _name_of_projection(site: Site, init: ast.FunctionDef) -> str:
-    """A name for the output projection in the style of the other modules' names."""
+    """Return a name for the output projection in the style of the other modules' names."""
     names = {n.attr for n in site.source.nodes(ast.Attribute, init) if own_attribute(n)}
     styles = (
         ("c_attn", "c_proj"), ("q_proj", "o_proj"), ("W_query", "out_proj"), ("W_q", "W_o"),
@@ -374,7 +374,7 @@ def _name_of_projection(site: Site, init: ast.FunctionDef) -> str:
 
 
 def _last_built(init: ast.FunctionDef) -> ast.stmt:
-    """The last statement of a constructor that stores a module."""
+    """Return the last statement of a constructor that stores a module."""
     built = [
         node for node in init.body
         if isinstance(node, ast.Assign) and own_attribute(node.targets[0])
@@ -384,13 +384,13 @@ def _last_built(init: ast.FunctionDef) -> ast.stmt:
 
 
 def _linear(site: Site, init: ast.FunctionDef) -> str:
-    """How the class writes `nn.Linear`."""
+    """Return how the class writes `nn.Linear`."""
     calls = [c for c in site.source.nodes(ast.Call, init) if called(c) == "Linear"]
     return site.source.code(calls[0].func) if calls else site.torch("torch.nn.Linear")
 
 
 def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
-    """How a constructor can write the width of the model, the likeliest first."""
+    """Return how a constructor can write the width of the model, the likeliest first."""
     source = site.source
     found = [
         source.code(call.args[0])

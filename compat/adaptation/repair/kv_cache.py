@@ -31,7 +31,7 @@ def cached_positions(site: Site) -> Iterator[Edits]:
 
 
 def _without_ones(site: Site, function: ast.FunctionDef) -> Iterator[Edits]:
-    """Without a 1 that is added or subtracted."""
+    """Remove a 1 that is added or subtracted."""
     for node in site.source.nodes(ast.BinOp, function):
         is_one = isinstance(node.right, ast.Constant) and node.right.value in (1, 2)
         if is_one and isinstance(node.op, (ast.Add, ast.Sub)):
@@ -46,7 +46,7 @@ class _Positions:
 
 
 def _from_zero(site: Site, function: ast.FunctionDef, past: str) -> Iterator[_Positions]:
-    """`arange(T)`, `arange(0, T)`, `table[:T]` and `table[:, :T]`."""
+    """Yield `arange(T)`, `arange(0, T)`, `table[:T]` and `table[:, :T]`."""
     source = site.source
     for call in source.nodes(ast.Call, function):
         if called(call) == "arange" and call.args:

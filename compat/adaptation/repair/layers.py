@@ -15,7 +15,7 @@ WITHOUT_PARAMETERS = re.compile("Dropout|Identity|[GS]?[eE]LU|ReLU|SiLU|Softmax"
 
 
 def _numbers(site: Site, source: Source, node: ast.AST) -> list[str]:
-    """How the code around a node can write the checkpoint's number of layers."""
+    """Return how the code around a node can write the checkpoint's number of layers."""
     function = source.parent(node, ast.FunctionDef)
     in_init = function is not None and function.name == "__init__"
     known = hyperparameters(site, source, function, "n_layer") if in_init and function else []
@@ -49,7 +49,7 @@ def generated_blocks(site: Site) -> Iterator[Edits]:
 
 @fixes("n_layer_mismatch")
 def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
-    """`self.block1 = Block(dim)` and its siblings become one list, which `forward` iterates over.
+    """Make `self.block1 = Block(dim)` and its siblings one list for `forward` to iterate over.
 
     A single block is repeated as well.
     """
@@ -80,7 +80,7 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
 
 
 def _name_of_list(source: Source, cls: ast.ClassDef, names: list[str]) -> str:
-    """A name for the list of blocks: `blocks` for `block1` and `block2`."""
+    """Return a name for the list of blocks: `blocks` for `block1` and `block2`."""
     known = {node.attr for node in source.nodes(ast.Attribute, cls)} - set(names)
     stem = re.sub(r"_?\d+$", "", names[0])
     return next(
@@ -89,7 +89,7 @@ def _name_of_list(source: Source, cls: ast.ClassDef, names: list[str]) -> str:
 
 
 def _iterated(source: Source, cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
-    """A loop over the list in place of the calls of the blocks, one after the other."""
+    """Return a loop over the list in place of the calls of the blocks, one after the other."""
     reads = [
         node for node in source.nodes(ast.Attribute, cls)
         if is_self(node) and node.attr in names and isinstance(node.ctx, ast.Load)
@@ -117,7 +117,7 @@ def _iterated(source: Source, cls: ast.ClassDef, names: list[str], listed: str) 
 
 
 def _unnested(source: Source, statement: ast.stmt, names: list[str], listed: str) -> Edits | None:
-    """A loop in place of `self.block3(self.block2(self.block1(x)))`."""
+    """Return a loop in place of `self.block3(self.block2(self.block1(x)))`."""
     calls = [
         call for call in source.nodes(ast.Call, statement)
         if is_self(call.func) and getattr(call.func, "attr", "") in names
@@ -132,7 +132,7 @@ def _unnested(source: Source, statement: ast.stmt, names: list[str], listed: str
 
 
 def _loop(source: Source, statement: ast.stmt, head: str, *body: str) -> Edit:
-    """A loop in the place of a statement."""
+    """Return a loop in the place of a statement."""
     indent = source.lines[statement.lineno - 1][: statement.col_offset]
     inner = "".join(f"\n{indent}    {text}".replace(f"\n{indent}", "\n" + indent) for text in body)
     return source.replace(statement, f"{head}{inner}")
@@ -177,7 +177,7 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
 
 
 def _passes_on(statements: list[ast.stmt]) -> bool:
-    """Whether the last of some statements assigns a variable that the first reads."""
+    """Return whether the last of some statements assigns a variable that the first reads."""
     last = statements[-1]
     if any(isinstance(each, (ast.Return, ast.FunctionDef)) for each in statements):
         return False
@@ -189,7 +189,7 @@ def _passes_on(statements: list[ast.stmt]) -> bool:
 
 
 def _listed(site: Site, statement: ast.Assign, size: str) -> Edit:
-    """A list of modules in place of a module."""
+    """Return a list of modules in place of a module."""
     new = f"[{site.source.code(statement.value)} for _ in range({size})]"
     return site.source.replace(statement.value, f"{site.torch('torch.nn.ModuleList')}({new})")
 
@@ -197,7 +197,7 @@ def _listed(site: Site, statement: ast.Assign, size: str) -> Edit:
 def _repeated(
     source: Source, statements: list[ast.stmt], modules: list[ast.Attribute], own: str
 ) -> Edit:
-    """Statements in a loop, with the modules of one layer."""
+    """Return statements in a loop, with the modules of one layer."""
     first, last = statements[0], statements[-1]
     start, end = source.offset(first.lineno, 0), source.span(last)[1]
     text = source.text[start:end]

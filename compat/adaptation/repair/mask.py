@@ -92,7 +92,7 @@ def flag_of_mask(site: Site) -> Iterator[Edits]:
 
 
 def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
-    """Masks that the function could use, with their definitions: variables, then buffers."""
+    """Return masks that the function could use, with their definitions: variables, then buffers."""
     assert site.function is not None
     source, function = site.source, site.function
     found: list[tuple[str, ast.expr | None]] = []
@@ -127,13 +127,13 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
 
 
 def _triangle(node: ast.expr | None) -> str:
-    """The name "tril" or "triu" if an expression contains such a call."""
+    """Return the name "tril" or "triu" if an expression contains such a call."""
     calls = [] if node is None else [called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
     return next((name.rstrip("_") for name in calls if name.rstrip("_") in ("tril", "triu")), "")
 
 
 def _length(site: Site) -> str | None:
-    """The name of the number of tokens, as in `B, T, C = x.shape`."""
+    """Return the name of the number of tokens, as in `B, T, C = x.shape`."""
     assert site.function is not None
     for node in site.source.nodes(ast.Assign, site.function):
         sizes = unpacked_sizes(node)
@@ -149,7 +149,7 @@ def _length(site: Site) -> str | None:
 
 
 def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[str]:
-    """Scores to which a mask is applied, for the likeliest meanings of the mask."""
+    """Return scores to which a mask is applied, for the likeliest meanings of the mask."""
     inf, part = minus_inf(site.source), "" if value is None else site.source.code(value)
     hidden = f"{scores}.masked_fill({mask} == 0, {inf})"
     shown = f"{scores}.masked_fill({mask}, {inf})" if "bool" in part else (
@@ -319,7 +319,7 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
 
 
 def _is_mask(source: Source, node: ast.expr) -> bool:
-    """Whether an operand is named like a mask or creates one."""
+    """Return whether an operand is named like a mask or creates one."""
     while isinstance(node, ast.Subscript):
         node = node.value
     name = getattr(node, "id", getattr(node, "attr", ""))
@@ -361,7 +361,7 @@ def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
 
 
 def _diagonal(source: Source, call: ast.Call) -> ast.expr | None:
-    """The diagonal that a call of tril or triu passes."""
+    """Return the diagonal that a call of tril or triu passes."""
     keyword = next((k.value for k in call.keywords if k.arg == "diagonal"), None)
     base = call.func.value if isinstance(call.func, ast.Attribute) else None
     function = base is None or (isinstance(base, ast.Name) and base.id in ("torch", "np", "numpy"))
@@ -437,7 +437,7 @@ def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
 
 
 def _near_mask(source: Source, node: ast.AST) -> bool:
-    """Whether a statement of a node names a mask."""
+    """Return whether a statement of a node names a mask."""
     statement = source.parent(node, ast.stmt)
     names = [getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(statement or node)]
     return any(isinstance(name, str) and MASK.search(name) for name in names)

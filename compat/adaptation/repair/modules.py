@@ -33,7 +33,7 @@ USUAL_OPTIONS = ("gelu", "learned", "layernorm")
 
 @fixes("plain_list")
 def module_list(site: Site) -> Iterator[Edits]:
-    """`self.blocks = [...]` becomes `self.blocks = nn.ModuleList([...])`."""
+    """Change `self.blocks = [...]` to `self.blocks = nn.ModuleList([...])`."""
     name = str(site.finding.values["name"])
     for node in site.source.nodes(ast.Assign):
         stored = any(isinstance(t, ast.Attribute) and t.attr == name for t in node.targets)
@@ -64,7 +64,7 @@ def batch_first(site: Site) -> Iterator[Edits]:
 
 
 def _axis(size: ast.expr) -> ast.expr | None:
-    """The number of the axis in `x.shape[0]` or `x.size(0)`."""
+    """Return the number of the axis in `x.shape[0]` or `x.size(0)`."""
     if isinstance(size, ast.Subscript):
         return size.slice
     return size.args[0] if isinstance(size, ast.Call) and size.args else None
@@ -72,7 +72,7 @@ def _axis(size: ast.expr) -> ast.expr | None:
 
 @fixes("shared_parameters")
 def separate_blocks(site: Site) -> Iterator[Edits]:
-    """`[block(dim)] * n`, which repeats one module, becomes `[block(dim) for _ in range(n)]`."""
+    """Change `[block(dim)] * n`, which repeats a module, to `[block(dim) for _ in range(n)]`."""
     for source, node in site.every(ast.BinOp):
         for one, count in ((node.left, node.right), (node.right, node.left)):
             if isinstance(node.op, ast.Mult) and isinstance(one, ast.List) and len(one.elts) == 1:
@@ -120,14 +120,14 @@ def encoder_of_torch(site: Site) -> Iterator[Edits]:
 
 
 def _names_of(source: Source, built: ast.Call) -> set[str]:
-    """The attributes of `self` that a call's value is stored in."""
+    """Return the attributes of `self` that a call's value is stored in."""
     statement = source.parent(built, ast.Assign)
     found = [] if statement is None else [t for t in statement.targets if is_self(t)]
     return {target.attr for target in found if isinstance(target, ast.Attribute)}
 
 
 def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
-    """A call of torch's decoder, or of one of its layers, as one of the encoder."""
+    """Return a call of torch's decoder, or of one of its layers, as one of the encoder."""
     mask = "src_mask" if is_layer else "mask"
     order = ("src", "memory", mask, "memory_mask", "src_key_padding_mask")
     names = {"tgt": "src", "tgt_mask": mask, "tgt_key_padding_mask": "src_key_padding_mask",
@@ -239,7 +239,7 @@ def without_normalization(site: Site) -> Iterator[Edits]:
 
 
 def _normalizes(value: ast.expr) -> bool:
-    """Whether a value, or every item of a tuple, is a call of something named like a norm."""
+    """Return whether a value, or every item of a tuple, calls something named like a norm."""
     items = value.elts if isinstance(value, ast.Tuple) else [value]
     return all(isinstance(item, ast.Call) and NORM.search(called(item).lower()) for item in items)
 

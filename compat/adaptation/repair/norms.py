@@ -112,7 +112,7 @@ def eps_literal(site: Site) -> Iterator[Edits]:
 
 
 def _eps_expressions(site: Site) -> Iterator[Written]:
-    """The arguments and terms that are an eps: those of the finding's function first."""
+    """Yield the arguments and terms that are an eps: those of the finding's function first."""
     sources = sorted(site.sources.values(), key=lambda source: source is not site.source)
     for source in sources:
         for call in source.nodes(ast.Call):
@@ -177,7 +177,7 @@ class Term(NamedTuple):
 
 
 def _terms(site: Site) -> Iterator[Term]:
-    """The sums with eps of the finding's class or file, those of its line first."""
+    """Yield the sums with eps of the finding's class or file, those of its line first."""
     source = site.source
     nodes = source.nodes(ast.AST, site.function or source.tree)
     if site.cls is not None:
@@ -197,7 +197,7 @@ def _terms(site: Site) -> Iterator[Term]:
 
 
 def _is_eps(site: Site, node: ast.expr) -> bool:
-    """Whether an expression is a small number, or named like one."""
+    """Return whether an expression is a small number, or named like one."""
     values = [constant(place.node) for place in origins(site, site.source, node)]
     return "eps" in name_of(node) or any(isinstance(v, float) and 0 < v <= MAX_EPS for v in values)
 
@@ -218,14 +218,14 @@ def eps_inside(site: Site) -> Iterator[Edits]:
 
 
 def _eps_written(site: Site, eps: ast.expr) -> list[Written]:
-    """The literals that an eps of the finding's file gets the value of the finding from."""
+    """Return the literals that an eps of the finding's file gets the value of the finding from."""
     found = site.finding.values["found"]
     places = origins(site, site.source, eps)
     return [place for place in places if _is_close(constant(place.node), found)]
 
 
 def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
-    """Edits that move eps into the root: where it is computed, or else a new root."""
+    """Yield edits that move eps into the root: where it is computed, or else a new root."""
     source = site.source
     if isinstance(term.whole, ast.AugAssign):
         for value in assignments(site.function or source.tree, source.code(term.base)):
@@ -243,7 +243,7 @@ def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
 
 
 def _is_function(call: ast.Call) -> bool:
-    """Whether a call is `torch.sqrt(x)` or `sqrt(x)`, and not `x.sqrt()`."""
+    """Return whether a call is `torch.sqrt(x)` or `sqrt(x)`, and not `x.sqrt()`."""
     match call.func:
         case ast.Name() | ast.Attribute(ast.Name("torch" | "th" | "F" | "math")):
             return True
@@ -251,7 +251,7 @@ def _is_function(call: ast.Call) -> bool:
 
 
 def _variance(node: ast.expr) -> ast.expr | None:
-    """The operand of a square root."""
+    """Return the operand of a square root."""
     match node:
         case ast.BinOp(base, ast.Pow(), exponent) if constant(exponent) in (0.5, -0.5):
             return base
@@ -265,7 +265,7 @@ def _variance(node: ast.expr) -> ast.expr | None:
 
 
 def _operands(call: ast.Call) -> list[ast.expr]:
-    """The arguments, and before them the tensor whose method is called."""
+    """Return the arguments, and before them the tensor whose method is called."""
     if isinstance(call.func, ast.Attribute) and not _is_function(call):
         return [call.func.value, *call.args]
     return call.args
@@ -276,7 +276,7 @@ def _is_std(node: ast.expr) -> bool:
 
 
 def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
-    """The code of a root, or of a standard deviation, with eps under the root."""
+    """Return the code of a root, or of a standard deviation, with eps under the root."""
     source = site.source
     start, end = source.span(node)
     if isinstance(node, ast.Call) and _is_std(node):
@@ -373,7 +373,7 @@ def subtract_mean(site: Site) -> Iterator[Edits]:
 
 
 def _squared(node: ast.expr) -> ast.Name | None:
-    """The tensor of which an expression is the square or the norm."""
+    """Return the tensor of which an expression is the square or the norm."""
     base: ast.expr | None = None
     match node:
         case ast.BinOp(left, ast.Pow(), right) if constant(right) == 2:
@@ -393,7 +393,7 @@ def _squared(node: ast.expr) -> ast.Name | None:
 
 
 def _mean_like(source: Source, square: ast.expr, x: str) -> str:
-    """The mean of x, written like the mean of its square."""
+    """Return the mean of x, written like the mean of its square."""
     for above in source.ancestors(square):
         if isinstance(above, ast.stmt):
             break
@@ -439,7 +439,7 @@ def _layer_norm(site: Site, width: str) -> str:
 
 
 def _width(site: Site, cls: ast.ClassDef, source: Source, call: ast.Call) -> str | None:
-    """The width of a norm that a call builds: what its class creates a parameter of."""
+    """Return the width of a norm that a call builds: what its class creates a parameter of."""
     function = constructor(cls)
     if function is None:
         return None

@@ -66,19 +66,19 @@ def bias_flag(site: Site) -> Iterator[Edits]:
 
 
 def _is_head(call: ast.Call) -> bool:
-    """Whether a call builds the head, which has no bias: one of its sizes is the vocabulary's."""
+    """Return whether a call builds the head, by a size that is the vocabulary's."""
     names = [last_name(node) for each in call.args for node in ast.walk(each)]
     return any(role_of(name) == "vocab_size" for name in names if name)
 
 
 def _is_norm(call: ast.Call) -> bool:
-    """Whether a call builds a norm, or a function that builds one."""
+    """Return whether a call builds a norm, or a function that builds one."""
     name = called(call).lower()
     return "norm" in name or "ln" in name or name in ("partial", "dict")
 
 
 def _constructions(site: Site) -> list[tuple[Source, ast.Call]]:
-    """The calls of the finding's statement, and those that build what it calls."""
+    """Return the calls of the finding's statement, and those that build what it calls."""
     found = [(site.source, call) for call in site.calls]
     for call in site.calls:
         if is_self(call.func) and site.cls is not None:
@@ -89,7 +89,7 @@ def _constructions(site: Site) -> list[tuple[Source, ast.Call]]:
 
 
 def _flags(site: Site, calls: list[tuple[Source, ast.Call]]) -> list[Written]:
-    """The literals False that reach a flag of one of the calls."""
+    """Return the literals False that reach a flag of one of the calls."""
     flags: list[Written] = []
     for source, call in calls:
         flags += [Written(source, each) for each in _flag_arguments(site, source, call)]
@@ -104,7 +104,7 @@ def _flags(site: Site, calls: list[tuple[Source, ast.Call]]) -> list[Written]:
 
 
 def _flag_arguments(site: Site, source: Source, call: ast.Call) -> Iterator[ast.expr]:
-    """The arguments of a call that say whether a parameter is created."""
+    """Yield the arguments of a call that say whether a parameter is created."""
     for keyword in call.keywords:
         if keyword.arg is None and isinstance(keyword.value, ast.Name):  # **options
             for value in assignments(source.tree, keyword.value.id):
@@ -122,7 +122,7 @@ def _flag_arguments(site: Site, source: Source, call: ast.Call) -> Iterator[ast.
 
 
 def _flag_entries(value: ast.expr) -> Iterator[ast.expr]:
-    """The values of flags in a dictionary, or in a call such as `partial(nn.Linear, bias=False)`"""
+    """Yield the values of flags in a dictionary, or in `partial(nn.Linear, bias=False)`."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             yield from (k.value for k in node.keywords if k.arg and FLAG.search(k.arg))
@@ -133,7 +133,7 @@ def _flag_entries(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def _turned_on(site: Site, place: Written) -> Edit:
-    """The flag as True, or without the argument if True is its default."""
+    """Return the flag as True, or without the argument if True is its default."""
     source, node = place
     keyword = source.parents[node]
     call = source.parents[keyword] if isinstance(keyword, ast.keyword) else None
@@ -176,7 +176,7 @@ def norm_bias(site: Site) -> Iterator[Edits]:
 
 
 def _modules(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
-    """The classes of the modules that the finding's statement builds or calls, or its own."""
+    """Yield the classes of the modules that the finding's statement builds or calls, or its own."""
     names = [called(call) for _, call in _constructions(site)]
     found = [each for name in names for each in classes(site, name)]
     if site.cls is not None:
@@ -185,7 +185,7 @@ def _modules(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
 
 
 def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
-    """The statements that create parameters, with their names and values."""
+    """Yield the statements that create parameters, with their names and values."""
     for node in source.nodes(ast.Assign, cls):
         for target, value in assigned(node):
             if is_self(target) and _is_parameter(source, value):
@@ -199,13 +199,13 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
 
 
 def _is_parameter(source: Source, value: ast.expr) -> bool:
-    """Whether a value is a parameter, built here or by a function of the file."""
+    """Return whether a value is a parameter, built here or by a function of the file."""
     names = {called(call) for call in source.nodes(ast.Call, value)}
     return "Parameter" in names or any(_builder(source, name) for name in names)
 
 
 def _builder(source: Source, name: str) -> bool:
-    """Whether a function of the file returns a new parameter."""
+    """Return whether a function of the file returns a new parameter."""
     return any(
         function.name == name and isinstance(node.value, ast.Call)
         and called(node.value) == "Parameter"
@@ -215,7 +215,7 @@ def _builder(source: Source, name: str) -> bool:
 
 
 def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
-    """The name of a norm's weight (1) or bias (0), to go with the other's name."""
+    """Return the name of a norm's weight (1) or bias (0), to go with the other's name."""
     for pair in PAIRS:
         part = pair[wanted]
         if re.search(rf"(?<![a-z]){re.escape(part)}(?![a-z])", name):
@@ -245,7 +245,7 @@ def _declared(
 
 
 def _parameter(source: Source, like: ast.expr, fill: str, shape: str | None) -> str:
-    """`nn.Parameter(torch.zeros(dim))` in the style of another parameter."""
+    """Write `nn.Parameter(torch.zeros(dim))` in the style of another parameter."""
     wrapper, tensor = "nn.Parameter", f"torch.{fill}"
     for call in source.nodes(ast.Call, like):
         if called(call) == "Parameter":
@@ -264,7 +264,7 @@ CREATORS = ("ones", "zeros", "empty", "randn", "rand", "full", "Tensor", "FloatT
 
 
 def _used(source: Source, cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
-    """Where the methods of a class read `self.name`."""
+    """Return where the methods of a class read `self.name`."""
     return [
         node for node in source.nodes(ast.Attribute, cls)
         if is_self(node, name) and isinstance(node.ctx, ast.Load)
@@ -291,7 +291,7 @@ def _norm_bias_used(source: Source, weight: ast.expr, bias: str) -> Edit | None:
 
 
 def _product(source: Source, node: ast.expr) -> ast.expr:
-    """The whole product that an expression is a factor of."""
+    """Return the whole product that an expression is a factor of."""
     above = source.parents[node]
     while is_product(above):
         node, above = above, source.parents[above]
@@ -411,7 +411,7 @@ def projection_bias(site: Site) -> Iterator[Edits]:
 
 
 def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
-    """A name for the bias of a weight: `b_q` for `W_q`, `bq` for `wq`, `bias` for `weight`."""
+    """Name the bias of a weight: `b_q` for `W_q`, `bq` for `wq`, `bias` for `weight`."""
     for old, new in (("weight", "bias"), ("kernel", "bias"), ("W", "b"), ("w", "b")):
         pattern = rf"(?<![A-Za-z]){old}(?![a-z])|(?<=_){old}$"
         if re.search(pattern, weight):
@@ -422,7 +422,7 @@ def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
 
 
 def _shape(source: Source, created: ast.expr) -> list[str]:
-    """The sizes of a parameter, as code."""
+    """Return the sizes of a parameter, as code."""
     for call in source.nodes(ast.Call, created):
         if call.args and (called(call) in CREATORS or _builder(source, called(call))):
             sizes = list(call.args)
@@ -435,7 +435,7 @@ def _shape(source: Source, created: ast.expr) -> list[str]:
 def _projection(
     source: Source, created: ast.expr, weight: ast.expr
 ) -> Iterator[tuple[str, ast.expr, str]]:
-    """The bias's shape, the product, and how the bias is added, for a use of a weight."""
+    """Yield the bias's shape, the product, and how the bias is added, for a use of a weight."""
     sizes = _shape(source, created)
     if len(sizes) < 2:
         return
@@ -454,7 +454,7 @@ def _projection(
 def _products(
     source: Source, sizes: list[str], node: ast.expr, above: ast.AST
 ) -> Iterator[tuple[str, ast.expr, str]]:
-    """As `_projection`, for a weight of these sizes."""
+    """Yield the same as `_projection`, for a weight of these sizes."""
     transposed = False
     while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
         whole = above if above.attr in ("T", "mT") else source.parents[above]
@@ -586,7 +586,7 @@ def training_mode_forced(site: Site) -> Iterator[Edits]:
 
 
 def _turns_on_training(statement: ast.stmt) -> bool:
-    """Whether a statement is `module.train()` or `module.training = True`."""
+    """Return whether a statement is `module.train()` or `module.training = True`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         return called(statement.value) == "train"
     return any(
@@ -710,7 +710,7 @@ def remove_term(site: Site) -> Iterator[Edits]:
 
 
 def _without(source: Source, used: ast.expr) -> Edit | None:
-    """The code around a parameter without it: `y` of `self.gate * y` or of `self.scale(y)`."""
+    """Return the code without a parameter: `y` of `self.gate * y` or of `self.scale(y)`."""
     above = source.parents[used]
     while isinstance(above, (ast.Attribute, ast.Subscript)) or (
         isinstance(above, ast.Call) and above.func is used and is_method_of_tensor(used)
@@ -733,7 +733,7 @@ GATES = ("sigmoid", "tanh", "exp", "softplus", "relu")  # functions of a learned
 
 
 def is_method_of_tensor(node: ast.expr) -> bool:
-    """Whether a name is of a method such as in `self.gate.sigmoid()`."""
+    """Return whether a name is of a method such as in `self.gate.sigmoid()`."""
     return isinstance(node, ast.Attribute) and not is_self(node)
 
 
@@ -801,12 +801,12 @@ def inner_width(site: Site) -> Iterator[Edits]:
 
 
 def _model_width(site: Site) -> int:
-    """The width of the model that the finding is about."""
+    """Return the width of the model that the finding is about."""
     return int(site.config.n_embd)
 
 
 def _inner_expressions(site: Site) -> Iterator[Written]:
-    """The arguments of the calls around the finding, with what they get their values from."""
+    """Yield the arguments of the calls around the finding, with what they get their values from."""
     source = site.source
     calls = source.nodes(ast.Call, site.function or site.cls or source.tree)
     for name in dict.fromkeys(called(call) for call in site.calls):  # functions that build the MLP
@@ -884,7 +884,7 @@ def literal_size(site: Site) -> Iterator[Edits]:
 
 
 def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
-    """The name that code gives to a value: of an argument, a variable, an attribute or a key."""
+    """Return the name of a value in the code: an argument, a variable, an attribute or a key."""
     match source.parents[node]:
         case ast.keyword(str(name)):
             return name
@@ -905,7 +905,7 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
 
 
 def _variables(node: ast.expr) -> list[ast.expr]:
-    """The operands of arithmetic that are not numbers."""
+    """Return the operands of arithmetic that are not numbers."""
     if isinstance(node, ast.BinOp):
         return [*_variables(node.left), *_variables(node.right)]
     return [] if constant(node) is not ... else [node]
@@ -929,7 +929,7 @@ def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edi
 
 
 def _hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
-    """How code in a constructor can write a size; nothing for code elsewhere."""
+    """Return how code in a constructor can write a size; nothing for code elsewhere."""
     function = source.parent(node, ast.FunctionDef)
     if function is None or function.name != "__init__":
         return []

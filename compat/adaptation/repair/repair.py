@@ -141,7 +141,7 @@ class Repair:
         )
 
     def lines(self, name: str) -> tuple[list[str], list[str]]:
-        """The lines of a file or cell as they are stored, and with the edits.
+        """Return the lines of a file or cell as they are stored, and with the edits.
 
         Unchanged lines keep their ends, and others get those of the first line.
         """
@@ -185,7 +185,7 @@ class Unrepaired:
 
 
 def _shown(name: str) -> str:
-    """A path from the working directory, or from the file's own folder if it lies elsewhere."""
+    """Return a path from the working directory, or from the file's folder if it is elsewhere."""
     path = Path(name)
     inside = path.is_relative_to(Path.cwd())
     return (path.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
@@ -228,7 +228,7 @@ def repair(
 
 
 def small_checkpoint(config: GPT2Config, folder: Path) -> Checkpoint:
-    """Noise in the shapes of a small GPT-2 that is otherwise configured like the user's."""
+    """Return noise in the shapes of a small GPT-2 that is otherwise configured like the user's."""
     heads = min(config.n_head, 4)
     inner = None if config.n_inner is None else 12 * heads * config.n_inner // config.n_embd
     small = replace(
@@ -288,7 +288,7 @@ class Search:
         return [str(file) for file in dict.fromkeys(files) if file.suffix == ".py"]
 
     def is_built_in_its_sizes(self) -> bool:
-        """Whether the model is built in the checkpoint's sizes, and has none of its own."""
+        """Return whether the model is built in the checkpoint's sizes, and has none of its own."""
         with contextlib.suppress(CompatError):
             return not any(_is_own_size(finding) for finding in self.present.findings)
         return False
@@ -312,7 +312,7 @@ class Search:
     def _improved(
         self, state: Adaptation, finding: Finding, texts: dict[str, str]
     ) -> tuple[Adaptation, dict[str, str]] | None:
-        """The model after the first edit for a finding with which it is better.
+        """Return the model after the first edit for a finding with which it is better.
 
         An edit that brings findings of other kinds, such as a bias of the head, is the last choice.
         It must not leave more tensors unmatched: an edit that removes the call of a whole MLP
@@ -343,7 +343,7 @@ class Search:
         return second
 
     def has_untried_edits(self) -> bool:
-        """Whether there are edits for what is left that only `unsafe` allows."""
+        """Return whether there are edits for what is left that only `unsafe` allows."""
         return not self.unsafe and any(
             sum(1 for _ in self._edits(finding, self.texts, unsafe=True))
             > sum(1 for _ in self._edits(finding, self.texts, unsafe=False))
@@ -366,7 +366,7 @@ class Search:
 
 
 def _sources(file: str) -> list[str]:
-    """The file, or all cells of the notebook that a cell is in."""
+    """Return the file, or all cells of the notebook that a cell is in."""
     path, _, cell = file.partition("#")
     if not cell:
         return [file]
@@ -374,13 +374,13 @@ def _sources(file: str) -> list[str]:
 
 
 def present_text(name: str) -> str:
-    """The text of a file or of a cell as it is stored."""
+    """Return the text of a file or of a cell as it is stored."""
     path, _, cell = name.partition("#cell-")
     return code_cells(Path(path))[int(cell) - 1] if cell else read_source(Path(path))
 
 
 def _is_own_size(finding: Finding) -> bool:
-    """Whether a model has a size that does not come from the checkpoint."""
+    """Return whether a model has a size that does not come from the checkpoint."""
     unsplit = finding.code == "n_head_mismatch" and finding.values["found"] == 1
     return finding.code in SIZES and not unsplit
 
@@ -390,7 +390,7 @@ def _codes(state: Adaptation) -> set[str]:
 
 
 def _is_repaired(state: Adaptation) -> bool:
-    """Whether nothing is left to repair, not even a fault of the cache without a known reason."""
+    """Return whether nothing is left to repair, not even an unexplained fault of the cache."""
     wrong_cache = any(finding.code == "kv_cache" for finding in state.findings)
     return state.compatible and not state.deviations and not wrong_cache
 
@@ -410,7 +410,7 @@ def _rank(state: Adaptation) -> tuple[Any, ...]:
 
 
 def is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
-    """Whether a fresh process finds the edited model compatible with the checkpoint."""
+    """Return whether a fresh process finds the edited model compatible with the checkpoint."""
     weights = checkpoint.weights  # the files themselves, whatever revision they are of
     request = {
         "target": asdict(target),

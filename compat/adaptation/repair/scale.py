@@ -39,7 +39,7 @@ from compat.adaptation.repair.values import settings
 
 
 def _head_sizes(site: Site, place: ast.expr) -> list[str]:
-    """Expressions for the size of a head at a place in the code, the likeliest first."""
+    """Return expressions for the size of a head at a place in the code, the likeliest first."""
     source, function = site.source, enclosing(site.source, place)
     cls = source.parent(place, ast.ClassDef)
     found: list[str] = []
@@ -67,7 +67,7 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
 
 
 def _is_quotient(node: ast.AST) -> bool:
-    """Whether a node is `a // b` or `int(a / b)`."""
+    """Return whether a node is `a // b` or `int(a / b)`."""
     match node:
         case ast.Call(ast.Name("int"), [ast.BinOp(_, ast.Div(), _)]):
             return True
@@ -79,7 +79,7 @@ def _is_quotient(node: ast.AST) -> bool:
 def _own_head_sizes(
     site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None, place: ast.expr
 ) -> list[str]:
-    """Attributes such as `self.head_dim` and `self.config.head_dim`."""
+    """Return attributes such as `self.head_dim` and `self.config.head_dim`."""
     source, found = site.source, []
     inside = set() if function is None else set(ast.walk(function))
     for node in source.nodes(ast.Attribute, cls):
@@ -102,7 +102,7 @@ def _own_head_sizes(
 
 
 def _fields(site: Site) -> set[str]:
-    """The names of fields and properties of the classes of the file."""
+    """Return the names of fields and properties of the classes of the file."""
     found = set()
     for node in [node for cls in site.source.nodes(ast.ClassDef) for node in cls.body]:
         match node:
@@ -112,7 +112,7 @@ def _fields(site: Site) -> set[str]:
 
 
 def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
-    """The contracted size of the product of q and k, such as `q.size(-1)`."""
+    """Return the contracted size of the product of q and k, such as `q.size(-1)`."""
     found = []
     for product in score_products(site):
         if site.source.parent(product.node, ast.FunctionDef) is not function:
@@ -134,7 +134,7 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
 
 
 def _transposed(node: ast.expr) -> str | None:
-    """`k` of `k.transpose(-2, -1)` and `k.mT`."""
+    """Return `k` for `k.transpose(-2, -1)` and `k.mT`."""
     match node:
         case ast.Call(ast.Attribute(ast.Name(name), "transpose")) | ast.Attribute(ast.Name(name)):
             return name
@@ -142,7 +142,7 @@ def _transposed(node: ast.expr) -> str | None:
 
 
 def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
-    """`a // b` for every such pair of sizes in the class, where both can be written."""
+    """Return `a // b` for every such pair of sizes in the class that can be written."""
     found = []
     for node in site.source.nodes(ast.BinOp, cls):
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
@@ -155,7 +155,7 @@ def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) 
 
 
 def _root(site: Site, size: str, divides: bool, exponent: float = 0.5) -> str:
-    """A factor for the scores, written as a square root or a power."""
+    """Return a factor for the scores, written as a square root or a power."""
     if divides and exponent == 0.5 and "math" in site.imported:
         inside = size[1:-1] if size.startswith("(") and size.endswith(")") else size
         return f"math.sqrt({inside})"
@@ -186,7 +186,7 @@ class Factor:
 
 
 def _factors(site: Site) -> list[Factor]:
-    """The factors in the function, those of the finding's line first."""
+    """Return the factors in the function, those of the finding's line first."""
     assert site.function is not None
     found = []
     for node in ast.walk(site.function):
@@ -220,7 +220,7 @@ def _factors_of_call(call: ast.Call) -> list[Factor]:
 
 
 def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """The parts of a factor and the definitions of their names, the innermost first."""
+    """Yield the parts of a factor and the definitions of their names, the innermost first."""
     value = definition(site, node, enclosing(site.source, node))
     if value is not None and is_number(site, value):
         yield from _parts(site, value, divides)
@@ -232,7 +232,7 @@ def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr
 
 
 def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
-    """The sizes that an expression is computed from."""
+    """Return the sizes that an expression is computed from."""
     if is_size(node) or _is_quotient(node) or isinstance(node, (ast.Name, ast.Attribute)):
         return [node]
     if isinstance(node, ast.Subscript):
@@ -246,7 +246,7 @@ def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
 
 
 def _exponents(node: ast.expr) -> Iterator[tuple[ast.expr, float]]:
-    """The exponents in an expression that are numbers."""
+    """Yield the exponents in an expression that are numbers."""
     for power in ast.walk(node):
         match power:
             case ast.BinOp(_, ast.Pow(), exponent) | ast.Call(
@@ -345,7 +345,7 @@ def _is_one(site: Site, node: ast.expr) -> bool:
 
 
 def _is_root(node: ast.expr | None) -> bool:
-    """Whether an expression contains a square root, a power or a division."""
+    """Return whether an expression contains a square root, a power or a division."""
     return node is not None and any(
         isinstance(n, (ast.Pow, ast.Div)) or (isinstance(n, ast.Call) and "sqrt" in called(n))
         for n in ast.walk(node)
@@ -353,7 +353,7 @@ def _is_root(node: ast.expr | None) -> bool:
 
 
 def _is_shared(site: Site, factor: Factor) -> bool:
-    """Whether a factor is a variable that is used twice, for q and for k."""
+    """Return whether a factor is a variable that is used twice, for q and for k."""
     if not isinstance(factor.node, ast.Name) or site.function is None:
         return False
     name, names = factor.node.id, site.source.nodes(ast.Name, site.function)
@@ -361,7 +361,7 @@ def _is_shared(site: Site, factor: Factor) -> bool:
 
 
 def _substitutes(site: Site, size: ast.expr) -> list[str]:
-    """The sizes of a head, those first that are written like another size."""
+    """Return the sizes of a head, those first that are written like another size."""
     found = _head_sizes(site, size)
     shaped = re.compile(r"\.(shape\[|size\()")
     alike = bool(shaped.search(site.source.code(size)))
@@ -369,7 +369,7 @@ def _substitutes(site: Site, size: ast.expr) -> list[str]:
 
 
 def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
-    """Attributes of the class that hold the scale, such as `self.scale` and `self.norm_factor`."""
+    """Yield attributes of the class that hold the scale, such as `self.norm_factor`."""
     source, found = site.source, []
     cls = source.parent(place, ast.ClassDef)
     function = enclosing(source, place)
@@ -391,7 +391,7 @@ def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
 
 
 def _is_reciprocal(node: ast.expr) -> bool:
-    """Whether a scale is written as `d**-0.5` or `1 / …`."""
+    """Return whether a scale is written as `d**-0.5` or `1 / …`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return True
     return any(power < 0 for _, power in _exponents(node))

@@ -67,7 +67,7 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
 
 
 def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
-    """The classes that may lack the size.
+    """Yield the classes that may lack the size.
 
     A table of positions belongs to the class with the token embedding. Other sizes are lacking
     around the finding's lines, or in a class that is named there.
@@ -86,7 +86,7 @@ def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
 
 
 def _size(site: Site, source: Source, cls: ast.ClassDef, role: str) -> tuple[str, Edits] | None:
-    """How a constructor can write a size, and the edits with which it can; None if it cannot."""
+    """Return how a constructor can write a size, and the edits for that; None if it cannot."""
     init = constructor(cls)
     if init is not None:
         if known := hyperparameters(site, source, init, role):
@@ -124,7 +124,7 @@ def _new_name(init: ast.FunctionDef, role: str) -> str:
 def _config_entry(
     site: Site, source: Source, init: ast.FunctionDef, role: str
 ) -> tuple[str, Edits] | None:
-    """A new entry of the config that a constructor takes: a field of its class, or a key."""
+    """Return a new entry of the config that a constructor takes: a field of its class, or a key."""
     names = [each.arg for each in parameters(init) if each.arg != "self"]
     reads = [
         node for node in source.nodes(ast.expr, init)
@@ -157,7 +157,7 @@ def _config_entry(
 
 
 def _listed_after(source: Source, first: ast.AST, last: ast.AST, text: str) -> Edit:
-    """One more item after an item of a list: on a line of its own if that one is."""
+    """Return one more item after an item of a list: on a line of its own if that one is."""
     start, end = source.span(first)[0], source.span(last)[1]
     line = source.text.rfind("\n", 0, start) + 1
     indent = source.text[line:start]
@@ -172,7 +172,7 @@ def _listed_after(source: Source, first: ast.AST, last: ast.AST, text: str) -> E
 def _optional_argument(
     site: Site, source: Source, init: ast.FunctionDef, role: str
 ) -> tuple[str, Edits]:
-    """A last argument of the model's constructor, by default the checkpoint's size."""
+    """Return a last argument of the model's constructor, by default the checkpoint's size."""
     last = [*init.args.posonlyargs, *init.args.args][-1]
     name, value = _new_name(init, role), value_of(role, site.user_config)
     text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
@@ -183,7 +183,7 @@ def _optional_argument(
 def _required_argument(
     source: Source, cls: ast.ClassDef, init: ast.FunctionDef | None, name: str
 ) -> Edit:
-    """An argument of a module's constructor after those without a default."""
+    """Return an argument of a module's constructor after those without a default."""
     if init is None:
         first = cls.body[1] if ast.get_docstring(cls) is not None else cls.body[0]
         return source.insert_before(
@@ -195,7 +195,7 @@ def _required_argument(
 
 
 def _place(init: ast.FunctionDef | None) -> int:
-    """How many arguments without a default a constructor has, besides `self`."""
+    """Return how many arguments without a default a constructor has, besides `self`."""
     if init is None:
         return 0
     return len(init.args.posonlyargs) + len(init.args.args) - len(init.args.defaults) - 1
@@ -204,7 +204,7 @@ def _place(init: ast.FunctionDef | None) -> int:
 def _passed(
     source: Source, call: ast.Call, init: ast.FunctionDef | None, name: str, size: str
 ) -> Edit:
-    """A call of a module's class with one more argument."""
+    """Return a call of a module's class with one more argument."""
     place = _place(init)
     if len(call.args) > place:
         start, _ = source.span(call.args[place])

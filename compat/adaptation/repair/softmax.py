@@ -90,7 +90,7 @@ def mask_before_softmax(site: Site) -> Iterator[Edits]:
 
 
 def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
-    """What applies a mask to probabilities: the operation, its operand and what it hides.
+    """Yield each operation that masks probabilities, its operand and what it hides.
 
     What `tril` hides is "".
     """
@@ -141,7 +141,7 @@ def _moved_mask(
     site: Site, statement: ast.stmt, whole: ast.AST, kept: ast.expr, hidden: str,
     call: ast.Call, scores: ast.expr,
 ) -> Iterator[Edits]:  # fmt: skip
-    """A mask that hides `hidden`, moved from one statement to the scores of a softmax."""
+    """Yield a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
     source, inf = site.source, minus_inf(site.source)
     softmax = source.parent(call, ast.stmt)
     assert softmax is not None
@@ -216,7 +216,7 @@ def softmax_over_keys(site: Site) -> Iterator[Edits]:
 
 
 def _last_dimension(site: Site, call: ast.Call) -> Edits:
-    """A call that reduces the last dimension, if it does not yet."""
+    """Return a call that reduces the last dimension, if it does not yet."""
     source, name = site.source, called(call)
     method = isinstance(call.func, ast.Attribute) and not is_function(site, call.func)
     place = 0 if name == "Softmax" or method else 1

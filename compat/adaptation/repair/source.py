@@ -60,11 +60,11 @@ class Source:
         return starts
 
     def offset(self, line: int, column: int) -> int:
-        """The place in the text of a line, counted from 1, and a column in UTF-8 bytes."""
+        """Return the place in the text of a line, counted from 1, and a column in UTF-8 bytes."""
         return self._starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node begins and ends in the text."""
+        """Return where a node begins and ends in the text."""
         assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.arg, ast.alias))
         assert node.end_lineno is not None and node.end_col_offset is not None
         return (
@@ -73,16 +73,16 @@ class Source:
         )
 
     def code(self, node: ast.AST) -> str:
-        """A node as the user wrote it."""
+        """Return a node as the user wrote it."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def operand(self, node: ast.AST) -> str:
-        """A node's code, in parentheses unless it binds as tightly as a call."""
+        """Return a node's code, in parentheses unless it binds as tightly as a call."""
         return self.code(node) if isinstance(node, TIGHT) else f"({self.code(node)})"
 
     def grouped(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node begins and ends, with the parentheses directly around it."""
+        """Return where a node begins and ends, with the parentheses directly around it."""
         start, end = self.span(node)
         above = self.parents.get(node)
         limit = self.span(above)[1] if isinstance(above, ast.Call) else len(self.text) + 1
@@ -94,7 +94,7 @@ class Source:
             start, end = len(before) - 1, close
 
     def quoted(self, value: str) -> str:
-        """A string in the quotes that the file uses most."""
+        """Return a string in the quotes that the file uses most."""
         written = [self.code(node) for node in self.nodes(ast.Constant)]
         single = sum(code.startswith("'") for code in written)
         double = sum(code.startswith('"') and not code.startswith('"""') for code in written)
@@ -108,7 +108,7 @@ class Source:
         return Edit(self.file, *self.grouped(node), text)
 
     def insert_before(self, statement: ast.stmt, *lines: str) -> Edit:
-        """New lines before a statement, indented like it."""
+        """Return new lines before a statement, indented like it."""
         start = self.offset(statement.lineno, 0)
         indent = self.lines[statement.lineno - 1][: statement.col_offset]
         return Edit(
@@ -116,7 +116,7 @@ class Source:
         )
 
     def insert_after(self, statement: ast.stmt, *lines: str) -> Edit:
-        """New lines after a statement, indented like it."""
+        """Return new lines after a statement, indented like it."""
         assert statement.end_lineno is not None
         end = self.offset(statement.end_lineno, 0) + len(self.lines[statement.end_lineno - 1])
         indent = self.lines[statement.lineno - 1][: statement.col_offset]
@@ -129,7 +129,7 @@ class Source:
         return Edit(self.file, self._starts[statement.lineno - 1], end, "")
 
     def set_keyword(self, call: ast.Call, name: str, value: str) -> Edit:
-        """A call with a keyword argument added or changed."""
+        """Return a call with a keyword argument added or changed."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return self.replace(keyword.value, value)
@@ -149,7 +149,7 @@ class Source:
         return [Edit(self.file, start, first, ""), Edit(self.file, last, end, "")]
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The list of statements that a statement is in."""
+        """Return the list of statements that a statement is in."""
         above = self.parents[statement]
         for name in ("body", "orelse", "finalbody"):
             found = getattr(above, name, None)
@@ -158,7 +158,7 @@ class Source:
         return [statement]
 
     def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
-        """A call without one of its arguments, and without the lines that only this one is on."""
+        """Remove an argument of a call, and the lines that only this argument is on."""
         every = sorted([*call.args, *call.keywords], key=lambda node: self.span(node)[0])
         i = next(i for i, node in enumerate(every) if node is argument)
         start, end = self.span(argument)
@@ -173,7 +173,7 @@ class Source:
         return Edit(self.file, start, end, "")
 
     def parent(self, node: ast.AST, kind: type[Node]) -> Node | None:
-        """The innermost node of a kind that contains a node."""
+        """Return the innermost node of a kind that contains a node."""
         above = self.parents.get(node)
         while above is not None and not isinstance(above, kind):
             above = self.parents.get(above)
@@ -186,7 +186,7 @@ class Source:
             above = self.parents.get(above)
 
     def statements_at(self, line: int) -> list[ast.stmt]:
-        """The statements that a line belongs to, the innermost first."""
+        """Return the statements that a line belongs to, the innermost first."""
         found = [
             node for node in ast.walk(self.tree)
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
@@ -194,13 +194,13 @@ class Source:
         return sorted(found, key=lambda node: (node.end_lineno or 0) - node.lineno)
 
     def nodes(self, kind: type[Node], within: ast.AST | None = None) -> list[Node]:
-        """The nodes of a kind, in the order of the text."""
+        """Return the nodes of a kind, in the order of the text."""
         found = [node for node in ast.walk(within or self.tree) if isinstance(node, kind)]
         return sorted(found, key=lambda n: self.span(n)[0] if hasattr(n, "lineno") else 0)
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text after the edits of one file, which must not overlap."""
+    """Return the text after the edits of one file, which must not overlap."""
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
     return text

@@ -9,33 +9,33 @@ from typing import TypeGuard
 
 
 def called(call: ast.Call) -> str:
-    """The last part of the name that is called: `gelu` of `F.gelu(x)`."""
+    """Return the last part of the name that is called: `gelu` of `F.gelu(x)`."""
     return name_of(call.func)
 
 
 def name_of(node: ast.AST) -> str:
-    """The last part of a dotted name: `gelu` of `F.gelu`; "" for other expressions."""
+    """Return the last part of a dotted name: `gelu` of `F.gelu`; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def last_name(node: ast.AST) -> str:
-    """The last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
+    """Return the last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
     if isinstance(node, ast.Subscript):
         return str(constant(node.slice))
     return name_of(node)
 
 
 def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
-    """An argument of a call, by its place or its name."""
+    """Return an argument of a call, by its place or its name."""
     if len(call.args) > place:
         return call.args[place]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def is_self(node: ast.AST | None, name: str | None = None) -> TypeGuard[ast.Attribute]:
-    """Whether a node is `self.name`, or any attribute of `self`."""
+    """Return whether a node is `self.name`, or any attribute of `self`."""
     match node:
         case ast.Attribute(ast.Name("self"), found):
             return name in (None, found)
@@ -43,17 +43,17 @@ def is_self(node: ast.AST | None, name: str | None = None) -> TypeGuard[ast.Attr
 
 
 def own_attribute(node: ast.AST) -> str | None:
-    """`name` if a node is `self.name`."""
+    """Return `name` if a node is `self.name`."""
     return node.attr if is_self(node) else None
 
 
 def is_sum(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
-    """Whether a node is `a + b`."""
+    """Return whether a node is `a + b`."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
 
 
 def is_product(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
-    """Whether a node is `a * b` or `a / b`."""
+    """Return whether a node is `a * b` or `a / b`."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div))
 
 
@@ -67,7 +67,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def constant(node: ast.expr | None) -> object:
-    """The value of a literal or of arithmetic with literals, such as `10**-6`; else Ellipsis."""
+    """Return the value of a literal or of arithmetic such as `10**-6`; otherwise Ellipsis."""
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = constant(node.left), constant(node.right)
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
@@ -85,7 +85,7 @@ def is_integer(node: ast.expr | None) -> bool:
 
 
 def is_size(node: ast.AST) -> bool:
-    """Whether a node is `x.shape[i]`, `x.size(i)` or `len(x)`."""
+    """Return whether a node is `x.shape[i]`, `x.size(i)` or `len(x)`."""
     match node:
         case ast.Subscript(ast.Attribute(attr="shape") | ast.Call(ast.Attribute(attr="size"))):
             return True
@@ -95,7 +95,7 @@ def is_size(node: ast.AST) -> bool:
 
 
 def unpacked_sizes(node: ast.AST) -> list[str]:
-    """What a statement calls the sizes of a tensor: B, T and C in `B, T, C = x.shape`."""
+    """Return what a statement calls the sizes of a tensor: B, T and C in `B, T, C = x.shape`."""
     match node:
         case ast.Assign(
             [ast.Tuple(names)], ast.Attribute(attr="shape") | ast.Call(ast.Attribute(attr="size"))
@@ -105,7 +105,7 @@ def unpacked_sizes(node: ast.AST) -> list[str]:
 
 
 def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
-    """The `__init__` of a class."""
+    """Return the `__init__` of a class."""
     functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
     return next((node for node in functions if node.name == "__init__"), None)
 
@@ -122,7 +122,7 @@ def is_parameter(function: ast.FunctionDef, name: str) -> bool:
 def default_of(
     function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name: str
 ) -> ast.expr | None:
-    """The default of a parameter."""
+    """Return the default of a parameter."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     for parameter, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
@@ -133,19 +133,19 @@ def default_of(
 
 
 def targets(node: ast.stmt) -> list[ast.expr]:
-    """What an assignment assigns to."""
+    """Return what an assignment assigns to."""
     if isinstance(node, ast.Assign):
         return node.targets
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
 
 
 def assigns(target: ast.expr, name: str) -> bool:
-    """Whether a target is a variable or an attribute of this name."""
+    """Return whether a target is a variable or an attribute of this name."""
     return isinstance(target, (ast.Name, ast.Attribute)) and name_of(target) == name
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The targets of an assignment with their values."""
+    """Yield the targets of an assignment with their values."""
     match node:
         case ast.Assign(targets, value):
             for target in targets:
@@ -158,7 +158,7 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def assignments(within: ast.AST, name: str, *, deep: bool = True) -> Iterator[ast.expr]:
-    """The values assigned to a name."""
+    """Yield the values assigned to a name."""
     for node in ast.walk(within) if deep else [within]:
         for target, value in assigned(node):
             if isinstance(target, ast.Name) and target.id == name:
@@ -166,7 +166,7 @@ def assignments(within: ast.AST, name: str, *, deep: bool = True) -> Iterator[as
 
 
 def self_assignments(within: ast.AST, name: str) -> Iterator[ast.expr]:
-    """The values assigned to `self.name`."""
+    """Yield the values assigned to `self.name`."""
     for node in ast.walk(within):
         for target, value in assigned(node):
             if is_self(target, name):

@@ -49,7 +49,7 @@ class Product:
 
 
 def products(source: Source, within: ast.AST) -> list[Product]:
-    """The products of tensors in the order in which they are computed."""
+    """Return the products of tensors in the order in which they are computed."""
     found = []
     for node in source.nodes(ast.expr, within):
         match node:
@@ -67,7 +67,7 @@ def products(source: Source, within: ast.AST) -> list[Product]:
 
 
 def score_products(site: Site) -> list[Product]:
-    """The products that may compute the scores, those of the finding's line first."""
+    """Return the products that may compute the scores, those of the finding's line first."""
     assert site.function is not None
     found = [
         product for product in products(site.source, site.function)
@@ -78,7 +78,7 @@ def score_products(site: Site) -> list[Product]:
 
 
 def _is_own(node: ast.expr) -> bool:
-    """Whether a node is `self.name` or a transpose of it."""
+    """Return whether a node is `self.name` or a transpose of it."""
     while isinstance(node, (ast.Call, ast.Attribute)) and not own_attribute(node):
         node = node.func if isinstance(node, ast.Call) else node.value
     return own_attribute(node) is not None
@@ -87,7 +87,7 @@ def _is_own(node: ast.expr) -> bool:
 def assigned_values(
     source: Source, within: ast.AST, name: str
 ) -> list[tuple[ast.expr, ast.expr | None]]:
-    """The values that are assigned to a variable or attribute, with the tuple of an unpacking."""
+    """Yield values assigned to a variable or attribute, with the tuple of an unpacking."""
     found: list[tuple[ast.expr, ast.expr | None]] = []
     for node in source.nodes(ast.stmt, within):
         value = getattr(node, "value", None)
@@ -106,7 +106,7 @@ def assigned_values(
 
 
 def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | None:
-    """The last expression that is assigned to a variable, or to an attribute of the class.
+    """Return the last expression that is assigned to a variable, or to an attribute of the class.
 
     What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
     """
@@ -137,7 +137,7 @@ def enclosing(source: Source, node: ast.AST) -> ast.FunctionDef | None:
 
 
 def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
-    """Whether an expression looks like a number rather than a tensor of activations."""
+    """Return whether an expression looks like a number rather than a tensor of activations."""
     match node:
         case ast.Constant(value):
             return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -175,7 +175,7 @@ def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -
 
 
 def size_of(site: Site, name: str, axis: int) -> str:
-    """A size of a tensor, written as elsewhere in the file."""
+    """Return a size of a tensor, written as elsewhere in the file."""
     calls = sum(called(call) == "size" for call in site.source.nodes(ast.Call))
     shapes = sum(node.attr == "shape" for node in site.source.nodes(ast.Attribute))
     return f"{name}.size({axis})" if calls > shapes else f"{name}.shape[{axis}]"
@@ -185,12 +185,12 @@ def size_of(site: Site, name: str, axis: int) -> str:
 
 
 def minus_inf(source: Source) -> str:
-    """`float("-inf")` with the quotes that the file uses."""
+    """Write `float("-inf")` with the quotes that the file uses."""
     return f"float({source.quoted('-inf')})"
 
 
 def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
-    """The calls that compute the probabilities, with the scores."""
+    """Return the calls that compute the probabilities, with the scores."""
     assert site.function is not None
     source, inside = site.source, site.function
     if "softmax" in site.function.name:  # a function of the user's
@@ -207,12 +207,12 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
 
 
 def operand(site: Site, call: ast.Call) -> ast.expr | None:
-    """The tensor that a call computes with: the owner of a method, or the first argument."""
+    """Return the tensor that a call computes with: the owner of a method, or the first argument."""
     return next(iter(operands(site, call)), None)
 
 
 def operands(site: Site, call: ast.Call) -> list[ast.expr]:
-    """The arguments of a call, and before them the tensor whose method is called."""
+    """Return the arguments of a call, and before them the tensor whose method is called."""
     match call.func:
         case ast.Attribute(owner) as method if not is_function(site, method):
             return [owner, *call.args]
@@ -220,7 +220,7 @@ def operands(site: Site, call: ast.Call) -> list[ast.expr]:
 
 
 def is_function(site: Site, node: ast.Attribute) -> bool:
-    """Whether an attribute is a function of a module such as `F`, or belongs to `self`."""
+    """Return whether an attribute is a function of a module such as `F`, or belongs to `self`."""
     base = node.value
     while isinstance(base, ast.Attribute):
         base = base.value
@@ -235,7 +235,7 @@ def is_softmax(site: Site, call: ast.Call) -> bool:
 
 
 def named_scores(site: Site, scores: ast.expr) -> tuple[str, list[str], list[Edit]]:
-    """A variable for the argument of a softmax, and what assigns it if it is an expression."""
+    """Return a variable for a softmax's argument, and what assigns it if it is an expression."""
     source, inner = site.source, scores
     while isinstance(inner, ast.BinOp) and not isinstance(inner.op, ast.MatMult):
         inner = inner.left
@@ -246,7 +246,7 @@ def named_scores(site: Site, scores: ast.expr) -> tuple[str, list[str], list[Edi
 
 
 def with_mask(source: Source, scores: ast.expr, hidden: str, inf: str) -> str:
-    """Scores with a mask, as an expression."""
+    """Return scores with a mask, as an expression."""
     return f"{source.operand(scores)}.masked_fill({hidden}, {inf})"
 
 
@@ -254,7 +254,7 @@ def with_mask(source: Source, scores: ast.expr, hidden: str, inf: str) -> str:
 
 
 def is_cached(source: Source, function: ast.AST | None) -> bool:
-    """Whether a function may have more keys than queries, because it has a KV cache."""
+    """Return whether a function may have more keys than queries, because it has a KV cache."""
     if not isinstance(function, ast.FunctionDef):
         return False
     names = [node.id for node in source.nodes(ast.Name, function)]

@@ -37,18 +37,18 @@ class Written(NamedTuple):
 
 
 def numeral(value: float) -> str:
-    """A number as people write it: `1e-5`, not `1e-05`."""
+    """Return a number as people write it: `1e-5`, not `1e-05`."""
     digits, exponent, power = f"{value:g}".partition("e")
     return f"{digits}e{int(power)}" if exponent else digits
 
 
 def origins(site: Site, source: Source, node: ast.expr) -> list[Written]:
-    """The literals that an expression gets its value from, the most specific first."""
+    """Return the literals that an expression gets its value from, the most specific first."""
     return [each for each in chain(site, source, node) if constant(each.node) is not ...]
 
 
 def chain(site: Site, source: Source, node: ast.expr) -> list[Written]:
-    """An expression and those that it gets its value from, through names and arguments."""
+    """Return an expression and those that it gets its value from, through names and arguments."""
     found: dict[ast.expr, Written] = {}
     level = [Written(source, node)]
     for _ in range(DEPTH):
@@ -63,7 +63,7 @@ def chain(site: Site, source: Source, node: ast.expr) -> list[Written]:
 
 
 def _before(site: Site, written: Written) -> Iterator[Written]:
-    """The expressions that an expression may get its value from directly."""
+    """Yield the expressions that an expression may get its value from directly."""
     source, node = written
     if isinstance(node, ast.Name):
         yield from _of_name(site, source, node)
@@ -86,7 +86,7 @@ def _before(site: Site, written: Written) -> Iterator[Written]:
 
 
 def _of_name(site: Site, source: Source, node: ast.Name) -> Iterator[Written]:
-    """The values assigned to a name in its function, its argument's, or else the file's."""
+    """Yield the values assigned to a name in its function, its argument's, or else the file's."""
     for scope in source.ancestors(node):
         if not isinstance(scope, FUNCTIONS):
             continue
@@ -107,7 +107,7 @@ def _of_name(site: Site, source: Source, node: ast.Name) -> Iterator[Written]:
 
 
 def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> Iterator[Written]:
-    """The values of `self.name` in a class, or else in its bases."""
+    """Yield the values of `self.name` in a class, or else in its bases."""
     own = [Written(source, value) for value in self_assignments(cls, name)]
     for statement in cls.body:
         own += [Written(source, v) for v in assignments(statement, name, deep=False)]
@@ -119,7 +119,7 @@ def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> I
 
 
 def entries(site: Site, name: str) -> Iterator[Written]:
-    """The values of an entry of a config: a field, a key, a keyword, or a module's variable."""
+    """Yield the values of a config's entry: a field, a key, a keyword, or a module's variable."""
     for source in site.sources.values():
         for statement in source.tree.body:
             yield from (Written(source, v) for v in assignments(statement, name, deep=False))
@@ -146,21 +146,21 @@ def entries(site: Site, name: str) -> Iterator[Written]:
 
 
 def classes(site: Site, name: str) -> Iterator[tuple[Source, ast.ClassDef]]:
-    """The classes of a name."""
+    """Yield the classes of a name."""
     for source, cls in site.every(ast.ClassDef):
         if cls.name == name:
             yield source, cls
 
 
 def calls_of(site: Site, name: str) -> Iterator[tuple[Source, ast.Call]]:
-    """The calls of a function or class."""
+    """Yield the calls of a function or class."""
     for source, call in site.every(ast.Call):
         if called(call) == name:
             yield source, call
 
 
 def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
-    """The values that the user's files give to a name: keywords, then defaults and assignments."""
+    """Yield a name's values in the user's files: keywords, then defaults and assignments."""
     for source in site.sources.values():
         for node in ast.walk(source.tree):
             if isinstance(node, ast.keyword) and node.arg == name:
@@ -182,7 +182,7 @@ def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
 def passed(
     site: Site, source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[Written]:
-    """What the calls of a function, or of the class that it constructs, pass as an argument."""
+    """Yield what calls of a function, or of the class that it constructs, pass as an argument."""
     cls = source.parents.get(function)
     is_method = isinstance(cls, ast.ClassDef)
     names = [each.arg for each in parameters(function)]
@@ -197,7 +197,7 @@ def passed(
 
 
 def attempts(site: Site, edits: list[Edit]) -> Iterator[list[Edit]]:
-    """Edits that may belong together: those of the finding's statement, then all, then each."""
+    """Yield edits that may belong together: the finding's statement's, then all, then each."""
     edits = list(dict.fromkeys(edits))
     start, end = site.source.span(site.statement)
     near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
@@ -217,7 +217,7 @@ def plus(source: Source, node: ast.expr, text: str) -> Edit:
 
 
 def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) -> str:
-    """The code of an expression with a term added."""
+    """Return the code of an expression with a term added."""
     total = f"{source.code(node)} + {text}"
     binds = isinstance(above, (ast.Attribute, ast.Subscript, ast.UnaryOp)) or (
         isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add)
@@ -226,7 +226,7 @@ def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) 
 
 
 def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str) -> list[str]:
-    """How a constructor can write a size of the model: an argument, or an entry of a config.
+    """Return how a constructor can write a size of the model: an argument, or an entry of a config.
 
     Args:
         site: the finding.
@@ -254,7 +254,7 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
 
 
 def _entry_names(site: Site) -> list[str]:
-    """The names of the entries of configs: fields of classes, keys, and what code reads."""
+    """Return the names of the entries of configs: fields of classes, keys, and what code reads."""
     found: list[str] = []
     for _, node in site.every(ast.AST):
         match node:

@@ -55,7 +55,7 @@ def write(repair: Repair) -> list[Path]:
 
 
 def _notebook(path: Path, texts: Mapping[str, str]) -> bytes:
-    """The notebook with these sources of cells, by their numbers among the code cells."""
+    """Return the notebook with these sources of cells, by their numbers among the code cells."""
     raw = path.read_text(encoding="utf-8")
     document = json.loads(raw)
     code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
