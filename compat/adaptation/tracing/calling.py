@@ -76,7 +76,7 @@ def check_model(model: object) -> None:
 
 
 def _described(value: object) -> str:
-    """What was passed instead of a module, and what to do."""
+    """Return what was passed instead of a module, and what to do."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         return f"the class {value.__name__}. Pass an instance, for example {value.__name__}()."
     if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ global_state = threading.RLock()
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """No gradients, and none of the fused kernels that nn.MultiheadAttention uses in eval mode.
+    """Disable gradients, and the fused kernels of nn.MultiheadAttention in eval mode.
 
     The process-wide switch is restored afterwards. Other threads wait meanwhile.
     """
@@ -111,7 +111,7 @@ def plain_kernels() -> Iterator[None]:
 
 
 def describe_error(error: Exception) -> str:
-    """The type and first line of an exception, and the user's line that raised it."""
+    """Return the type and first line of an exception, and the user's line that raised it."""
     lines = [f"{f.filename}:{f.lineno} {f.line}" for f in users_frames(error)]
     named = re.findall(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)', str(error))
     lines += [f"{file}:{line} {text}" for file, line, text in named if is_users(file)]
@@ -149,7 +149,7 @@ class CallSignature:
     time_first: bool = False
 
     def without_targets(self) -> CallSignature:
-        """The call without targets, which returns the logits of the last position."""
+        """Return the call without targets, which returns the logits of the last position."""
         arguments = tuple(pair for pair in self.arguments if pair[0] not in TARGETS)
         return replace(self, arguments=arguments, targets=False, last=True)
 
@@ -164,7 +164,7 @@ class CallSignature:
         return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
-        """The logits for what the model takes at once: ids (B, T), or (T,) if `rows` is 0."""
+        """Call the model on what it accepts at once: ids (B, T), or (T,) if `rows` is 0."""
         given = self.given(ids) if self.given else ids
         if ids.ndim == 1:
             arguments = {name: value(model, ids[None]) for name, value in self.arguments}
@@ -181,7 +181,7 @@ class CallSignature:
 
 
 def _values(name: str) -> tuple[Value, ...]:
-    """The values to try for an argument of this name, the most likely first."""
+    """Return the values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
         return (lambda model, ids: ids,)
     if _is_mask(name):
@@ -204,7 +204,7 @@ def _is_mask(name: str) -> bool:
 
 
 def _masks() -> dict[str, Value]:
-    """The values to try for a mask, by their text; the last is one without padding."""
+    """Return the values to try for a mask, by their text; the last is one without padding."""
     found: dict[str, Value] = {text: partial(_mask, mask, ()) for text, mask in MASKS.items()}
     found |= {f"{text}[None]": partial(_mask, mask, (None,)) for text, mask in MASKS.items()}
     return {**found, "True": _yes, "ones": _ones}
@@ -213,7 +213,7 @@ def _masks() -> dict[str, Value]:
 def _mask(
     mask: Callable[[int], Tensor | None], axes: tuple[None, ...], model: nn.Module, ids: Tensor
 ) -> Tensor | None:
-    """A mask (T, T), or with an axis for the batch (1, T, T)."""
+    """Return a mask (T, T), or with an axis for the batch (1, T, T)."""
     made = mask(ids.shape[1])
     return made if made is None else made[axes]
 
@@ -239,7 +239,7 @@ def _nothing(model: nn.Module, ids: Tensor) -> None:
 
 
 def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
-    """An empty cache for each module of the longest list."""
+    """Return an empty cache for each module of the longest list."""
     lists = [len(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     return [None] * max(lists, default=1)
 
@@ -252,7 +252,7 @@ def find_signature(
     *,
     time_first: bool = False,
 ) -> CallSignature:
-    """The first signature that returns logits for these ids, of all positions if possible.
+    """Return the first signature that returns logits for these ids, of all positions if possible.
 
     Of several masks, it is the first with which no token attends to a later one. Optional masks are
     passed only if every token attends to all others without them.
@@ -305,7 +305,7 @@ def find_signature(
 
 
 def batch_sizes(model: nn.Module) -> list[int]:
-    """The numbers of sequences that a model may only accept: one, and its own batch sizes."""
+    """Return numbers of sequences that a model may insist on: one, and its own batch sizes."""
     modules = list(model.modules())
     owners = (*user_modules(type(model)), *modules, *dict.fromkeys(map(type, modules)))
     named = [(n, v) for o in owners for n, v in list(vars(o).items()) if type(v) is int]
@@ -314,14 +314,14 @@ def batch_sizes(model: nn.Module) -> list[int]:
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """The names of the arguments that `forward` requires besides the first."""
+    """Return the names of the arguments that `forward` requires besides the first."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters[1:] if p.default is p.empty and p.kind in named]
 
 
 def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]:
-    """Signatures to try: the ids and the required arguments; the same with targets or a flag."""
+    """Yield signatures to try: ids and required arguments, then also targets or a flag."""
     required = required_arguments(model)
     text = f"model({', '.join(['ids', *required])})"
     combinations = product(*(_values(name) for name in required))
@@ -345,7 +345,7 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
 
 
 def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]]:
-    """The call with a list of empty caches, or with a mask without padding.
+    """Return the call with a list of empty caches, or with a mask without padding.
 
     Some code reads these arguments although they are optional.
     """
@@ -367,7 +367,7 @@ def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]
 
 
 def _with_optional_masks(model: nn.Module, signature: CallSignature) -> list[CallSignature]:
-    """The signature with each optional mask, or with a flag such as `causal=True`."""
+    """Return the signature with each optional mask, or with a flag such as `causal=True`."""
     texts = re.findall(
         r"""mask\w*\s*(?:==|in\b)\s*[\[({]?\s*["'](\w*causal\w*)["']""", modules_text(type(model))
     )
@@ -391,19 +391,19 @@ def _with_optional_masks(model: nn.Module, signature: CallSignature) -> list[Cal
 
 
 def _is_causal(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
-    """Whether a change of the last token leaves all earlier logits unchanged."""
+    """Return whether a change of the last token leaves all earlier logits unchanged."""
     changed = _changed_by(model, signature, ids, -1)
     return len(changed) > 1 and not changed[:-1].any()
 
 
 def _is_bidirectional(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
-    """Whether a change of the last or the first token changes the logits of all others."""
+    """Return whether a change of the last or the first token changes the logits of all others."""
     changed = (_changed_by(model, signature, ids, place) for place in (-1, 0))
     return all(len(positions) > 1 and bool(positions.all()) for positions in changed)
 
 
 def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: int) -> Tensor:
-    """Whether the logits of each position change with one token.
+    """Return whether the logits of each position change with one token.
 
     Empty if the call fails, or if the change is not a number.
     """

@@ -41,7 +41,7 @@ class Contraction:
 
 
 def contraction(node: Node) -> Contraction | None:
-    """The node as a contraction; None for any other operation."""
+    """Return the node as a contraction; None for any other operation."""
     name = kind(node)
     args: Any = node.args
     if name == "linear":
@@ -77,7 +77,7 @@ def _matmul(node: Node, a: Node, b: Node) -> Contraction | None:
 def _tensordot(
     node: Node, a: Node, b: Node, a_summed: Sequence[int], b_summed: Sequence[int]
 ) -> Contraction:
-    """The axes of a that are not summed over, followed by those of b."""
+    """Return the axes of a that are not summed over, followed by those of b."""
     n, m = len(size(a)), len(size(b))
     a_axes, b_axes = list(ascii_letters[:n]), list(ascii_letters[n : n + m])
     for i, j in zip(a_summed, b_summed, strict=True):
@@ -87,7 +87,7 @@ def _tensordot(
 
 
 def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
-    """The equation with its ellipsis expanded and, if it has none, an explicit result."""
+    """Return the equation with its ellipsis expanded and, if it has none, an explicit result."""
     left, _, out = equation.replace(" ", "").partition("->")
     parts = left.split(",")
     rest = iter(x for x in reversed(ascii_letters) if x not in equation)

@@ -43,7 +43,7 @@ def _attend(
     scale: float,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the logarithm of the sum of exp(score), and the largest score of each query.
+    """Return the result, and each query's logarithm of the sum of exp(score) and largest score.
 
     `score_mod` and the mask's function, the last entry of `block_mask`, get all indices at once.
     """

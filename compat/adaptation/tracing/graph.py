@@ -216,11 +216,11 @@ class Graph:
             self.__dict__.pop(name, None)
 
     def parameter_names(self, node: Node) -> tuple[str, ...]:
-        """The names of the parameters behind a placeholder."""
+        """Return the names of the parameters behind a placeholder."""
         return self.derived[node].names if node in self.derived else (self.names[node],)
 
     def parameter_values(self, node: Node) -> tuple[Tensor, ...]:
-        """The values of the parameters behind a placeholder, in the model's memory."""
+        """Return the values of the parameters behind a placeholder, in the model's memory."""
         return self.derived[node].values if node in self.derived else (self.values[node],)
 
     def recompute_derived(self) -> None:
@@ -229,7 +229,7 @@ class Graph:
             self.values[node] = found.op.save(found.values)
 
     def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        """The nodes that compute `targets` from the values of `cuts`, live or not, in order."""
+        """Return the nodes, live or not, that compute `targets` from the values of `cuts`."""
         cuts, stack, seen = set(cuts), list(targets), set()
         while stack:
             node = stack.pop()
@@ -239,16 +239,16 @@ class Graph:
         return sorted(seen, key=self.order.__getitem__)
 
     def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        """Those of the nodes `between` whose values depend on the ids."""
+        """Return those of the nodes `between` whose values depend on the ids."""
         return [node for node in self.between(targets, cuts) if node in self.live]
 
     def on_paths(self, starts: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
-        """The nodes after `starts` on the paths from them to `ends`, in order."""
+        """Return the nodes after `starts` on the paths from them to `ends`, in order."""
         starts = set(starts)
         return [n for n in self.live_between(ends, starts) if starts & self.ancestors[n]]
 
     def first_reader(self, nodes: Iterable[Node]) -> Node:
-        """The first operation on values of the ids that reads one of the nodes of parameters."""
+        """Return the first live operation that reads one of these nodes of parameters."""
         below, readers = [*nodes], set[Node]()
         while below:
             users = set(below.pop().users)
@@ -291,28 +291,28 @@ class Graph:
         return [env[node] for node in targets]
 
     def place(self, node: Node) -> Place | None:
-        """The innermost line of the user's code that computed a node."""
+        """Return the innermost line of the user's code that computed a node."""
         places = self.places(node)
         return places[-1] if places else None
 
     def places(self, node: Node) -> list[Place]:
-        """The lines of the user's code that led to a node, the outermost first."""
+        """Return the lines of the user's code that led to a node, the outermost first."""
         return list(node.meta.get("places", ()))
 
     def repeated(self, node: Node) -> Place | None:
-        """The line that computed a node once more, after the one that `place` returns."""
+        """Return the line that computed a node once more, after the one that `place` returns."""
         places = node.meta.get("repeats", ())
         return places[-1] if places else None
 
     def at(self, *nodes: Node) -> str:
-        """ " at FILE:LINE" of nodes, for messages; "" where no line is known."""
+        """Return " at FILE:LINE" of nodes, for messages; "" where no line is known."""
         places = [place for node in nodes if (place := self.place(node))]
         lines = dict.fromkeys(f"{place.file}:{place.line}" for place in places)
         return f" at {', '.join(lines)}" if lines else ""
 
 
 def kind(node: Node) -> str:
-    """The name of the ATen operation, such as `softmax`, or "" for a node without one."""
+    """Return the name of the ATen operation, such as `softmax`, or "" for a node without one."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is not None:
         return str(packet.__name__).removesuffix("_")
@@ -320,37 +320,37 @@ def kind(node: Node) -> str:
 
 
 def size(node: Node) -> tuple[int, ...]:
-    """The shape of a node's value; () for a value that is not a tensor."""
+    """Return the shape of a node's value; () for a value that is not a tensor."""
     shape: tuple[int, ...] = node.meta.get("shape", ())
     return shape
 
 
 def random_values(shape: Iterable[int], seed: int = 0) -> Tensor:
-    """Normally distributed numbers in float64, which depend on the seed alone."""
+    """Draw normally distributed numbers in float64, which depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """The nodes among the arguments, lists flattened, in the order of the arguments."""
+    """Return the nodes among the arguments, lists flattened, in the order of the arguments."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def live_inputs(graph: Graph, node: Node) -> list[Node]:
-    """The inputs of a node that depend on the ids."""
+    """Return the inputs of a node that depend on the ids."""
     return [a for a in node.all_input_nodes if a in graph.live]
 
 
 def reads_parameter(graph: Graph, node: Node) -> bool:
-    """Whether a node has one operand that does not depend on the ids, and it is of parameters."""
+    """Return whether a node's only operand that does not depend on the ids is of parameters."""
     dead = [a for a in node.all_input_nodes if a not in graph.live]
     return len(dead) == 1 and bool(graph.parameters_of[dead[0]])
 
 
 def live_users(graph: Graph, node: Node) -> list[Node]:
-    """The operations that read a node and depend on the ids."""
+    """Return the operations that read a node and depend on the ids."""
     return [user for user in node.users if user in graph.live]
 
 
@@ -382,7 +382,7 @@ def call(node: Node, env: Values, double: bool) -> Any:
 
 
 def _exact_sdpa(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """No dropout, and a mask of the query's type: with another type the CPU kernel can be wrong."""
+    """Disable dropout, and give the mask the query's type, as the CPU kernel requires."""
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if mask is not None and mask.is_floating_point():
         mask = mask.to(args[0].dtype)

@@ -90,7 +90,7 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
 
 
 def _call(forward: Forward, model: nn.Module, input_ids: Tensor) -> Tensor:
-    """The frame at which the recorded lines of the user's code begin."""
+    """Return the frame at which the recorded lines of the user's code begin."""
     return forward(model, input_ids)
 
 
@@ -137,7 +137,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.written: dict[str, Place] = {}
 
     def _inputs(self, named: dict[int, tuple[str, Tensor]]) -> dict[Node, str]:
-        """A placeholder for every tensor, and its name."""
+        """Return a placeholder for every tensor, and its name."""
         found = {}
         for name, tensor in named.values():
             node = self.graph.placeholder(name.replace(".", "_"))
@@ -146,7 +146,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _add(self, node: Node, tensor: Tensor) -> Node:
-        """A node holds the value of a tensor."""
+        """Record that a node holds the value of a tensor, and return the node."""
         node.meta["shape"] = tuple(tensor.shape)
         if id(tensor) not in self.current:
             self.tensors.append(tensor)
@@ -189,7 +189,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _is_known(self, result: Tensor) -> bool:
-        """Whether an operation returned a tensor that is recorded, or one of the same elements."""
+        """Return whether a tensor, or one of the same elements, is recorded already."""
         if id(result) not in self.current:
             sharing = self.sharing.get(_address(result), ())
             same = next((t for t in sharing if _layout(t) == _layout(result)), None)
@@ -206,7 +206,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self.views[id(result)] = _View(bases[0], nodes)
 
     def _node_of(self, tensor: Tensor) -> Node:
-        """The node of a tensor; one from before the call is a constant or shares memory."""
+        """Return the node of a tensor; one from before the call is a constant or shares memory."""
         if self._is_known(tensor):
             return self.current[id(tensor)]
         for other in self.sharing.get(_address(tensor), ()):
@@ -250,7 +250,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self._write(changed[0], node)
 
     def _write(self, tensor: Tensor, node: Node) -> None:
-        """A tensor has a new value, and with it all tensors that share its memory."""
+        """Record a new value of a tensor, and of all tensors that share its memory."""
         self._add(node, tensor)
         written, child = {id(tensor)}, tensor
         while (view := self.views.get(id(child))) is not None:
@@ -264,7 +264,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
                 self._add(self._again(view), other)
 
     def _again(self, view: _View) -> Node:
-        """A view of the current value of its base."""
+        """Return a view of the current value of its base."""
         node = self.current[id(view.base)]
         nodes = []
         for operation in view.nodes:
@@ -274,7 +274,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _with_part(self, view: _View, part: Node) -> Node:
-        """The value of a view's base after the view was changed to `part`."""
+        """Return the value of a view's base after the view was changed to `part`."""
         whole, shape = self.current[id(view.base)], tuple(view.base.shape)
         if not view.nodes:
             return part
@@ -297,7 +297,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return self._record(aten.reshape.default, (values, shape))
 
     def _frames(self, frame: FrameType | None) -> tuple[tuple[Place, ...], tuple[str, ...]]:
-        """The user's lines and the modules that led to an operation, the outermost first."""
+        """Return the user's lines and the modules that led to an operation, the outermost first."""
         places: list[Place] = []
         modules: list[str] = []
         while frame is not None and frame.f_code is not _call.__code__:
@@ -312,7 +312,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         return tuple(places[::-1]), tuple(modules[::-1])
 
     def finish(self, logits: Tensor) -> Graph:
-        """The graph of the logits, without repeated and dead operations."""
+        """Return the graph of the logits, without repeated and dead operations."""
         output = self._node_of(logits)
         self.graph.output(output)
         _merge_repeats(self.graph)
@@ -337,7 +337,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_product(equation: str) -> bool:
-    """Whether an einsum is a matrix product, not `d, b t d -> b t d` or `b t h c -> b t c`.
+    """Return whether an einsum is a matrix product, not `d, b t d -> b t d` or `b t h c -> b t c`.
 
     These are a multiplication, because no axis is summed over, and a sum of one tensor.
     """
@@ -346,7 +346,7 @@ def _is_product(equation: str) -> bool:
 
 
 def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """The parameters and their names, by id; the name of a shared one is that in the embedding."""
+    """Return the parameters and their names by id. A shared one has the embedding's name."""
     known: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -356,7 +356,7 @@ def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
-    """All tensors among the arguments."""
+    """Return all tensors among the arguments."""
     found: list[Tensor] = []
 
     def visit(argument: Any) -> Any:
@@ -369,7 +369,7 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _changed_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     found = []
@@ -380,7 +380,7 @@ def _changed_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _function(func: Any) -> Any:
-    """The function of an in-place operation, or of one with an `out` argument; None without one."""
+    """Return the function of an in-place operation, or of one with an `out` argument, or None."""
     name = func.overloadpacket.__name__
     packet = FUNCTIONS.get(name) or getattr(aten, name.removesuffix("_"), None)
     for overload in packet.overloads() if packet else ():
@@ -391,7 +391,7 @@ def _function(func: Any) -> Any:
 
 
 def _arguments(func: Any) -> list[tuple[str, str]]:
-    """The names and types of an operation's arguments, without `out`.
+    """Return the names and types of an operation's arguments, without `out`.
 
     The first is called `self` in some schemas, and `input` in others of the same operation.
     """
@@ -408,7 +408,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Which elements of its memory a tensor has."""
+    """Return which elements of its memory a tensor has."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     found = torch.zeros(size, dtype=torch.bool)
@@ -444,7 +444,7 @@ def drop_dead_code(graph: fx.Graph, output: Node) -> None:
 
 
 def _drops(node: Node) -> bool:
-    """Whether an operation is dropout with a probability and in training mode."""
+    """Return whether an operation is dropout with a probability and in training mode."""
     arguments = [*node.args, *node.kwargs.values()]
     if kind(node) in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"):
         return bool(arguments[1]) and bool(arguments[2])
@@ -455,7 +455,7 @@ def _drops(node: Node) -> bool:
 
 
 def _selects(node: Node) -> bool:
-    """Whether random numbers only select elements to keep, as a mask with two values.
+    """Return whether random numbers only select elements to keep, as a mask with two values.
 
     Other random numbers, such as those that are added to a tensor, are noise.
     """

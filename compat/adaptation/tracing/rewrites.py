@@ -43,7 +43,7 @@ def _prune(graph: Graph) -> None:
 
 
 def remove_output_softmax(graph: Graph) -> Node | None:
-    """If the output is a softmax of the logits, perhaps rounded, make the logits the output.
+    """Make the logits the output if it is their softmax, perhaps rounded.
 
     Returns:
         The node of the softmax.
@@ -58,7 +58,7 @@ def remove_output_softmax(graph: Graph) -> Node | None:
 
 
 def keep_every_position(graph: Graph) -> Node | None:
-    """If all positions but the last are dropped before or after the head, remove the slice.
+    """Remove a slice before or after the head that drops all positions but the last.
 
     Returns:
         The first node that dropped them.
@@ -98,7 +98,7 @@ def _add_positions_to_einsums(graph: Graph, start: Node) -> None:
 
 
 def _path_from_attention(graph: Graph) -> list[Node]:
-    """The nodes that all paths from attention to the output pass through, the output first."""
+    """Return the nodes on all paths from attention to the output, the output first."""
     path, nodes = [], {graph.output}
     while nodes:
         node = max(nodes, key=graph.order.__getitem__)
@@ -141,7 +141,7 @@ def drop_zero_terms(graph: Graph) -> bool:
     attention = {node for node in graph.nodes if kind(node) in {*SDPA, "softmax", "_softmax"}}
 
     def attends(term: Node, stream: Node) -> bool:
-        """Whether a term is attention, or a block with it, that reads the other term."""
+        """Return whether a term is attention, or a block with it, that reads the other term."""
         within = graph.between([term], [stream]) if stream in graph.ancestors[term] else ()
         return not attention.isdisjoint(within)
 
@@ -185,7 +185,7 @@ def drop_low_rank_terms(graph: Graph) -> bool:
 
 
 def _rank(graph: Graph, term: Node) -> int:
-    """The number of channels between the two projections of a low-rank term; 0 for another term."""
+    """Return the number of channels between a low-rank term's projections; 0 for other terms."""
     widths: list[int] = []
     node = term
     for _ in range(12):
@@ -231,7 +231,7 @@ def merge_stacked_products(graph: Graph) -> bool:
 
 
 def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
-    """a and b, if the item is `a.select(dim, i) @ b.select(dim, i)`."""
+    """Return a and b if the item is `a.select(dim, i) @ b.select(dim, i)`."""
     if kind(item) not in ("matmul", "bmm"):
         return None
     factors = []
@@ -274,7 +274,7 @@ def split_stacked_parameters(graph: Graph) -> None:
 
 
 def _slices(parameter: Node) -> dict[int, list[Node]]:
-    """The nodes of each `parameter[i]`, in the order of i; none if anything else reads it."""
+    """Return the nodes of `parameter[i]` in the order of i; none if anything else reads it."""
     found: dict[int, list[Node]] = {}
     if len(size(parameter)) < 2 or size(parameter)[0] == 1:
         return found
@@ -316,12 +316,12 @@ def add_biases_to_projections(graph: Graph) -> None:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether a node adds two tensors without a factor."""
+    """Return whether a node adds two tensors without a factor."""
     return kind(node) == "add" and len(tensor_inputs(node)) == 2 and "alpha" not in node.kwargs
 
 
 def _is_bare_projection(graph: Graph, node: Node) -> bool:
-    """Whether a node is the product of a live tensor and a weight, without a bias."""
+    """Return whether a node is the product of a live tensor and a weight, without a bias."""
     while kind(node) in MOVES and tensor_inputs(node)[0] in graph.live:
         node = tensor_inputs(node)[0]
     product = contraction(node)
@@ -360,7 +360,7 @@ def lift_derived_weights(graph: Graph, scaled: bool = False) -> bool:
 
 
 def _end_of_arithmetic(graph: Graph, parameter: Node) -> Node | None:
-    """The last arithmetic operation in a chain that starts at the parameter and reads no other."""
+    """Return the last operation in a chain of arithmetic that reads only the parameter."""
     node, end = parameter, None
     while len(node.users) == 1:
         [node] = node.users
@@ -373,7 +373,7 @@ def _end_of_arithmetic(graph: Graph, parameter: Node) -> Node | None:
 
 
 def _affine(graph: Graph, parameter: Node, end: Node) -> Affine | None:
-    """Factor and offset, if they are the same for all elements and not 1 and 0."""
+    """Return factor and offset if they are the same for all elements and not 1 and 0."""
     shape = graph.values[parameter].shape
 
     def run(value: Tensor) -> Tensor:

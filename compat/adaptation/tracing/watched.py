@@ -24,7 +24,7 @@ ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 
 
 def detached_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
-    """Lines that compute a value without a gradient from one with a gradient, the last one first.
+    """Return lines that compute a value without a gradient from one with it, the last one first.
 
     These are `x.detach()`, `x.data`, and what is computed under `torch.no_grad()`.
     """
@@ -35,7 +35,7 @@ def detached_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
 
 
 def attention_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
-    """Lines that compute the weights of attention, or all of it as one operation, in their order.
+    """Return the lines that compute attention's weights, or all of it as one operation, in order.
 
     The weights are a softmax whose result has the length of the ids (B, T) as two of its sizes.
     """
@@ -82,7 +82,7 @@ class _Detached(_Watch):
 
 
 def _users_line() -> Place | None:
-    """The innermost line of the user's code on the stack."""
+    """Return the innermost line of the user's code on the stack."""
     frame = sys._getframe(2)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
