@@ -273,7 +273,7 @@ def adapt(
 def _adapt_part(
     model: nn.Module, checkpoint: Checkpoint, part: str, options: _Options
 ) -> Adaptation:
-    """`adapt` for a single part."""
+    """Adapt a single part."""
     whole, prefix = with_part(model, part, checkpoint.config)
     whole = whole.to(next(iter(model.parameters())).dtype)
     adaptation = _adapt_in_own_type(whole, checkpoint, replace(options, forward=None))
@@ -281,7 +281,7 @@ def _adapt_part(
 
 
 def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:
-    """`adapt` for a model in any data type; one in half precision is mapped in float32."""
+    """Adapt a model in any data type. One in half precision is mapped in float32."""
     dtype = next(iter(model.parameters())).dtype
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
@@ -327,13 +327,13 @@ def _types_replaced(model: nn.Module, to: torch.dtype) -> Iterator[None]:
 
 
 def _has_entries(value: object) -> bool:
-    """Whether a module's attribute may be a config."""
+    """Return whether a module's attribute may be a config."""
     other = isinstance(value, (type, Tensor, nn.Module))
     return isinstance(value, dict) or (hasattr(value, "__dict__") and not other)
 
 
 def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:
-    """`adapt` for a model in float32 or float64."""
+    """Adapt a model in float32 or float64."""
     config, forward, seconds = checkpoint.config, options.forward, _Stages(options.progress)
     with _timed(seconds, "trace"):
         ids = random_ids(checkpoint, 0, 2, options.example_length or _example_length(config))
@@ -376,7 +376,7 @@ def _examined(run: _Run, graph: Graph) -> Adaptation:
 
 
 def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped:
-    """Which node of the graph is which part of a GPT-2, and which parameters hold which tensor.
+    """Find which node is which part of a GPT-2, and which parameters hold which tensor.
 
     Raises:
         AdaptError: a part is missing, or a name map cannot express how a parameter is used.
@@ -467,7 +467,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
 
 
 def _without_targets(run: _Run, findings: Sequence[Finding]) -> list[Finding]:
-    """What breaks parity only in the call without targets, which returns the last position."""
+    """Return what breaks parity only in the call without targets, of the last position."""
     assert run.signature is not None
     plain: Forward = run.signature.without_targets()
     if isinstance(run.call, _WithHead):
@@ -524,7 +524,7 @@ def _batch_first(modules: Sequence[nn.MultiheadAttention]) -> Iterator[None]:
 
 
 def _map_time_first(run: _Run, error: BatchFirst, partial: bool) -> _Mapped:
-    """The same model, called with ids (T, B).
+    """Trace and map the same model, called with ids (T, B).
 
     Raises:
         BatchFirst: called so, the model does not add positions, so it expects ids (B, T).
@@ -606,7 +606,7 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
 
 
 def _survey(run: _Run, error: UnknownPart) -> Adaptation:
-    """The deviations that the graph shows, without a map; the model keeps its own weights."""
+    """Report the deviations that the graph shows, without a map. The model keeps its weights."""
     has_none = error.code == NO_ATTENTION
     attention = attention_at(run.model, run.call, run.ids) if has_none else []
     graph = to_graph(run.model, run.call, run.ids)
@@ -652,7 +652,7 @@ def _confirm(
     forward: Forward | None,
     dtype: torch.dtype,
 ) -> Adaptation:
-    """The result of a copy in a wider type, after the model's own logits were compared.
+    """Confirm the result of a copy in a wider type by comparing the model's own logits.
 
     The reference runs in `dtype`, the narrowest type of the model.
     """
@@ -675,7 +675,7 @@ def _confirm(
 def _signature(
     model: nn.Module, checkpoint: Checkpoint, ids: Tensor
 ) -> tuple[CallSignature, Tensor]:
-    """How to call the model, and on which ids.
+    """Return how to call the model, and on which ids.
 
     If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on ids
     that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
@@ -714,7 +714,7 @@ def _signature(
 
 
 def _length_error(run: _Run) -> Exception | None:
-    """What a model that is called on full length raises for a shorter sequence, if it raises."""
+    """Return what a model that is called on full length raises for a shorter sequence, or None."""
     T = run.ids.shape[1]
     if T == run.config.n_positions and T > 1:
         try:
@@ -726,7 +726,7 @@ def _length_error(run: _Run) -> Exception | None:
 
 
 def _float64_weights(reference: Reference) -> dict[str, Tensor]:
-    """The checkpoint's tensors in float64, by Hugging Face name."""
+    """Return the checkpoint's tensors in float64, by Hugging Face name."""
     checkpoint = reference.checkpoint
     if reference.exact is not None:
         state = reference.exact.state_dict()
@@ -735,14 +735,14 @@ def _float64_weights(reference: Reference) -> dict[str, Tensor]:
 
 
 def _noise(run: _Run) -> str:
-    """The difference between two runs in eval mode, in words."""
+    """Return the difference between two runs in eval mode, in words."""
     with eval_mode(run.model):
         one, two = run.call(run.model, run.ids), run.call(run.model, run.ids)
     return f"two runs in eval mode differ by up to {(one - two).abs().max().item():.2g}"
 
 
 def _target(cls: type) -> str | None:
-    """`FILE:Class` of a class at the top level of a file that exists."""
+    """Return `FILE:Class` of a class at the top level of a file that exists."""
     with suppress(TypeError, OSError):
         file = inspect.getsourcefile(cls)
         if file and Path(file).is_file() and is_users(file) and "." not in cls.__qualname__:
@@ -751,7 +751,7 @@ def _target(cls: type) -> str | None:
 
 
 def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
-    """Ids of a length at which the logits differ from the reference's, as with a sliding window.
+    """Find ids of a length at which the logits differ, as with a sliding window.
 
     None if they agree at all lengths up to `LONGEST`, or the model fails at one of them.
     """
@@ -771,7 +771,7 @@ def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
 
 
 def _example_length(config: GPT2Config, least: int = 0) -> int:
-    """A length that no other axis of the model has, so that the length identifies the axis."""
+    """Return a length that no other axis of the model has, so that it identifies the axis."""
     sizes = {
         2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
         config.n_layer, 3, 3 * config.n_embd, 3 * config.d_head, 2 * config.n_head,

@@ -21,7 +21,7 @@ WIDTH = 100
 
 
 def to_name_map(graph: Graph, assignments: Assignments, config: GPT2Config) -> NameMap:
-    """One row with `{i}` for tensors whose parameters differ only in the layer's number."""
+    """Return one row with `{i}` for tensors whose parameters differ only in the layer's number."""
     found = assignments.by_tensor
     named = {hf: _row(graph, hf, found[hf]) for hf in expected_shapes(config) if hf in found}
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def _row(graph: Graph, hf: str, assignment: Assignment) -> Row:
 
 
 def _template(pattern: str, layers: Sequence[Row | None]) -> Row | None:
-    """The row that expands to those of all layers, if there is one."""
+    """Return the row that expands to those of all layers, if there is one."""
     first = layers[0]
     if first is None:
         return None
@@ -60,7 +60,7 @@ def _template(pattern: str, layers: Sequence[Row | None]) -> Row | None:
 
 
 def _with_layer(name: str) -> list[str]:
-    """The name with each of its zeros in turn replaced by `{i}`."""
+    """Return the name with each of its zeros in turn replaced by `{i}`."""
     return [
         name[: found.start()] + "{i}" + name[found.end() :]
         for found in re.finditer(r"(?<!\d)0(?!\d)", name)
@@ -68,20 +68,20 @@ def _with_layer(name: str) -> list[str]:
 
 
 def to_python(name_map: NameMap) -> str:
-    """A module that defines `name_map`: the imports from compat, then the table."""
+    """Return a module that defines `name_map`: the imports from compat, then the table."""
     imports = f"from compat import {', '.join(sorted(_classes(name_map)))}"
     return f"{imports}\n\nname_map = {_wrapped(name_map, '', len('name_map = '))}\n"
 
 
 def _classes(value: Any) -> set[str]:
-    """The names of all classes that the source of `value` names."""
+    """Return the names of all classes that the source of `value` names."""
     inside = [x for _, x in _arguments(value)] if is_dataclass(value) else value
     own = {type(value).__name__} if is_dataclass(value) else set()
     return own.union(*map(_classes, inside)) if isinstance(inside, (list, tuple)) else own
 
 
 def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
-    """A dataclass's arguments: `("", value)`, or `("name=", value)` if it is not the default."""
+    """Yield a dataclass's arguments: `("", value)`, or `("name=", value)` if not the default."""
     for field in fields(value):
         argument = getattr(value, field.name)
         if field.default is MISSING:
@@ -91,7 +91,7 @@ def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(value: Any) -> str:
-    """The source of a value on one line."""
+    """Return the source of a value on one line."""
     if is_dataclass(value):
         inside = ", ".join(name + _flat(x) for name, x in _arguments(value))
         return f"{type(value).__name__}({inside})"
@@ -101,13 +101,13 @@ def _flat(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text in double quotes if that needs no backslash."""
+    """Return the text in double quotes if that needs no backslash."""
     written = repr(text)
     return f'"{written[1:-1]}"' if '"' not in written else written
 
 
 def _wrapped(value: Any, indent: str, before: int, after: int = 0) -> str:
-    """The source of a value on as few lines as fit.
+    """Return the source of a value on as few lines as fit.
 
     The arguments of a call are on the same line, on a line of their own, or on one line each.
 

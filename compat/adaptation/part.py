@@ -37,7 +37,7 @@ PATHS = {
 
 
 def path_of(part: str, config: GPT2Config) -> str:
-    """Where compat's `linear` model has a part, by its Hugging Face name.
+    """Return where compat's `linear` model has a part, by its Hugging Face name.
 
     Raises:
         AdaptError: the name is not that of a part, or the checkpoint does not have its layer.
@@ -82,7 +82,7 @@ class _Slot(nn.Module):
 
 
 def with_part(part: nn.Module, name: str, config: GPT2Config) -> tuple[nn.Module, str]:
-    """compat's own model with a user's part in it, and the prefix of the part's parameters.
+    """Put a user's part into compat's own model; return it and the part's parameter prefix.
 
     Raises:
         AdaptError: the checkpoint does not have the part, or the module cannot be called with
@@ -96,7 +96,7 @@ def with_part(part: nn.Module, name: str, config: GPT2Config) -> tuple[nn.Module
 
 
 def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | None]:
-    """The convention for a mask argument with which no token attends to a later one."""
+    """Return the convention for a mask argument with which no token attends to a later one."""
     T = min(9, config.n_positions)
     x = torch.randn(1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
     other = x.clone()
@@ -126,7 +126,7 @@ def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | No
 
 
 def takes_hidden_states(module: nn.Module, config: GPT2Config) -> bool:
-    """Whether a module can be called like a part."""
+    """Return whether a module can be called like a part."""
     try:
         _mask_of(module, config)
     except AdaptError:
@@ -135,7 +135,7 @@ def takes_hidden_states(module: nn.Module, config: GPT2Config) -> bool:
 
 
 def of_part(adaptation: Adaptation, part: nn.Module, name: str, prefix: str) -> Adaptation:
-    """The adaptation of the whole model as that of the part `name`, with the part's own names."""
+    """Convert the adaptation of the whole model to that of the part, with the part's names."""
 
     def own(text: str) -> str:
         return text.replace(prefix, "")

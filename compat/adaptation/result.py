@@ -133,7 +133,7 @@ class Adaptation(HtmlPage):
         return "its hidden states cannot be compared with the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:
-        """Edits of the model's source that make it compatible, as a unified diff.
+        """Return edits of the model's source that make it compatible, as a unified diff.
 
         The model's class is imported again from its file and built in the checkpoint's sizes. The
         edits were proved on the checkpoint in a separate process. Nothing is written.
@@ -156,7 +156,7 @@ class Adaptation(HtmlPage):
         return repaired.diff if isinstance(repaired, Repair) else None
 
     def __repr__(self) -> str:
-        """The verdict, and one line for each finding that is not of severity "info"."""
+        """Return the verdict, and one line for each finding that is not of severity "info"."""
         mark = "✓" if self.compatible else "✗"
         mapped = f"{self.tensors - len(self.unmatched)} of {self.tensors} tensors mapped"
         shown = [found for found in self.findings if found.severity != "info"]
@@ -166,7 +166,7 @@ class Adaptation(HtmlPage):
         return "\n".join(lines) + ">"
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
-        """The result as plain values, for `json.dumps`.
+        """Return the result as plain values, for `json.dumps`.
 
         Args:
             full: include the rows of every layer, and every tap, input and gradient.
@@ -190,7 +190,7 @@ class Adaptation(HtmlPage):
 
 
 def _line(found: Finding) -> str:
-    """The place, the code and the message of a finding."""
+    """Return the place, the code and the message of a finding."""
     file = found.file and (live_cell(found.file) or found.file)
     where = f"{Path(file).name}:{found.line} " if file else ""
     return f"  {where}{found.code}: {found.message}"
