@@ -61,7 +61,7 @@ _KINDS = {
 
 
 def config_of(fields: Mapping[str, Any], path: Path) -> GPT2Config:
-    """The config that these fields state; `path` is named in errors.
+    """Return the config that these fields state; `path` is named in errors.
 
     Raises:
         ConfigError: A field is unknown or out of range.
@@ -112,7 +112,7 @@ def check_family(weights: Path, names: Collection[str], has_config: bool) -> Non
 
 
 def _in_every_block(foreign: list[str], templates: dict[str, str]) -> bool:
-    """Whether some of the names occur in every block, of two blocks or more."""
+    """Return whether some of the names occur in every block, of two blocks or more."""
     blocks = {name.split(".")[1] for name, template in templates.items() if template != name}
     counts = Counter(templates[name] for name in foreign if templates[name] != name)
     return len(blocks) > 1 and len(blocks) in counts.values()
@@ -233,12 +233,12 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has no NaN and no infinite values; `aminmax` propagates both."""
+    """Return whether a tensor has no NaN and no infinite values; `aminmax` propagates both."""
     return all(map(math.isfinite, torch.stack(torch.aminmax(tensor)).tolist()))
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """The number of NaN and infinite values and the place of the first, or None."""
+    """Return the number of NaN and infinite values and the place of the first, or None."""
     if all_finite(tensor):
         return None
     bad = (~torch.isfinite(tensor)).nonzero()

@@ -33,7 +33,7 @@ class Stored:
         return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
 
     def read(self, mapped: bool = False, rows: slice = ALL) -> Tensor:
-        """The tensor in Hugging Face's layout, or some of its rows, contiguous."""
+        """Return the tensor in Hugging Face's layout, or some of its rows, contiguous."""
         if self.transposed:
             return (self.file.map if mapped else self.file.read)(self.name).t()[rows].contiguous()
         return self.file.map(self.name)[rows] if mapped else self.file.read(self.name, rows)
@@ -63,7 +63,7 @@ class Contents:
         return next((file for file in self.files.values() if isinstance(file, PackedFile)), None)
 
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor, under its name without the prefixes of wrappers and of `transformers`.
+        """Return every tensor by its name without prefixes of wrappers and of `transformers`.
 
         Raises:
             CheckpointError: Two tensors have the same name.
@@ -115,7 +115,7 @@ def _open_file(path: Path, max_unpacked: int) -> TensorFile:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The weight map of an index: tensor → shard. All shards exist beside the index."""
+    """Return the weight map of an index: tensor → shard. All shards exist beside the index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(

@@ -66,7 +66,7 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
 
 
 def _is_hub_id(source: str) -> bool:
-    """Whether a repository could have this name; `./gpt2` and `out/ckpt.pt` are paths."""
+    """Return whether a repository could have this name; `./gpt2` and `out/ckpt.pt` are paths."""
     forbidden = "--" in source or ".." in source or source.endswith(".git")
     is_path = forbidden or source.lower().endswith(FILE_SUFFIXES)
     return not is_path and re.fullmatch(HUB_ID, source) is not None

@@ -49,7 +49,7 @@ COMMON = {
 
 
 def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
-    """Whether a config.json has fields that only Hugging Face's has."""
+    """Return whether a config.json has fields that only Hugging Face's has."""
     foreign = "block_size" in raw_config or isinstance(raw_config.get("model"), dict)
     return not foreign and not {ALIASES.get(name, name) for name in raw_config} <= COMMON
 
@@ -57,7 +57,7 @@ def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
 def kind_of(
     contents: Contents, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
 ) -> str:
-    """The program that wrote a file, by its arguments, its config or, without these, its layout."""
+    """Return the program that wrote a file, by its arguments, its config or else its layout."""
     if contents.packed:
         return PACKED
     if contents.model_args is not None:
@@ -68,7 +68,7 @@ def kind_of(
 
 
 def layouts(stored: Mapping[str, Stored]) -> dict[str, list[str]]:
-    """The names of the projections in each layout. Square projections do not show their layout."""
+    """Return the projections' names in each layout. Square ones do not show their layout."""
     found: dict[str, list[str]] = {}
     embedding = stored[EMBEDDING].info.shape if EMBEDDING in stored else ()
     C = embedding[-1] if embedding else 0
@@ -180,7 +180,7 @@ def _collect_fields(
 
 
 def _checked_args(weights: Path, model_args: object) -> dict[str, Any]:
-    """nanoGPT's arguments, provided that they are plain values."""
+    """Return nanoGPT's arguments, provided that they are plain values."""
     if isinstance(model_args, dict) and all(
         isinstance(name, str) and isinstance(value, int | float | str | None)
         for name, value in model_args.items()
@@ -192,7 +192,7 @@ def _checked_args(weights: Path, model_args: object) -> dict[str, Any]:
 
 
 def _renamed(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """nanoGPT's and minGPT's arguments under Hugging Face's names, without those that are None."""
+    """Rename nanoGPT's and minGPT's arguments to Hugging Face's, and drop those that are None."""
     ignored = {"model_type", "n_embd2"}  # makemore's n_embd2 is for its other models
     fields: dict[str, Any] = {}
     for given, value in raw.items():
@@ -208,7 +208,7 @@ def _renamed(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(stored: dict[str, Stored]) -> dict[str, int]:
-    """The sizes that follow from the tensors."""
+    """Return the sizes that follow from the tensors."""
     sizes = {"n_layer": len({name.split(".")[1] for name in stored if name.startswith("h.")})}
     for name, field in ((EMBEDDING, "vocab_size"), (POSITIONS, "n_positions")):
         if name in stored and len(shape := stored[name].info.shape) == 2:
@@ -227,7 +227,7 @@ def _heads_unknown(weights: Path, n_embd: Any) -> ConfigError:
 
 
 def _assume_activation(kind: str, weights: Path, has_masks: bool, notes: list[str]) -> str:
-    """The form of GELU, which no tensor shows. minGPT's files are recognised by their masks."""
+    """Assume a form of GELU, which no tensor shows. Masks identify minGPT's files."""
     if kind == MINGPT and not has_masks:
         raise ConfigError(
             f"{weights} does not state its activation. It has neither nanoGPT's model_args nor the "
@@ -262,7 +262,7 @@ class _ZeroTensors:
 def _zeros(
     weights: Path, config: GPT2Config, stored: dict[str, Stored], notes: list[str]
 ) -> dict[str, Stored]:
-    """All biases of Hugging Face's GPT-2, for a model without biases."""
+    """Return all biases of Hugging Face's GPT-2, for a model without biases."""
     shapes = {k: shape for k, shape in expected_shapes(config).items() if k.endswith(".bias")}
     if present := [name for name in shapes if name in stored]:
         raise CheckpointError(

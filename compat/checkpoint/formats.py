@@ -114,7 +114,7 @@ _IN_PYTORCH = re.compile(rb"(?i)[^/]+/(data\.pkl|version|byteorder|\..+|constant
 
 
 def recognized(path: Path) -> Format | None:
-    """The format of a file by its first bytes or, if these are unknown, by its name."""
+    """Return the format of a file by its first bytes or, if these are unknown, by its name."""
     try:
         with path.open("rb") as file:
             start = file.read(512)
@@ -148,7 +148,7 @@ def _by_bytes(start: bytes) -> Format | None:
 
 
 def _kind_of_zip(start: bytes) -> Format:
-    """The format of a zip archive by the name of its first file."""
+    """Return the format of a zip archive by the name of its first file."""
     length = int.from_bytes(start[26:28], "little")
     name = start[30 : 30 + length]
     if name.endswith(b".npy"):
@@ -157,13 +157,13 @@ def _kind_of_zip(start: bytes) -> Format:
 
 
 def looks_like(path: Path) -> Format | None:
-    """The format of a file, if its name indicates another format."""
+    """Return the format of a file, if its name indicates another format."""
     found = recognized(path)
     return found if found and path.suffix not in found.endings else None
 
 
 def why_unreadable(path: Path, reason: object, next_step: str) -> str:
-    """The end of a message about an unreadable file: the reason and the next step."""
+    """Return the end of a message about an unreadable file: the reason and the next step."""
     if found := looks_like(path):
         reason = " ".join([f"it is {found.phrase}.", found.advice]).strip()
         return f"{reason} {next_step}"

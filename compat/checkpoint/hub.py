@@ -96,7 +96,7 @@ class Repo:
         return self.cache / "snapshots" / commit
 
     def cached_commit(self) -> str | None:
-        """The commit of the revision when it was last fetched; for a commit, the commit itself."""
+        """Return the revision's commit when it was last fetched, or the revision if it is one."""
         commit = self.revision
         with suppress(OSError, ValueError):
             commit = (self.cache / "refs" / self.revision).read_text()
@@ -150,7 +150,7 @@ def fetch(repo_id: str, revision: str | None, verify: bool = False) -> Path:
 
 
 def _list_files(repo: Repo) -> tuple[str, dict[str, RemoteFile]]:
-    """The commit of the revision, and its files."""
+    """Return the commit of the revision, and its files."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi().model_info(
@@ -209,7 +209,7 @@ def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
 
 
 def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
-    """The files in the cache, which is used because of `reason`."""
+    """Return the files in the cache, which is used because of `reason`."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     commit = repo.cached_commit()
@@ -230,7 +230,7 @@ def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
 def _needed_files(
     available: Collection[str], get: Callable[[str], Path]
 ) -> tuple[list[Path], list[str]]:
-    """The paths of the files that a GPT-2 needs, and the names of those that are not available.
+    """Return the paths of the files that a GPT-2 needs, and the names of the missing ones.
 
     `get` returns the path of an available file, and downloads it if necessary.
     """
@@ -286,7 +286,7 @@ def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
 
 
 def _hash_in_name(path: Path) -> str | None:
-    """The hash that is the name of the blob that a cached file links to."""
+    """Return the hash that is the name of the blob that a cached file links to."""
     name = Path(os.readlink(path)).name if path.is_symlink() else ""
     return name if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) else None
 
@@ -299,7 +299,7 @@ def _is_commit(text: str | None) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the hub refused the request. Any other error means that it did not answer."""
+    """Return whether the hub refused the request. Any other error means that it did not answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -316,7 +316,7 @@ def _hub_error(repo: Repo, error: Exception, name: str | None = None) -> HubErro
 
 
 def _explain(error: Exception) -> tuple[str, str]:
-    """What happened, and the next step."""
+    """Return what happened, and the next step."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):

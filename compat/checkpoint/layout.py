@@ -35,18 +35,18 @@ WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DDP and torch.compile
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer.json, or a vocab.json with a merges.txt."""
+    """Return whether a folder has a tokenizer.json, or a vocab.json with a merges.txt."""
     has = {name for name in VOCABULARY_FILES if (folder / name).is_file()}
     return "tokenizer.json" in has or len(has) == 2
 
 
 def saved_name(name: str) -> str:
-    """The name under which `transformers` saves a tensor."""
+    """Return the name under which `transformers` saves a tensor."""
     return name if name == HEAD else PREFIX + name
 
 
 def plain_name(saved: str) -> str:
-    """A tensor's name without the prefixes that it may have in a file."""
+    """Return a tensor's name without the prefixes that it may have in a file."""
     for prefix in (*WRAPPERS, PREFIX):
         saved = saved.removeprefix(prefix)
     return saved
@@ -85,7 +85,7 @@ def expected_shapes(config: GPT2Config) -> dict[str, Shape]:
 
 
 def most_bytes(config: GPT2Config) -> int:
-    """An upper bound on a file's size: all tensors in float64, old masks, and names."""
+    """Return an upper bound on a file's size: all tensors in float64, old masks, and names."""
     C, block = config.n_embd, sum(math.prod(shape) for shape in block_shapes(config).values())
     per_layer = 8 * (block + config.n_positions**2) + 10_000
     return 8 * C * (2 * config.vocab_size + config.n_positions + 2) + config.n_layer * per_layer

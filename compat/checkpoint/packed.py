@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
         return self.values.is_cpu
 
     def to(self, target: torch.device | torch.dtype) -> Quantized:
-        """The same weight on a device. `dtype` is that of the products, and has no effect here."""
+        """Return the same weight on a device. A data type, that of the products, has no effect."""
         if isinstance(target, torch.dtype):
             return self
         outliers = self.outliers and Outliers(*(part.to(target) for part in self.outliers))
@@ -130,7 +130,7 @@ class PackedFile:
         return self.read(name) if is_quantized else self._checked(name, mapped=True)
 
     def quantized(self, name: str, mapped: bool) -> Quantized | None:
-        """A weight as it is stored; None if it is not quantized."""
+        """Return a weight as it is stored; None if it is not quantized."""
         if name + SCALE not in self._file.infos:
             return None
         values, scale = self._checked(name, mapped), self._checked(name + SCALE, mapped)
@@ -156,7 +156,7 @@ class PackedFile:
 
 
 def tensors_of(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
-    """The tensors that a packed file stores for a weight, by their names."""
+    """Return the tensors that a packed file stores for a weight, by their names."""
     if isinstance(weight, Tensor):
         return {name: weight}
     found = {name: weight.values, name + SCALE: weight.scale}
@@ -193,5 +193,5 @@ def write_packed(
 
 
 def checksum(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes, in hexadecimal."""
+    """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()

@@ -108,7 +108,7 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Dense, with at least the bytes that its shape needs: an expanded view could have any size."""
+    """Return whether a tensor is dense and no expanded view, which could have any size."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
@@ -212,7 +212,7 @@ def _scan_pickle(data: bytes, max_opcodes: int) -> tuple[int, int]:
 
 
 def _check_argument(name: str, argument: object) -> None:
-    """Names must mean tensors, and integers be short, since long ones can be made to collide."""
+    """Refuse names other than tensors', and long integers, which can be made to collide."""
     if name == "PROTO" and argument != _PROTOCOL:
         raise ValueError(
             f"its pickle has protocol {argument}, but torch.save writes protocol {_PROTOCOL}. "
@@ -236,7 +236,7 @@ def _check_argument(name: str, argument: object) -> None:
 
 
 def _count_keys(data: bytes) -> int:
-    """The number of storage keys in the list that ends a legacy file's pickles."""
+    """Return the number of storage keys in the list that ends a legacy file's pickles."""
     ops = [(code.name, argument) for code, argument, _ in pickletools.genops(data)]
     names, keys = [name for name, _ in ops], [key for name, key in ops if name == "BINUNICODE"]
     one_list = names.count("EMPTY_LIST") == 1 and set(names) <= _OPCODES_OF_A_LIST
@@ -246,7 +246,7 @@ def _count_keys(data: bytes) -> int:
 
 
 def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
-    """The pickle in an archive that does not unpack to too much."""
+    """Return the pickle in an archive that does not unpack to too much."""
     _check_end_of_zip(file)
     limit = max(max_unpacked, os.fstat(file.fileno()).st_size)
     with zipfile.ZipFile(file) as archive:
@@ -278,7 +278,7 @@ def _pickle_in_zip(file: BinaryIO, max_unpacked: int) -> bytes:
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    """Whether an entry is neither compressed nor a folder, by its name or its MS-DOS attributes."""
+    """Return whether an entry is neither compressed nor a folder by name or MS-DOS attributes."""
     folder = entry.is_dir() or entry.external_attr & 0x10
     return not (folder or entry.compress_type or entry.compress_size != entry.file_size)
 

@@ -141,14 +141,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _end(entry: Any) -> int:
-    """Where a tensor's data ends; 0 for a malformed entry, which the library reports."""
+    """Return where a tensor's data ends; 0 for a malformed entry, which the library reports."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     proper = isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int
     return offsets[1] if proper and offsets else 0
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor as the file stores them: contiguous, in the machine's byte order."""
+    """Return a tensor's bytes as the file stores them: contiguous, in the machine's byte order."""
     found: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     return found
 
@@ -158,7 +158,7 @@ def header_of(
     metadata: Mapping[str, str],
     alignment: int = 8,
 ) -> tuple[bytes, dict[str, int]]:
-    """The header of a new file, and the place in the file where the data of each tensor begins.
+    """Return the header of a new file, and the offset in the file of each tensor's data.
 
     Args:
         tensors: the shape and data type of every tensor, in the order in which they are stored.

@@ -83,7 +83,7 @@ class Checkpoint:
         return self.mmap and ".safetensors" in self.weights.name
 
     def checked_before(self) -> Checkpoint:
-        """The same checkpoint for reading tensors again: mapped, and not searched for NaN again."""
+        """Return the same checkpoint for reading again: mapped, and not searched for NaN."""
         return replace(self, mmap=True, check_finite=False)
 
     def read(self, name: str) -> Tensor:
@@ -111,7 +111,7 @@ class Checkpoint:
         return self.packed.quantized(name, self.mmap) if self.packed else None
 
     def not_finite(self, faults: list[str]) -> CheckpointError:
-        """The error that reports the faults of `take`."""
+        """Return the error that reports the faults of `take`."""
         headline = f"{self.weights} has non-finite weights:"
         next_step = (
             "\nDownload or export it again. In Python, check_finite=False loads it unchanged."
@@ -173,13 +173,13 @@ def open_checkpoint(
 
 
 def read_config(weights: Path) -> dict[str, Any] | None:
-    """The fields of the config.json beside the weights, if there is one."""
+    """Return the fields of the config.json beside the weights, if there is one."""
     path = weights.parent / CONFIG
     return read_json(path) if path.exists() else None
 
 
 def max_unpacked(raw_config: Mapping[str, Any] | None) -> int:
-    """An upper bound on the bytes of a model with this config; 0 if it does not state its size."""
+    """Return an upper bound on the bytes of a model with this config; 0 if it states no sizes."""
     if raw_config is None or not is_hugging_face(raw_config):
         return 0
     try:
