@@ -174,7 +174,7 @@ def _check_shapes(model: nn.Module, config: GPT2Config, tensors: Mapping[str, HF
 
 
 def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[str, str]:
-    """The contents of config.json, with the data type to load in, and generation_config.json."""
+    """Return the contents of config.json, which names the data type, and generation_config.json."""
     dtype = reduce(torch.promote_types, (tensor.like.dtype for tensor in tensors.values()))
     fields = {**config.to_hf_dict(), "dtype": dtype_name(dtype)}
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
