@@ -160,7 +160,7 @@ def _check(
     attention: Literal["eager", "sdpa"] = "eager",
     name_map: NameMap | None = None,
 ) -> ParityReport:
-    """`check_parity` with a reference that `load_reference` returns for the arguments of one."""
+    """Check parity with a reference that `load_reference` returns for its arguments."""
     dtype, model = as_dtype(dtype), model_or_dialect
     if isinstance(model, str):
         model = load_pretrained(checkpoint, model, dtype=dtype)
@@ -251,7 +251,7 @@ def _report_on_module(
 
 
 def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
-    """The name map by which gradients are compared."""
+    """Return the name map by which gradients are compared."""
     if name_map is None and dialect_of(model) is None:
         raise ParityError(
             f"gradients=True needs to know which parameters of {type(model).__name__} hold which "
@@ -297,7 +297,7 @@ def _report_on_decoder(model: HasDecoder, reference: Reference) -> ParityReport:
 
 
 def _precision(model: HasDecoder) -> str:
-    """The data type of a decoder's weights, such as "int8"."""
+    """Return the data type of a decoder's weights, such as "int8"."""
     module = getattr(model, "model", None)
     if isinstance(module, nn.Module):
         return dtype_name(_dtype_of(module, None))
@@ -306,7 +306,7 @@ def _precision(model: HasDecoder) -> str:
 
 
 def _logits_in(output: Any, ids: Tensor, vocab_size: int) -> Tensor:
-    """The logits of all positions or, as nanoGPT returns them, of the last one only."""
+    """Return the logits of all positions or, as nanoGPT returns them, of the last one only."""
     try:
         return find_logits(output, ids, vocab_size=vocab_size)
     except CompatError:
@@ -390,7 +390,7 @@ def random_ids(
 
 
 def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
-    """The data type that all of the model's parameters have."""
+    """Return the data type that all of the model's parameters have."""
     found = {p.dtype for p in model.parameters()}
     if not found:
         raise ParityError(
@@ -406,7 +406,7 @@ def _dtype_of(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def checked_ids(checkpoint: Checkpoint, input_ids: object, text: str | None) -> Tensor:
-    """The ids (B, T) on which the taps are compared."""
+    """Return the ids (B, T) on which the taps are compared."""
     if input_ids is not None and text is not None:
         raise ParityError("both input_ids and text were passed. Pass one of them.")
     if text is not None:

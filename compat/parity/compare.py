@@ -184,7 +184,7 @@ class _Measured:
         return _ratio(reference_error, self.exact_scale)
 
     def judged(self, tolerance: float | None) -> Difference:
-        """The judgement of `difference`."""
+        """Judge the error, as in `difference`."""
         ratio = None
         error = rel_rms = _ratio(self.delta, self.scale)
         within, bound = tolerance is None, tolerance
@@ -235,7 +235,7 @@ def _sum_of_squares(x: Tensor) -> float:
 def _tolerances_with_float64(
     reference: Mapping[str, Tensor], measured: Mapping[str, _Measured]
 ) -> dict[str, tuple[float | None, float]]:
-    """The tolerances of the accumulated and of the local error at every tap.
+    """Return the tolerances of the accumulated and of the local error at every tap.
 
     With few values, as in a text of one token, the reference's error may by chance be smaller than
     rounding, or smaller at one tap than at the taps before it.
@@ -250,14 +250,14 @@ def _tolerances_with_float64(
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative error of rounding to a data type, a quarter epsilon, and of sums in float32."""
+    """Return the relative error of rounding to a data type, a quarter epsilon, or float32 sums."""
     return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 def _tolerances_without_float64(
     reference: Mapping[str, Tensor], taps: Sequence[str]
 ) -> dict[str, tuple[float | None, float]]:
-    """The same without a float64 run, where the accumulated error is not judged.
+    """Return the same without a float64 run, where the accumulated error is not judged.
 
     A model with few taps has long pieces, in which the errors of several of the reference's pieces
     add up.
@@ -272,7 +272,7 @@ def _tolerances_without_float64(
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square over all elements."""
+    """Return the root mean square over all elements."""
     return x.square().mean().sqrt().item()
 
 

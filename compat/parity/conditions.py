@@ -86,7 +86,7 @@ class ObservedCondition:
                 self.phrases[operand] = phrase if same else ()
 
     def one_sided(self, sizes: Collection[int]) -> bool:
-        """Whether only one outcome was seen, although the operands vary with the input.
+        """Return whether only one outcome was seen, although the operands vary with the input.
 
         A comparison of T with a constant is excluded, because lengths near the constant were tried,
         unless they are invalid. So is an operation that orders or clamps integers, once its input
@@ -157,7 +157,7 @@ _PURE = (
 
 
 def _is_pure(expression: ast.expr) -> bool:
-    """Whether evaluating the expression has no side effects."""
+    """Return whether evaluating the expression has no side effects."""
     for node in ast.walk(expression):
         if not isinstance(node, _PURE):
             return False
@@ -169,7 +169,7 @@ def _is_pure(expression: ast.expr) -> bool:
 
 
 def _conditions_of(file: str) -> dict[int, list[_SourceCondition]]:
-    """The conditions of a source file by the line on which each is evaluated."""
+    """Return the conditions of a source file by the line on which each is evaluated."""
     found: dict[int, list[_SourceCondition]] = {}
     with suppress(SyntaxError, ValueError):
         for node in _nodes(ast.parse("".join(linecache.getlines(file)))):
@@ -179,7 +179,7 @@ def _conditions_of(file: str) -> dict[int, list[_SourceCondition]]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, except conditions whose only effect is to raise an exception."""
+    """Yield a node and all below it, except conditions whose only effect is an exception."""
     if isinstance(node, ast.Assert):
         return
     if isinstance(node, (ast.If, ast.While)) and all(isinstance(s, ast.Raise) for s in node.body):
@@ -229,7 +229,7 @@ def _lines(statements: list[ast.stmt]) -> range:
 
 
 def _operands(test: ast.expr) -> list[ast.expr]:
-    """What a condition depends on: the operands of its comparisons, or the condition itself."""
+    """Return what a condition depends on: its comparisons' operands, or the condition itself."""
     if isinstance(test, ast.BoolOp):
         return [operand for value in test.values for operand in _operands(value)]
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -240,7 +240,7 @@ def _operands(test: ast.expr) -> list[ast.expr]:
 
 
 def _parts(test: ast.expr) -> list[ast.expr]:
-    """The values in a condition, without the indices of its subscripts."""
+    """Return the values in a condition, without the indices of its subscripts."""
     nodes = list(ast.walk(test))
     indices = {node.slice for node in nodes if isinstance(node, ast.Subscript)}
     return [
@@ -364,7 +364,7 @@ _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = _SHORT_REPR.m
 
 
 def _evaluated(code: CodeType, frame: FrameType) -> Any:
-    """The value of an expression in a frame; `...` if it raises, as a name without a value does."""
+    """Evaluate an expression in a frame; `...` if it raises, as a name without a value does."""
     try:
         return eval(code, frame.f_globals, frame.f_locals)
     except Exception:
@@ -450,13 +450,13 @@ class TensorObserver(DispatchMode):  # type: ignore[no-untyped-call]
             seen.add_phrase(number, argument)
 
     def _input_sizes(self) -> set[int]:
-        """The numbers that follow from the shape of the ids."""
+        """Return the numbers that follow from the shape of the ids."""
         B, T = self.shape
         return {B, T - 1, T, B * T}
 
 
 def _unusual_indices(table: Tensor) -> set[int]:
-    """The indices at which a table differs from its other entries, if they are few.
+    """Return the indices at which a table differs from its other entries, if they are few.
 
     The other entries of a table of integers are the identity, and those of other numbers its
     median.
@@ -469,7 +469,7 @@ def _unusual_indices(table: Tensor) -> set[int]:
 
 
 def _constants(values: Iterable[Any]) -> set[int]:
-    """The integers among the values, and in small tensors and containers."""
+    """Return the integers among the values, and in small tensors and containers."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -488,7 +488,7 @@ _CALLERS = tuple(str(Path(__file__).with_name(name)) for name in ("logits.py", "
 
 
 def _users_line() -> tuple[str, int] | None:
-    """The innermost line of the user's code that is running; None outside of the model."""
+    """Return the innermost line of the user's code that is running; None outside of the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_CALLERS):
         if is_users(frame.f_code.co_filename):

@@ -75,11 +75,11 @@ class _DecoderProof:
         return ids
 
     def _next_ids(self, positions: list[tuple[int, int]]) -> Tensor:
-        """The ids (B,) at these positions of these sequences."""
+        """Return the ids (B,) at these positions of these sequences."""
         return torch.stack([self.expected.sequences[row][at] for row, at in positions])
 
     def _decode(self, rows: tuple[int, ...], prompt: int) -> Iterator[Piece]:
-        """Prompts of one length, then a decode step for each further id of the sequences."""
+        """Prefill prompts of one length, then run a decode step for each further id."""
         decoder, prompt = self.model.decoder(), max(1, prompt)
         length = len(self.expected.sequences[rows[0]])
         logits = decoder.start([self._prompt(row, prompt) for row in rows])
@@ -89,7 +89,7 @@ class _DecoderProof:
                 logits = decoder.step(self._next_ids([(row, at) for row in rows]))
 
     def _prefill(self) -> Iterator[Piece]:
-        """Prompts of all lengths in batches, without decode steps."""
+        """Prefill prompts of all lengths in batches, without decode steps."""
         longest = len(self.expected.sequences[ASCENDING])
         prompts = [self._prompt(ASCENDING, length) for length in range(1, longest + 1)]
         size = self.max_rows or len(prompts)
@@ -98,7 +98,7 @@ class _DecoderProof:
                 yield ASCENDING, len(prompt) - 1, ours[None]
 
     def _full_context(self) -> Iterator[Piece]:
-        """Long prompts, one of them followed by decode steps up to the last position."""
+        """Prefill long prompts, and follow one of them by decode steps up to the last position."""
         N = self.n_positions
         for length in {max(1, N // 2), max(1, N // 4 + 1), N}:
             yield LONG, length - 1, self.model.decoder().start([self._prompt(LONG, length)])
@@ -108,7 +108,7 @@ class _DecoderProof:
             yield LONG, at, decoder.step(self._next_ids([(LONG, at)]))
 
     def _greedy(self) -> Iterator[Piece]:
-        """A text that the decoder generates itself, so that its own draft tokens are accepted."""
+        """Let the decoder generate a text itself, so that its own draft tokens are accepted."""
         prompt = self._prompt(ASCENDING, min(LENGTH, max(1, self.n_positions // 2)))
         decoder, ids = self.model.decoder(), list(prompt)
         found = [decoder.start([prompt])]
@@ -120,7 +120,7 @@ class _DecoderProof:
             yield row, at, ours
 
     def _shrinking(self) -> Iterator[Piece]:
-        """Three different prompts in a batch, then decode steps of two rows in another order."""
+        """Prefill three prompts in a batch, then run decode steps of two rows in another order."""
         decoder, longest = self.model.decoder(), len(self.expected.sequences[1])
         positions = [
             (row, min(length, max(1, longest - 2))) for row, length in ((1, 3), (2, 7), (3, 5))

@@ -56,7 +56,7 @@ class ExpectedLogits:
         return list(range(first, len(self.sequences)))
 
     def ids(self, item: ProofInput) -> Tensor:
-        """The ids (B, T) of an input."""
+        """Return the ids (B, T) of an input."""
         return torch.stack([self.sequences[row][: item.length] for row in item.rows])
 
     def difference(self, pieces: Iterable[tuple[int, int, Tensor]]) -> Difference:

@@ -39,7 +39,7 @@ class FunctionModule(nn.Module):
         return as_tensor("logits", found["logits"])
 
     def trace(self, ids: Tensor, expected: Trace) -> Trace:
-        """The taps that the function returns for ids, in execution order and in float32.
+        """Return the taps that the function returns for ids, in execution order and in float32.
 
         Raises:
             ParityError: an array has an unknown name or another shape than its tap.
@@ -68,7 +68,7 @@ class FunctionModule(nn.Module):
 
 
 def call_function(function: Callable[[Any], Any], ids: Tensor) -> dict[str, object]:
-    """The arrays that a function returns for ids (B, T), by name.
+    """Return the arrays that a function returns for ids (B, T), by name.
 
     A module is called with a tensor, any other function with a NumPy array of its own.
 
@@ -93,7 +93,7 @@ def call_function(function: Callable[[Any], Any], ids: Tensor) -> dict[str, obje
 
 
 def as_tensor(name: str, value: object) -> Tensor:
-    """An array of any library as a tensor on the CPU.
+    """Return an array of any library as a tensor on the CPU.
 
     Args:
         name: the array's name, for messages.
@@ -121,7 +121,7 @@ def as_tensor(name: str, value: object) -> Tensor:
 
 
 def tensor_of(name: str, array: NDArray[Any]) -> Tensor:
-    """A NumPy array of any byte order and memory layout as a tensor with memory of its own.
+    """Return a NumPy array of any byte order and memory layout as a tensor with memory of its own.
 
     Two raw bytes per value are bfloat16, as NumPy stores the type of `ml_dtypes`.
 
@@ -142,7 +142,7 @@ def tensor_of(name: str, array: NDArray[Any]) -> Tensor:
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether values are bfloat16, which NumPy has no type for."""
+    """Return whether values are bfloat16, which NumPy has no type for."""
     raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
     return raw or dtype.name == "bfloat16"
 

@@ -91,7 +91,7 @@ def prove_gradients(
     def joined(
         gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype, last: bool = True
     ) -> Tensor:
-        """The gradients of a tensor's parameters as one vector, zero where there are none."""
+        """Join the gradients of a tensor's parameters to one vector, zero where there are none."""
         owned = [parameters[name] for name in tensors[hf]]
         take = gradients.pop if last else gradients.get  # to free their memory
         flat = [torch.zeros_like(p) if (g := take(id(p))) is None else g for p in owned]
@@ -131,13 +131,13 @@ def wrong_gradients(
     ids: Tensor,
     logits_of: Callable[[Tensor], Tensor],
 ) -> GradientsProof | None:
-    """The result of `prove_gradients` if the comparison fails, otherwise None."""
+    """Return the result of `prove_gradients` if the comparison fails, otherwise None."""
     proof = prove_gradients(model, reference, name_map, ids, logits_of, same_suffices=True)
     return proof if proof.failed or proof.error else None
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of logits (B, T, V) against the ids that follow.
+    """Return the mean cross-entropy of logits (B, T, V) against the ids that follow.
 
     The last position, which may be the only one that a model returns, is compared with the first
     id, so that every position has a gradient.
@@ -150,7 +150,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 def _own_gradients(
     parameters: Mapping[str, Tensor], loss: Callable[[Tensor], Tensor], ids: Tensor
 ) -> dict[str, Tensor]:
-    """The gradients of the parameters by name, without those that the backward pass does not reach.
+    """Return the gradients of the parameters that the backward pass reaches, by name.
 
     `backward` is called, as in training; reentrant checkpointing refuses `torch.autograd.grad`.
     """
@@ -176,7 +176,7 @@ def _pulled_back(
     dtype: torch.dtype,
     work: torch.dtype,
 ) -> dict[int, Tensor | None]:
-    """The gradients of the model's parameters, from those by the checkpoint's tensors.
+    """Return the gradients of the model's parameters, from those by the checkpoint's tensors.
 
     They are computed in `work`, returned in `dtype`, and removed from `gradients`. A tensor is
     `row.op.save` of its parameters, so the gradient of a parameter is the sum over its rows of the
@@ -208,7 +208,7 @@ def _pulled_back(
 def _by_first_row(
     rows: Sequence[Row], parameters: Mapping[str, Tensor], n_layer: int
 ) -> dict[str, list[str]]:
-    """The parameters of each tensor, each parameter once, in the order of the backward pass."""
+    """Group parameters by tensor, each parameter once, in the order of the backward pass."""
     seen: set[int] = set()
     found: dict[str, list[str]] = {}
     for row in rows:

@@ -53,7 +53,7 @@ class ProofInput:
 
 
 def special_ids(config: GPT2Config) -> list[int]:
-    """The ids that models often treat differently: the first, the last, bos, eos and padding."""
+    """Return the ids that models often treat differently: first, last, bos, eos and padding."""
     named = [config.bos_token_id, config.pad_token_id, *config.stop_ids]
     ids = [0, config.vocab_size - 1, *named]
     return list(dict.fromkeys(i for i in ids if i is not None and 0 <= i < config.vocab_size))
@@ -98,7 +98,7 @@ def sequences(config: GPT2Config, longest: int) -> list[Tensor]:
 
 
 def _exchanged(row: Tensor, at: int) -> Tensor:
-    """The same ids with two neighbours exchanged, so that their number and sum stay the same."""
+    """Exchange two neighbouring ids, so that their number and sum stay the same."""
     other = row.clone()
     if 0 <= at < len(row) - 1:
         other[[at, at + 1]] = row[[at + 1, at]]

@@ -139,7 +139,7 @@ class _LogitsProver:
         return self.proof
 
     def _accepted(self, inputs: Sequence[ProofInput]) -> list[ProofInput]:
-        """Those of the inputs that have the only length that the model accepts."""
+        """Return those of the inputs that have the only length that the model accepts."""
         return [item for item in inputs if self.fixed_length in (None, item.length)]
 
     def _compare(self, inputs: Sequence[ProofInput]) -> None:
@@ -152,7 +152,7 @@ class _LogitsProver:
                 self.proof.inputs.append(result)
 
     def _result(self, item: ProofInput, ids: Tensor) -> InputResult | None:
-        """The comparison on one input; None if the model refuses an input that is optional."""
+        """Compare the logits of one input; None if the model refuses an optional input."""
         B, T, V = *ids.shape, self.config.vocab_size
         calls, error = self.reference.module_calls, ""
         try:
@@ -219,7 +219,7 @@ class _LogitsProver:
         return [*self.branches.conditions.values(), *self.operations.conditions.values()]
 
     def _constants(self) -> set[int]:
-        """The constants of conditions for which the inputs reached only one outcome."""
+        """Return the constants of conditions for which the inputs reached only one outcome."""
         one_sided = (seen.all_constants for seen in self._conditions if len(seen.outcomes) < 2)
         return self.operations.constants.union(*one_sided)
 
@@ -248,7 +248,7 @@ class _LogitsProver:
         self._observe([item for item in inputs if item.length <= OBSERVED_UP_TO])
 
     def _phrases(self, ids: Collection[int]) -> list[tuple[int, ...]]:
-        """Each of the ids alone, and the sequences of ids that conditions contain."""
+        """Return each of the ids alone, and the sequences of ids that conditions contain."""
         phrases = [phrase for seen in self._conditions for phrase in seen.phrases.values()]
         # Several conditions, each with one id, may require these ids in turn.
         in_turn = [n for seen in self._conditions for n in sorted(seen.all_constants & set(ids))]
@@ -274,7 +274,7 @@ class _LogitsProver:
             self.proof.add_limit(f"the forward pass changes {names}, which later calls may read")
 
     def _draws_random_numbers(self) -> bool:
-        """Whether a call, and not another thread, changes the state of a generator."""
+        """Return whether a call, and not another thread, changes the state of a generator."""
         before = random_states()
         with suppress(Exception, SystemExit), torch.no_grad():
             self.call(self.expected.ids(self.tried[0]))

@@ -95,7 +95,7 @@ def _slices(length: int, step: int) -> list[slice]:
 
 
 def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: int) -> Array:
-    """One pre-norm block, (B, T, C) to (B, T, C)."""
+    """Compute one pre-norm block, (B, T, C) to (B, T, C)."""
 
     def norm(x: Array, name: str) -> Array:
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
@@ -114,12 +114,12 @@ def _block(x: Array, weights: Mapping[str, Array], config: GPT2Config, layer: in
 
 
 def _product(x: Array, weight: Array) -> Array:
-    """(B, T, C) @ (C, N) as one matrix product; NumPy would multiply each row of the batch."""
+    """Compute (B, T, C) @ (C, N) as one matrix product, and not one for each row of the batch."""
     return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
 
 
 def _attention(qkv: Array, n_head: int, scale: float) -> Array:
-    """Causal attention of all heads, (B, T, 3C) to (B, T, C)."""
+    """Compute causal attention of all heads, (B, T, 3C) to (B, T, C)."""
     q, k, v = np.split(qkv, 3, axis=-1)
     B, T, C = q.shape
     D = C // n_head
@@ -146,7 +146,7 @@ def _layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 def _values(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory as an array; a float32 copy for bfloat16, which NumPy does not have."""
+    """Return the tensor's memory as an array, or a float32 copy for bfloat16, which NumPy lacks."""
     tensor = tensor.detach()
     if tensor.dtype != torch.bfloat16:
         values: NDArray[Any] = tensor.numpy()
@@ -156,7 +156,7 @@ def _values(tensor: Tensor) -> NDArray[Any]:
 
 
 def _rounded(values: NDArray[Any], dtype: torch.dtype) -> Array:
-    """Values of any float type in float64, rounded to `dtype` before."""
+    """Return values of any float type in float64, rounded to `dtype` before."""
     if dtype == torch.bfloat16:
         bits = values.astype(np.float32).view(np.uint32)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)  # to nearest even

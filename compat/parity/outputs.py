@@ -55,7 +55,7 @@ def find_logits(
 
 
 def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:
-    """Logits such as (1, B, T, V) as (B, T, V); any other tensor itself."""
+    """Return logits such as (1, B, T, V) as (B, T, V); any other tensor itself."""
     ones = [axis for axis, length in enumerate(tensor.shape) if length == 1]
     for axes in combinations(ones, max(tensor.ndim - 3, 0)):
         if tensor.squeeze(axes).shape[:2] == (B, T):
@@ -64,7 +64,7 @@ def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in an output, those of the key `logits` first."""
+    """Yield the tensors in an output, those of the key `logits` first."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -106,7 +106,7 @@ def explain_exceptions() -> Iterator[None]:
 
 
 def _functions() -> Iterator[str]:
-    """Attributes of modules and classes whose code is in other files."""
+    """Yield attributes of modules and classes whose code is in other files."""
     seen = set[int]()  # ids of classes; most are attributes of many modules
     for name, module in list(sys.modules.items()):
         if name not in MODULES and not name.startswith(PREFIXES):
@@ -129,7 +129,7 @@ _OWN: dict[int, Any] = {}
 
 
 def _foreign_place(value: Any) -> str | None:
-    """FILE:LINE of a function, method or class that is not from the packages, otherwise None."""
+    """Return FILE:LINE of a function, method or class that is not from the packages, or None."""
     if _OWN.get(id(value)) is value:
         return None
     place = _find_foreign_place(value)
@@ -160,7 +160,7 @@ def _find_foreign_place(value: Any) -> str | None:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """Where the standard library and the packages are installed."""
+    """Return where the standard library and the packages are installed."""
     specs = [find_spec(name) for name in PACKAGES]  # some are imported later
     paths = [Path(spec.origin) for spec in specs if spec and spec.origin]
     folders = [f"{p.parent}/" if p.name == "__init__.py" else str(p) for p in paths]
@@ -168,7 +168,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _kernels() -> Iterator[str]:
-    """Kernels that Python code outside torch has registered for torch's own operators."""
+    """Yield kernels that Python code outside torch has registered for torch's own operators."""
     try:
         operators = torch._C._dispatch_get_all_op_names()
         dumps = {name: torch._C._dispatch_dump(name) for name in operators if name[:6] == "aten::"}
@@ -183,7 +183,7 @@ def _kernels() -> Iterator[str]:
 
 
 def _hooks() -> Iterator[str]:
-    """Forward hooks on all modules, and modes that intercept every call in this thread."""
+    """Yield forward hooks on all modules, and modes that intercept all calls in this thread."""
     for name in HOOKS:
         for hook in getattr(torch.nn.modules.module, name, {}).values():
             yield f"torch.nn.modules.module.{name} has {_foreign_place(hook) or hook!r}"
@@ -197,7 +197,7 @@ def _hooks() -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    """Settings under which float32 is not computed in float32."""
+    """Yield settings under which float32 is not computed in float32."""
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         yield f"torch.get_float32_matmul_precision() is {precision!r}, not 'highest'"
     if torch.is_autocast_enabled("cpu"):

@@ -156,14 +156,14 @@ class Reference:
             true_logits(self.checkpoint, self.weights_dtype, ids, found, self.dtype)
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """The hidden states (B, T, C) that enter the first block, for ids (B, T)."""
+        """Return the hidden states (B, T, C) that enter the first block, for ids (B, T)."""
         with self._running():
             return record(self.model, self.taps[:1], ids, stop_early=True)["embed"]
 
     def gradients(
         self, loss: Callable[[Tensor], Tensor], ids: Tensor, exact: bool = False
     ) -> dict[str, Tensor]:
-        """The gradients of a loss by the checkpoint's tensors, those of a tied head on their own.
+        """Compute the gradients of a loss by the checkpoint's tensors. A tied head has its own.
 
         Args:
             loss: of logits (B, T, V).
@@ -181,7 +181,7 @@ class Reference:
             return _gradients(model, loss, ids)
 
     def quantization_error(self) -> float:
-        """The error that rounding the weights to 8 bits causes in the reference.
+        """Return the error that rounding the weights to 8 bits causes in the reference.
 
         It is the relative error of the logits at the worst position of the short sequences of
         `compat.parity.inputs`.
@@ -337,7 +337,7 @@ def true_logits(
 
 
 def logit_errors(found: Tensor, truth: Tensor) -> Tensor:
-    """The RMS error (B, T) of logits (B, T, V) over the RMS of all true ones."""
+    """Return the RMS error (B, T) of logits (B, T, V) over the RMS of all true ones."""
     split = partial(torch.split, split_size_or_sections=POSITIONS_AT_ONCE, dim=1)
     parts = zip(split(found), split(truth), strict=True)
     errors = [(part.double() - true).square().mean(-1).sqrt() for part, true in parts]

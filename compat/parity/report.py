@@ -378,11 +378,11 @@ class ParityReport(HtmlPage):
         return " The model is in training mode, in which dropout is active. Call model.eval()."
 
     def __repr__(self) -> str:
-        """The verdict, and the sentence that gives the reason."""
+        """Return the verdict, and the sentence that gives the reason."""
         return f"<ParityReport {'✓' if self.passed else '✗'} {self.headline}>"
 
     def to_json(self, *, full: bool = False) -> dict[str, Any]:
-        """The report as plain values; a number that is not finite becomes None.
+        """Return the report as plain values; a number that is not finite becomes None.
 
         Args:
             full: every tap, input and gradient, instead of the verdict and those out of bounds.
@@ -429,7 +429,7 @@ def _with_verdict(result: TapResult | InputResult | GradientResult) -> dict[str,
 
 
 def _finite(value: Any) -> Any:
-    """A value for JSON: tuples become lists, and numbers that are not finite None."""
+    """Return a value for JSON: tuples become lists, and numbers that are not finite None."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

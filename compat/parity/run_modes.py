@@ -52,7 +52,7 @@ def call_in_thread(call: Callable[[Tensor], Any], ids: Tensor) -> Any:
 
 
 def in_form(ids: Tensor, form: IdsForm) -> Tensor:
-    """A copy of the ids in this data type and layout, never at the beginning of its storage."""
+    """Copy the ids to this data type and layout, never at the beginning of the storage."""
     if form == "strided":
         return ids.repeat_interleave(2, dim=1)[:, ::2]
     copy = torch.cat([ids[:1], ids])[1:]
@@ -60,7 +60,7 @@ def in_form(ids: Tensor, form: IdsForm) -> Tensor:
 
 
 def plain_values(logits: Tensor) -> Tensor:
-    """The values as a plain tensor, since a subclass may override comparisons.
+    """Return the values as a plain tensor, since a subclass may override comparisons.
 
     Raises:
         ParityError: the tensor is on the meta device and has no values.
@@ -73,7 +73,7 @@ def plain_values(logits: Tensor) -> Tensor:
 
 
 def random_states() -> tuple[object, ...]:
-    """The states of the random number generators of Python and of torch."""
+    """Return the states of the random number generators of Python and of torch."""
     return random.getstate(), torch.random.get_rng_state().numpy().tobytes()
 
 
@@ -98,7 +98,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _has_inference_tensor(values: Iterable[Any], depth: int = 4) -> bool:
-    """Whether there is a tensor of inference mode among the values or inside them."""
+    """Return whether there is a tensor of inference mode among the values or inside them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_inference():

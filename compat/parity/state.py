@@ -101,7 +101,7 @@ class _Walk:
             self.digests[name] = digest.hexdigest()
 
     def _parts(self, value: Any) -> Iterator[str]:
-        """The contents of an object and of all objects inside it, as strings."""
+        """Yield the contents of an object and of all objects inside it, as strings."""
         waiting = deque([value])
         while waiting:
             value = waiting.popleft()
@@ -119,7 +119,7 @@ class _Walk:
                 waiting.extend(inner)
 
     def _contents(self, value: Any) -> tuple[str, list[Any]]:
-        """What an object itself contains, as a string, and the objects inside it."""
+        """Return what an object itself contains, as a string, and the objects inside it."""
         if isinstance(value, dict):
             items = list(islice(dict.items(value), MAX_ITEMS))
             return str(dict.__len__(value)), [part for item in items for part in item]
@@ -146,7 +146,7 @@ class _Walk:
         return "", _attributes(value)
 
     def _function_contents(self, function: FunctionType) -> list[Any]:
-        """The closure and the defaults of a user's function. Its globals are added to the walk."""
+        """Return the closure and defaults of a user's function, and add its globals to the walk."""
         if not is_users(function.__code__.co_filename):
             return []
         scope = function.__globals__
@@ -163,7 +163,7 @@ class _Walk:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The global names and attributes that a function and the functions inside it use."""
+    """Yield the global names and attributes that a function and the functions inside it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -171,7 +171,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
-    """The attributes of a class and of its bases, where these are the user's code."""
+    """Yield the attributes of a class and of its bases, where these are the user's code."""
     for base in cls.__mro__:
         methods = [value for value in vars(base).values() if isinstance(value, FunctionType)]
         if any(is_users(method.__code__.co_filename) for method in methods):
@@ -181,7 +181,7 @@ def _class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """The `__dict__` of an object, and the values in its slots."""
+    """Return the `__dict__` of an object, and the values in its slots."""
     found: list[Any] = []
     with suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")
@@ -195,7 +195,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _iterator_state(value: Any) -> str:
-    """The position of a built-in iterator; empty for other objects."""
+    """Return the position of a built-in iterator; empty for other objects."""
     if type(value).__name__ == "count":
         return repr(value) if type(value).__module__ == "itertools" else ""
     try:
@@ -205,7 +205,7 @@ def _iterator_state(value: Any) -> str:
 
 
 def _tensor_contents(tensor: Tensor) -> Iterator[str]:
-    """The shape, the data type, and the values or the version of a tensor."""
+    """Yield the shape, the data type, and the values or the version of a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         yield f"{tuple(tensor.shape)} {tensor.dtype}"
         if not tensor.is_inference():

@@ -180,7 +180,7 @@ class _Traced:
         return kept
 
     def _again(self, tap: Tap, state: Tensor) -> Tensor | None:
-        """If the module already ran in this call, accept only the same hidden state."""
+        """Accept only the same hidden state if the module already ran in this call."""
         kept = self.states[tap.name]
         before = self.unpatched.get(tap.name, kept)
         if _equal(state, before):
@@ -193,7 +193,7 @@ class _Traced:
         )
 
     def _patched(self, tap: Tap, state: Tensor) -> Tensor | None:
-        """The replacement of a hidden state, checked; None if there is no patch."""
+        """Return the replacement of a hidden state, checked; None if there is no patch."""
         patch = self.patches.get(tap.name)
         if patch is None:
             return None
@@ -233,7 +233,7 @@ def _equal(one: Tensor, two: Tensor) -> bool:
 
 
 def _own_taps(model: nn.Module) -> list[Tap] | None:
-    """The taps of a dialect's model or of a GPT-2 of transformers; None for any other module."""
+    """Return the taps of a dialect's model or of transformers' GPT-2; None for other modules."""
     if dialect := dialect_of(model):
         config: Any = model.config
         return expand_taps(dialect.taps, config.n_layer)
@@ -255,7 +255,7 @@ def _unknown_model(model: nn.Module) -> ParityError:
 def _chosen(
     model: nn.Module, taps: Iterable[str | Tap] | None, patch: Patch
 ) -> tuple[list[Tap], list[Tap]]:
-    """The taps to record and those to patch, of every layer."""
+    """Return the taps to record and those to patch, of every layer."""
     taps = [taps] if isinstance(taps, (str, Tap)) else taps
     if taps is not None and not isinstance(taps, Iterable):
         raise ParityError(f"taps is {described(taps)}, but must be names or Taps.")
@@ -315,13 +315,13 @@ def _expanded(written: object, known: Mapping[str, Tap], model: nn.Module) -> li
 
 
 def _in_any_layer(name: str) -> str:
-    """ "h.{i}.act" for "h.3.act"."""
+    """Replace the layer by `{i}`: "h.{i}.act" for "h.3.act"."""
     head, _, rest = name.partition(".")
     return f"h.{{i}}.{rest.partition('.')[2]}" if head == "h" else name
 
 
 def _by_name(patch: Patch, patched: Iterable[Tap]) -> Patch:
-    """The patches by the full names of their taps; one of a single layer comes before `{i}`."""
+    """Return the patches by full tap names. One of a single layer takes precedence over `{i}`."""
     return {
         tap.name: patch[tap.name] if tap.name in patch else patch[_in_any_layer(tap.name)]
         for tap in patched

@@ -191,12 +191,12 @@ def translation_notes(checkpoint: Checkpoint) -> list[str]:
 
 
 def _is_readable(checkpoint: Checkpoint) -> bool:
-    """Whether transformers finds and understands the weights file in its folder."""
+    """Return whether transformers finds and understands the weights file in its folder."""
     return checkpoint.kind == HUGGING_FACE and checkpoint.weights.name in (SAFE_FILES + BIN_FILES)
 
 
 def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that select exactly the checkpoint's weights.
+    """Return arguments of `from_pretrained` that select exactly the checkpoint's weights.
 
     Tensors of a file that transformers does not read are passed as compat read them.
     """

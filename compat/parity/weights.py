@@ -14,7 +14,7 @@ from compat.parity.report import WeightDifference
 def weight_differences(
     model: nn.Module, name_map: NameMap | None, checkpoint: Checkpoint
 ) -> list[WeightDifference]:
-    """The tensors of the checkpoint whose values differ in the model, the largest difference first.
+    """Return the checkpoint's tensors whose values differ in the model, largest difference first.
 
     The checkpoint's values are rounded to the model's data type first.
 
