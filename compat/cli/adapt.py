@@ -259,7 +259,7 @@ def _summarize(
 
 
 def _hub(target: str) -> contextlib.AbstractContextManager[None]:
-    """Offline mode for code that downloads from the hub while the hub cannot be reached."""
+    """Enter offline mode for code that downloads from a hub that cannot be reached."""
     from compat.checkpoint.hub import offline_if_unreachable
     from compat.user_models import downloads
 
@@ -298,7 +298,7 @@ def _repair(
 
 
 def _constructor_arguments(kwargs: str | None) -> dict[str, Any] | None:
-    """The JSON object of --kwargs."""
+    """Return the JSON object of --kwargs."""
     if kwargs is None:
         return None
     try:
@@ -344,7 +344,7 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
 
 
 def _show_next_step(adaptation: compat.Adaptation, part: str | None, out: Console) -> None:
-    """The code with which users load the weights in their own program."""
+    """Print the code with which users load the weights in their own program."""
     argument = "" if part is None else f", part={json.dumps(part)}"
     out.print()
     out.print(Text("To load the weights in your own code:"))
@@ -357,7 +357,7 @@ def _show_next_step(adaptation: compat.Adaptation, part: str | None, out: Consol
 
 
 def _headline(adaptation: compat.Adaptation) -> list[Text]:
-    """Whether all tensors were mapped, and whether the model computes what transformers does."""
+    """State whether all tensors were mapped, and whether the model has parity."""
     total = adaptation.tensors
     mapped = total - len(adaptation.unmatched)
     verdicts = [
@@ -386,14 +386,14 @@ def _parity(adaptation: compat.Adaptation) -> str:
 
 
 def _show_findings(findings: Sequence[compat.Finding], out: Console) -> None:
-    """A line of source, then for each of its findings the message, the fix and the evidence."""
+    """Print a line of source, then message, fix and evidence of each of its findings."""
     _show_line(findings[0], out)
     for finding in findings:
         show_finding(finding, out)
 
 
 def show_finding(finding: compat.Finding, out: Console) -> None:
-    """The message, the fix and the evidence of a finding."""
+    """Print the message, the fix and the evidence of a finding."""
     (mark, effect), colour = SEVERITY[finding.severity], COLOURS[finding.severity]
     at = f" at {finding.tap}" if finding.tap else ""
     title = Text.assemble(
@@ -414,7 +414,7 @@ def show_finding(finding: compat.Finding, out: Console) -> None:
 
 
 def _show_line(finding: compat.Finding, out: Console) -> None:
-    """`file:line  source`, never truncated, so that both can be copied; on two lines if long."""
+    """Print `file:line  source`, on two lines if long. It is not truncated, so it can be copied."""
     if finding.file is None:
         return
     where = Text(_place(finding), style="cyan")

@@ -57,12 +57,12 @@ def print_csv(rows: Iterable[list[str]]) -> list[list[str]]:
 
 
 def _harmless(cell: str) -> str:
-    """A cell that a spreadsheet does not take for a formula."""
+    """Return a cell that a spreadsheet does not take for a formula."""
     return f"'{cell}" if cell[:1] in ("=", "+", "-", "@") else cell
 
 
 def _run(argv: Sequence[str], time_limit: float) -> tuple[int | None, str, str]:
-    """The exit code and the output of `adapt`; None for a process that was ended."""
+    """Return the exit code and the output of `adapt`; None for a process that was ended."""
     with subprocess.Popen(
         [sys.executable, "-m", "compat", "adapt", *argv],
         stdin=subprocess.DEVNULL,
@@ -93,7 +93,7 @@ def _parsed(out: str) -> dict[str, Any] | None:
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    """The codes of findings but "info", the first divergence, its line, and the mapped tensors."""
+    """Return the codes of findings but "info", the first divergence, its line, and the mapping."""
     shown = [finding for finding in found["findings"] if finding["severity"] != "info"]
     codes = " ".join(dict.fromkeys(finding["code"] for finding in shown))
     lines = [str(finding["line"]) for finding in shown if finding["line"] is not None]
@@ -102,7 +102,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
 
 
 def _reason(err: str, code: int) -> str:
-    """The last error message, in one line."""
+    """Return the last error message, in one line."""
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     if errors:
         return errors[-1]

@@ -83,7 +83,7 @@ def compare_command(
 
 
 def _show(report: GoldenReport, out: Console, quiet: bool) -> None:
-    """The table, what was accepted, the deviations, and the verdict in one sentence."""
+    """Print the table, what was accepted, the deviations, and the verdict in one sentence."""
     if not quiet:
         show_layers(report, out, CAPTION)
         show_reach(report, out)
@@ -96,7 +96,7 @@ def _show(report: GoldenReport, out: Console, quiet: bool) -> None:
 
 
 def _read_names(path: Path) -> dict[str, str | None]:
-    """The map of --rename.
+    """Return the map of --rename.
 
     Raises:
         ParityError: it is not a JSON object of names.

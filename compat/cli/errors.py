@@ -49,7 +49,7 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def exit_code(error: CompatError) -> int:
-    """4 for the network, 2 for a request that cannot be met, 3 for all other bad input."""
+    """Return 4 for the network, 2 for a request that cannot be met, 3 for other bad input."""
     if isinstance(error, HubError):
         return NETWORK
     return BAD_REQUEST if isinstance(error, GenerationError) else BAD_INPUT

@@ -262,6 +262,6 @@ def _converse(answer: Callable[[str], compat.TextStream]) -> None:
 
 
 def _read_line() -> bytes:
-    """The next line, or b"" at the end. The prompt sign goes to stderr, the texts to stdout."""
+    """Read the next line; b"" at the end. The prompt sign goes to stderr, texts to stdout."""
     print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.buffer.readline()

@@ -108,7 +108,7 @@ def golden_command(
 
 
 def _parsed(ids: str) -> list[list[int]]:
-    """The sequences of --ids."""
+    """Return the sequences of --ids."""
     try:
         rows = [[int(token) for token in row.split(",")] for row in ids.split(";")]
     except ValueError:

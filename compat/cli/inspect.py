@@ -41,7 +41,7 @@ def inspect_command(
 
 
 def _show(found: compat.Inspection, out: Console) -> None:
-    """The verdict, then one labelled paragraph for each known property."""
+    """Print the verdict, then one labelled paragraph for each known property."""
     verdict = Text("✓ would load", "bold green") if found.loads else Text("✗ would not load", "red")
     out.print(Text.assemble((found.source, "bold"), "  ", verdict), soft_wrap=True)
     width = out.width if out.is_terminal else 100_000

@@ -61,7 +61,7 @@ def _name_map(dialect: options.DialectName) -> NameMap:
 
 
 def _tensors(name_map: NameMap, checkpoint: compat.Checkpoint) -> list[dict[str, Any]]:
-    """For every Hugging Face tensor its name, shape, operation, and the resulting parameters."""
+    """Yield every Hugging Face tensor's name, shape, operation, and resulting parameters."""
     import torch
 
     entries = []
@@ -84,7 +84,7 @@ def _tensors(name_map: NameMap, checkpoint: compat.Checkpoint) -> list[dict[str,
 
 
 def _show(name_map: NameMap, tensors: list[dict[str, Any]], n_layer: int) -> None:
-    """A table with one line for each row of the name map, which covers all layers."""
+    """Print a table with one line for each row of the name map, which covers all layers."""
     entries = {entry["tensor"]: entry for entry in tensors}
     layers = f"{{i}} = 0 … {n_layer - 1}"
     wide, narrow = [], []

@@ -92,7 +92,7 @@ Html = Annotated[
 
 
 def choose_source(source: str | None, model: str | None, default: str | None = "demo") -> str:
-    """The source of a command, which is its positional argument or --model.
+    """Return the source of a command, which is its positional argument or --model.
 
     Raises:
         typer.BadParameter: both are passed and differ, or neither is and there is no default.

@@ -40,7 +40,7 @@ def never_fail_to_encode() -> None:
 
 
 def _substitute(error: UnicodeError) -> tuple[str, int]:
-    """An error handler for `codecs`: the substitute of a character, or else its escape."""
+    """Return an error handler for `codecs`: the substitute of a character, or else its escape."""
     assert isinstance(error, UnicodeEncodeError)
     character = error.object[error.start]
     escaped = character.encode("ascii", "backslashreplace").decode()
@@ -48,7 +48,7 @@ def _substitute(error: UnicodeError) -> tuple[str, int]:
 
 
 def to_json(value: Any, encoding: str | None, indent: int | None = None) -> str:
-    """JSON for this encoding, with non-ASCII characters escaped unless it is a Unicode encoding."""
+    """Return JSON for this encoding. Non-ASCII characters are escaped unless it is Unicode."""
     unicode = (encoding or "utf-8").lower().startswith("utf")
     return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=not unicode)
 
@@ -83,7 +83,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def console() -> Console:
-    """Stdout, with the width of the terminal or of COLUMNS, otherwise 140 columns."""
+    """Return stdout, with the width of the terminal or of COLUMNS, otherwise 140 columns."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     out = Console(width=None if known else 140, highlight=False)
     return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
@@ -95,7 +95,7 @@ def print_line(out: Console, text: str, style: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], **style: Any) -> Table:
-    """A rich table. A column whose name begins with ">" is aligned to the right."""
+    """Return a rich table. A column whose name begins with ">" is aligned to the right."""
     made = Table(**style)
     for name in columns:
         right = name.startswith(">")
@@ -136,7 +136,7 @@ def print_table(out: Console, tables: Iterable[Table], stacked: Iterable[Sequenc
 
 
 def _flowed(cells: Sequence[str], width: int) -> Iterator[str]:
-    """The cells side by side, two spaces apart, on as many lines as they need."""
+    """Yield the cells side by side, two spaces apart, on as many lines as they need."""
     line, *others = cells
     for cell in others:
         if cell_len(f"{line}  {cell}") <= width:

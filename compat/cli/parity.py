@@ -149,7 +149,7 @@ def parity_command(
 
 
 def _show(report: compat.ParityReport, quiet: bool) -> None:
-    """The tables, how far the comparison reaches, and the verdict in one sentence."""
+    """Print the tables, the reach of the comparison, and the verdict in one sentence."""
     out = console()
     if not quiet:
         if report.taps:
@@ -166,7 +166,7 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
 
 
 def show_reach(report: compat.ParityReport, out: Console) -> None:
-    """How far the comparison reaches: the smallest detectable error, limits, and notes."""
+    """Print the reach of the comparison: the smallest detectable error, limits, and notes."""
     if smallest := sensitivity(report):
         print_line(out, smallest, "dim italic")
     for line in limits(report):
@@ -176,13 +176,13 @@ def show_reach(report: compat.ParityReport, out: Console) -> None:
 
 
 def show_verdict(report: compat.ParityReport, out: Console) -> None:
-    """The verdict in one sentence."""
+    """Print the verdict in one sentence."""
     mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
     print_line(out, f"{mark} {report.headline}", style)
 
 
 def show_layers(report: compat.ParityReport, out: Console, caption: str | None = None) -> None:
-    """What was compared, the largest numbers of every layer, and what they mean."""
+    """Print what was compared, the largest numbers of every layer, and what they mean."""
     B, T = report.input_shape
     title = (
         f"{report.model_name} and transformers on {report.source}, {report.dtype}, {B} × {T} ids"
@@ -215,7 +215,7 @@ def show_layers(report: compat.ParityReport, out: Console, caption: str | None =
 
 
 def _wide_row(layer: Layer) -> list[str | Text]:
-    """One line for a layer."""
+    """Return one line for a layer."""
     far, near = layer.accumulated.identical, layer.local.identical
     identical = f"{far}/{layer.taps}"
     if not far == near == layer.taps:
@@ -225,13 +225,13 @@ def _wide_row(layer: Layer) -> list[str | Text]:
 
 
 def _narrow_row(layer: Layer) -> list[str | Text]:
-    """Two lines for a layer, the accumulated error above the local one."""
+    """Return two lines for a layer, the accumulated error above the local one."""
     columns = map("\n".join, zip(*_numbers(layer), strict=True))
     return [layer.name, "\n".join(KINDS), *columns, _verdict(layer)]
 
 
 def _stacked(found: Sequence[Layer]) -> Iterator[list[str]]:
-    """Labelled numbers, with the accumulated and the local ones below the layer's name."""
+    """Yield labelled numbers, the accumulated and the local ones below the layer's name."""
     for layer in found:
         yield [layer.name, _verdict(layer).plain]
         for kind, numbers in zip(KINDS, _numbers(layer), strict=True):
@@ -240,7 +240,7 @@ def _stacked(found: Sequence[Layer]) -> Iterator[list[str]]:
 
 
 def _numbers(layer: Layer) -> list[list[str]]:
-    """max|Δ|, Δ/RMS, × ref and the bit-identical taps: accumulated, then local."""
+    """Return max|Δ|, Δ/RMS, × ref and the bit-identical taps: accumulated, then local."""
     return [
         [worst.max_abs, worst.rel_rms, worst.ratio, f"{worst.identical}/{layer.taps}"]
         for worst in (layer.accumulated, layer.local)

@@ -58,7 +58,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _from_json(line: str) -> str | None:
-    """The prompt in a line of JSON, or None."""
+    """Return the prompt in a line of JSON, or None."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def write_results(
 
 
 def _finished(out: Path, prompts: list[str], n: int) -> tuple[int, int]:
-    """How many prompts have all their results in a file, and the size of these in bytes."""
+    """Return how many prompts have all their results in a file, and the size of these in bytes."""
     lines = out.read_bytes().split(b"\n")[:-1]  # the rest after the last newline is incomplete
     for number, line in enumerate(lines):
         try:
@@ -134,7 +134,7 @@ def _finished(out: Path, prompts: list[str], n: int) -> tuple[int, int]:
 
 @contextmanager
 def _opened(out: Path | None, size: int) -> Iterator[BinaryIO]:
-    """A file truncated to its first `size` bytes, or stdout."""
+    """Yield a file truncated to its first `size` bytes, or stdout."""
     if out is None:
         yield sys.stdout.buffer
         return
@@ -148,7 +148,7 @@ def _opened(out: Path | None, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _progress(total: int, out: Path | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal to which no results are printed."""
+    """Show a progress bar on stderr, if that is a terminal to which no results are printed."""
     from rich.console import Console
     from rich.progress import Progress
 
