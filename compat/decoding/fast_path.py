@@ -85,7 +85,7 @@ def transformer_of(model: Model) -> Transformer:
 
 
 def is_unmodified(model: nn.Module) -> bool:
-    """Whether a model differs from a freshly built one in the values of its parameters only.
+    """Return whether a model differs from a freshly built one in the values of its parameters only.
 
     The fresh model is built from `model.config`. The comparison covers the modules, their types,
     order and attributes, hooks, buffers, and the names, shapes and ties of parameters. A model also
@@ -105,7 +105,7 @@ def is_unmodified(model: nn.Module) -> bool:
 
 
 def _is_intercepted() -> bool:
-    """Whether a mode, autocast or a global hook changes what torch's functions or modules do."""
+    """Return whether a mode, autocast or a global hook changes what functions or modules do."""
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     modes = [*modes, *_get_current_dispatch_mode_stack()]
     return (
@@ -130,7 +130,7 @@ def _freshly_built(dialect: str, config: GPT2Config) -> Model | None:
 
 
 def _equal_modules(module: nn.Module | None, fresh: nn.Module | None) -> bool:
-    """Whether two modules and their submodules are equal, apart from their parameters."""
+    """Return whether two modules and their submodules are equal, apart from their parameters."""
     if module is None or fresh is None or type(module) is not type(fresh):
         return False
     ours, theirs = vars(module), vars(fresh)
@@ -151,7 +151,7 @@ _REGISTERED = ("_modules", "_parameters", "_buffers")
 
 
 def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
-    """Whether two buffers are equal. Buffers on the meta device have no values and never are."""
+    """Return whether two buffers are equal. Buffers on the meta device never are."""
     if buffer is None or fresh is None:
         return buffer is fresh
     comparable = type(buffer) is type(fresh) is Tensor and not fresh.is_meta
@@ -159,7 +159,7 @@ def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
 
 
 def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
-    """Whether parameters have the same shapes and ties, and none is of a subclass."""
+    """Return whether parameters have the same shapes and ties, and none is of a subclass."""
     ours, theirs = _parameters(model), _parameters(fresh)
     return _ties(ours) == _ties(theirs) and all(
         p is q is None
@@ -244,7 +244,7 @@ def _code() -> Iterator[object]:
 
 
 def _is_foreign(owner: type | ModuleType, value: object) -> bool:
-    """Whether a function of torch was replaced before compat was imported."""
+    """Return whether a function of torch was replaced before compat was imported."""
     name = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
     return (
         name.split(".")[0] == "torch"

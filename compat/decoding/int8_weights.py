@@ -44,7 +44,7 @@ class Int8Weights:
         return [self._read[name]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by the names that they have in a packed file."""
+        """Return all tensors by the names that they have in a packed file."""
         found: dict[str, Tensor] = {}
         for name in self._checkpoint.infos:
             found |= tensors_of(name, *self(name))

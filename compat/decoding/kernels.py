@@ -154,7 +154,7 @@ def _measured(precision: str, rows: int, working: dict[str, Pack]) -> tuple[str,
 
 
 def was_idle(wall: float, running: float) -> bool:
-    """Whether the machine was otherwise idle during a measurement.
+    """Return whether the machine was otherwise idle during a measurement.
 
     On an idle machine, a computing thread always runs: it computes, or spins until torch's other
     threads are done. On a busy machine, it also waits for a processor, or sleeps while torch's
@@ -174,7 +174,7 @@ def forget() -> None:
 
 
 def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
-    """Whether a kernel runs on the device and its products or decode steps are right."""
+    """Return whether a kernel runs on the device and its products or decode steps are right."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
@@ -189,7 +189,7 @@ def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
 
 
 def _decodes_as_torch(pack: Pack, precision: str) -> bool:
-    """Whether the native decode step agrees with torch's on the same weights."""
+    """Return whether the native decode step agrees with torch's on the same weights."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=96, n_positions=24, vocab_size=50)
     dtype = ACTIVATIONS[precision]
     native, exact = _random_transformers(config, [pack, Blas], dtype)

@@ -65,7 +65,7 @@ def contiguous(weight: Tensor) -> Tensor:
 
 
 def in_huge_pages(weight: Quantized) -> Quantized:
-    """A copy of a quantized weight in memory from `empty_weight`."""
+    """Return a copy of a quantized weight in memory from `empty_weight`."""
     values = empty_weight(weight.values.shape, torch.int8).copy_(weight.values)
     return weight._replace(values=values)
 
@@ -82,7 +82,7 @@ class Blas(nn.Module):
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def unpacked(self) -> Tensor:
-        """The weight [in, out]."""
+        """Return the weight [in, out]."""
         return self.weight
 
 
@@ -116,7 +116,7 @@ class Linear(nn.Module):
         return product if self.bias is None else product.add_(self.bias)
 
     def unpacked(self) -> Tensor:
-        """The weight [in, out]."""
+        """Return the weight [in, out]."""
         return self.weight.t()
 
 
@@ -135,7 +135,7 @@ class OneDnn(nn.Module):
         return product
 
     def unpacked(self) -> Tensor:
-        """The weight [in, out]."""
+        """Return the weight [in, out]."""
         weight: Tensor = self.weight.to_dense()
         return weight.t()
 
@@ -166,7 +166,7 @@ def quantize(weight: Tensor | Quantized, outliers: Tensor | None = None) -> Quan
 
 
 def _quantized_by_native_c(weight: Tensor, kept: Tensor, values: Tensor, scale: Tensor) -> bool:
-    """Whether `native.c` could quantize a weight, which gives the same values in less time."""
+    """Quantize a weight by `native.c`, which takes less time. Return whether it could."""
     fits = weight.is_cpu and weight.dtype == torch.float32 and min(weight.shape) >= FEWEST
     if not fits or not is_available():
         return False

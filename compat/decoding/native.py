@@ -80,7 +80,7 @@ NATIVE: tuple[Pack, ...] = (
 
 
 def transformer_class(pack: Pack) -> type[Transformer]:
-    """The class of transformer that is fastest with weights packed this way."""
+    """Return the class of transformer that is fastest with weights packed this way."""
     return NativeTransformer if pack in NATIVE else Transformer
 
 
@@ -114,7 +114,7 @@ class NativeTransformer(Transformer):
         return super().next_logits(tokens, cache, start) if found is None else found
 
     def _native(self, rows: int, run: Callable[[NativeModel], Tensor]) -> Tensor | None:
-        """What `run` computes; None if it is for torch, which raises the errors of wrong input."""
+        """Return what `run` computes; None if it is for torch, which raises the errors."""
         head = self.lm_head
         many = isinstance(head.product if isinstance(head, WithOutliers) else head, _Prompts)
         if not rows or (rows > FEW_ROWS and not many):

@@ -36,7 +36,7 @@ class NativeError(Exception):
 
 
 def library() -> CDLL:
-    """The loaded library.
+    """Return the loaded library.
 
     The first failure of a process is printed to stderr, unless `COMPAT_NATIVE=0` is the reason.
 
@@ -59,7 +59,7 @@ def library() -> CDLL:
 
 
 def is_available() -> bool:
-    """Whether the library can be loaded."""
+    """Return whether the library can be loaded."""
     try:
         library()
     except NativeError:
@@ -92,8 +92,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def usable_threads(wanted: int) -> int:
-    """The number of threads for a call: one in a forked process, where OpenMP would wait forever
-    for threads that only the parent has."""
+    """Return the number of threads for a call.
+
+    It is one in a forked process, where OpenMP would wait forever for threads of the parent.
+    """
     return 1 if _is_forked else wanted
 
 
@@ -118,7 +120,7 @@ def _load() -> CDLL:
 
 @contextmanager
 def _build_folder(folder: Path | None) -> Iterator[Path]:
-    """A new folder in the cache; where that cannot be written, in the system's temporary folder."""
+    """Yield a new folder in the cache, or else in the system's temporary folder."""
     try:
         if folder is None:
             raise OSError
@@ -146,7 +148,7 @@ def _build(compiler: list[str], build: Path) -> CDLL:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints.
+    """Return what a command prints.
 
     Raises:
         NativeError: it cannot be started, fails, or takes too long.
@@ -173,7 +175,7 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
 
 
 def _opened(path: Path) -> CDLL:
-    """The library of a file, with the types of its functions."""
+    """Return the library of a file, with the types of its functions."""
     opened = CDLL(str(path))
     for name, (arguments, result) in FUNCTIONS.items():
         function = getattr(opened, name)

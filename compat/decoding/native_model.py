@@ -76,7 +76,7 @@ class _Batch(Structure):
     )
 
     def part(self, first: int, n_rows: int) -> _Batch:
-        """These rows of the batch, which has to stay alive."""
+        """Return these rows of the batch, which has to stay alive."""
         arrays = (
             at + first * sizeof(c_int64) for at in (self.tokens, self.sequences, self.positions)
         )
@@ -125,7 +125,7 @@ class NativeModel:
         )  # fmt: skip
 
     def _pointer(self, tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-        """The address of a tensor, which lives as long as this object.
+        """Return the address of a tensor, which lives as long as this object.
 
         Raises:
             Unsupported: as `_checked`.
@@ -134,7 +134,7 @@ class NativeModel:
         return _checked(tensor, dtype, *shape)
 
     def _floats(self, tensor: Tensor | None, n: int) -> int | None:
-        """The address of n float32 values, copied where they are of another type."""
+        """Return the address of n float32 values, copied where they are of another type."""
         if tensor is None:
             return None
         return self._pointer(tensor.detach().float().contiguous(), torch.float32, n)
@@ -177,7 +177,7 @@ class NativeModel:
         )
 
     def hidden(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
-        """Hidden states (B, T, C) of tokens (B, T), whose keys and values are added to the cache.
+        """Return hidden states (B, T, C) of tokens (B, T), and add keys and values to the cache.
 
         Arguments as of `Transformer`; the kv cache is one tensor.
 
@@ -197,7 +197,7 @@ class NativeModel:
         return logits
 
     def next_logits(self, tokens: Tensor, kv: Tensor, start: int | Tensor) -> Tensor:
-        """Both in one call: float32 logits (B, V) of the token after each of `tokens` (B,)."""
+        """Do both in one call: float32 logits (B, V) of the token after each of `tokens` (B,)."""
         B = len(tokens)
         x = torch.empty(B, self.config.n_embd, device="cpu")
         logits = torch.empty(B, self.config.vocab_size, device="cpu")
@@ -239,13 +239,13 @@ class NativeModel:
 
 
 def _memory(size: int) -> tuple[Tensor, int]:
-    """Memory that lives as long as the tensor, and an address in it that is aligned."""
+    """Return memory that lives as long as the tensor, and an address in it that is aligned."""
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     return memory, -memory.data_ptr() % ALIGNMENT + memory.data_ptr()
 
 
 def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """The address of a tensor.
+    """Return the address of a tensor.
 
     Raises:
         Unsupported: it has another type or shape, is not contiguous, or is not on the CPU.
@@ -257,7 +257,7 @@ def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
 
 
 def _weight(product: Any) -> Tensor:
-    """The weight `[out, in]` of a product, which stays where it is."""
+    """Return the weight `[out, in]` of a product, which stays where it is."""
     if isinstance(product, WithOutliers):
         return _weight(product.product)
     weight = {Linear: "weight", Int8: "qweight"}

@@ -106,7 +106,7 @@ class PlainDecoder:
 
 
 def _takes_cache(model: Model) -> bool:
-    """Whether `forward` has the dialects' signature. A replacement may accept ids only."""
+    """Return whether `forward` has the dialects' signature. A replacement may accept ids only."""
     try:
         signature(model.forward).bind(None, None, None, logits_to_keep=1)
     except TypeError:
