@@ -12,12 +12,12 @@ from compat.errors import GenerationError, short_repr
 
 
 def is_integer(value: object) -> bool:
-    """Whether a setting is an integer, NumPy's included, and not a bool."""
+    """Return whether a setting is an integer, NumPy's included, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:
-    """Whether a setting is a real number that a float can hold, and neither NaN nor infinite."""
+    """Return whether a setting is a finite real number that a float can hold."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -37,7 +37,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 
 def check_token_ids(name: str, values: Any) -> tuple[int, ...]:
-    """A setting that is a collection of token ids, as a tuple.
+    """Return a setting that is a collection of token ids, as a tuple.
 
     Raises:
         GenerationError: the setting is something else.

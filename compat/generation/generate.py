@@ -114,7 +114,7 @@ def _steps(
     stop_ids: tuple[int, ...],
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """The ids (B,) of every step, with the padding id in the rows that have ended."""
+    """Yield the ids (B,) of every step, with the padding id in the rows that have ended."""
     B, padding = len(contexts), decoder.config.pad_token_id
     if padding is None:
         padding = stop_ids[0] if stop_ids else 0

@@ -85,7 +85,7 @@ class Sampling:
         object.__setattr__(self, "suppress_tokens", suppressed)
 
     def scores(self, logits: Tensor, seen: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Logits (B, V) → float32 scores (B, V) to draw from, −∞ for tokens that are excluded.
+        """Convert logits (B, V) to float32 scores (B, V) to draw from, −∞ for excluded tokens.
 
         Args:
             logits: the logits of the last position.
@@ -115,14 +115,14 @@ class Sampling:
         return scores if self.min_p is None else _min_p(scores, self.min_p)
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Scores (B, V) → probabilities (B, V) of `draw`; of greedy decoding they are 0 and 1."""
+        """Convert scores (B, V) to the probabilities (B, V) of `draw`, 0 and 1 if greedy."""
         if self.temperature == 0:
             most_likely = scores.argmax(dim=-1, keepdim=True)
             return torch.zeros_like(scores).scatter(1, most_likely, 1.0)
         return scores.softmax(dim=-1)
 
     def draw(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Scores (B, V) → one token id per row (B,). None is torch's global generator."""
+        """Draw one token id per row (B,) from scores (B, V). None is torch's global generator."""
         if self.temperature == 0:
             if scores.is_cpu:  # NumPy's argmax is ten times as fast as torch's
                 return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
@@ -131,7 +131,7 @@ class Sampling:
         return drawn.squeeze(1)
 
     def preview(self, generator: torch.Generator | None = None) -> Choose:
-        """A function that chooses tokens as `draw` will, with a copy of the generator.
+        """Return a function that chooses tokens as `draw` will, with a copy of the generator.
 
         For equal logits it chooses the same tokens, and for similar logits it mostly does.
         """

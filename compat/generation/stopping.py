@@ -55,6 +55,6 @@ class NewText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that is the beginning of the stop string."""
+    """Return the length of the longest end of the text that is the beginning of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

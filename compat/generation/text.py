@@ -72,7 +72,7 @@ class Completion:
         return self.prompt + self.new_text
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name, and the whole text; `logprobs` only if they were requested."""
+        """Return all fields by name, and the whole text; `logprobs` only if they were requested."""
         found = {"prompt": self.prompt, "text": self.text, **vars(self)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -225,7 +225,7 @@ class _GrowingText:
             self.dropped = len(self.ids) - max(1, n_positions // 2)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The text's own random number generator."""
+        """Return the text's own random number generator."""
         if self._generator is None:
             self._generator = torch.Generator(device)
             if self.seed is None:
@@ -248,7 +248,7 @@ class _GrowingText:
         self.finish_reason = reason
 
     def completion(self, logprobs: bool) -> Completion:
-        """The text so far."""
+        """Return the text so far."""
         return Completion(
             prompt=self.prompt,
             new_text=self.new_text.so_far,
@@ -306,7 +306,7 @@ class _Writer:
         self.logprobs, self.overflow = logprobs, overflow
 
     def begin(self, prompt: Prompt, sample: int = 0) -> _GrowingText:
-        """The text of a sample before its first new token; sample j uses seed + j.
+        """Return the text of a sample before its first new token; sample j uses seed + j.
 
         Raises:
             GenerationError: the prompt cannot be encoded, or leaves no room for the new tokens.
@@ -346,7 +346,7 @@ class _Writer:
             yield
 
     def _choose(self, logits: Tensor, live: list[_GrowingText]) -> Tensor:
-        """The next token of every text (B,), drawn from the text's own generator."""
+        """Return the next token of every text (B,), drawn from the text's own generator."""
         scores = self.sampling.scores(logits, [text.ids for text in live])
         if self.sampling.temperature == 0:
             ids = self.sampling.draw(scores)
@@ -363,7 +363,7 @@ class _Writer:
         return ids
 
     def _limit(self, T: int) -> int:
-        """The number of new tokens for a prompt of T tokens."""
+        """Return the number of new tokens for a prompt of T tokens."""
         n, limit = self.config.n_positions, self.max_new_tokens
         if limit is None:
             limit = DEFAULT_NEW_TOKENS
@@ -373,7 +373,7 @@ class _Writer:
         return limit
 
     def _encoded(self, prompt: str) -> list[int]:
-        """A text's tokens. An empty text starts from end-of-text, as GPT-2's training texts do."""
+        """Encode a text. An empty one starts from end-of-text, as GPT-2's training texts do."""
         try:
             ids = self.tokenizer.encode(prompt)
         except TokenizerError as error:  # the prompt is at fault, not the tokenizer
