@@ -36,7 +36,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, ids) → scalar
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of ids[:, 1:] given logits (B, T, V) at the ids before each."""
+    """Return the mean cross-entropy of ids[:, 1:] given logits (B, T, V) at the ids before each."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 

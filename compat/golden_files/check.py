@@ -183,7 +183,7 @@ class Comparison:
         return self.golden.bound(name, self._precision)
 
     def known(self, name: str) -> bool:
-        """Whether the candidate has a tap at every position."""
+        """Return whether the candidate has a tap at every position."""
         entry = self.candidate.entries.get(name)
         return entry is not None and not entry.last_only
 

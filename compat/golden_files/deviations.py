@@ -349,7 +349,7 @@ def _rotated(x: Tensor, halves: bool) -> Tensor:
 
 @about("probs", "heads")
 def reading_of_qkv(s: Situation) -> Iterator[Hypothesis]:
-    """The arrays q, k and v are right, but attention splits their concatenation differently."""
+    """Propose that attention splits the concatenation of the arrays q, k and v differently."""
     config = s.weights.config
 
     def pieces(divide: Callable[..., Sequence[Tensor]]) -> Pieces:
@@ -726,7 +726,7 @@ def reshaped(piece: Piece) -> Piece:
 
 @about("embed", "v", "attn", "mlp")
 def processed_weights(s: Situation) -> Iterator[Hypothesis]:
-    """The default weight processing of TransformerLens (`load_and_process_state_dict`)."""
+    """Propose the default weight processing of TransformerLens (`load_and_process_state_dict`)."""
 
     def value_bias(w: Weights, i: int) -> Tensor:
         """Return the bias of the values, plus the projected bias of the norm."""
@@ -753,7 +753,7 @@ def processed_weights(s: Situation) -> Iterator[Hypothesis]:
 
 @about(*PRODUCTS)
 def low_precision(s: Situation) -> Iterator[Hypothesis]:
-    """Matrix products whose operands are rounded first, as on GPUs and TPUs by default."""
+    """Propose matrix products of rounded operands, as on GPUs and TPUs by default."""
     fix = (
         "Compute products in float32: torch.backends.cuda.matmul.allow_tf32 = False, or "
         'jax.config.update("jax_default_matmul_precision", "highest")'
@@ -818,7 +818,7 @@ def _ties_away(x: Tensor) -> Tensor:
 
 @about("embed")
 def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
-    """Other rows of wpe.weight or of wte.weight, if only one of the two summands is wrong."""
+    """Propose other rows of wpe.weight or of wte.weight, if only one of the summands is wrong."""
     if s.tap != "embed":
         return
     tokens, wpe, T = s.weights[TOKENS], s.weights[POSITIONS], s.found.shape[1]
@@ -875,7 +875,7 @@ def _described(found: Tensor, ids: Tensor) -> str:
 
 @about("act", needs_inputs=True)
 def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
-    """GELU approximated by tanh or a sigmoid, with constants that are not GPT-2's."""
+    """Propose GELU approximated by tanh or a sigmoid, with constants that are not GPT-2's."""
     x, y = s.inputs["fc"].flatten(), s.found.flatten()
     share = y / x  # Φ(x) in GELU(x) = x · Φ(x)
     used = (x.abs() > 0.05) & (x.abs() < 4) & (share > 0.02) & (share < 0.98)
@@ -942,7 +942,7 @@ def _in_block(j: int, part: str, name: str) -> str:
 
 @about("q", "k", "v", "attn", "fc", "mlp", "logits", needs_inputs=True)
 def other_biases(s: Situation) -> Iterator[Hypothesis]:
-    """A vector that is added to the result at every token."""
+    """Propose a vector that is added to the result at every token."""
     kind = split_name(s.tap)[1]
     try:
         plain = GPT2[kind].run(s.weights, s.layer, *s.inputs.values())
@@ -982,7 +982,7 @@ def order_of_heads(s: Situation) -> Iterator[Hypothesis]:
 
 @about(*NORMS, needs_inputs=True)
 def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
-    """A norm whose weight or bias, fitted by least squares, is another tensor than its own."""
+    """Propose norms whose weight or bias, fitted by least squares, is another tensor."""
     [x], name, own = s.inputs.values(), s.tap, split_name(s.tap)[1]
     normed = NormFormula(eps=s.weights.config.layer_norm_epsilon)(x).flatten(0, -2)
     y = s.found.flatten(0, -2)
@@ -1033,7 +1033,7 @@ def _relative(found: str, own: str) -> str:
 
 @about("probs", needs_inputs=True)
 def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
-    """Masks that differ between sequences, and biases that depend on the distance (ALiBi)."""
+    """Propose masks that differ between sequences, and biases by distance (ALiBi)."""
     usual = attention_formula(s.weights, s.layer)
     q, k = (split_heads(s.weights, s.inputs[name]) for name in "qk")
     scores = q @ k.mT * usual.scale

@@ -403,7 +403,7 @@ class _Search:
         return [Deviation(tap, "unexplained", {"found": found}, "", fix)]
 
     def _may_be_rounding(self, result: TapResult) -> bool:
-        """Whether a tap is in half precision and its error is less than twice the bound."""
+        """Return whether a tap is in half precision and its error is less than twice the bound."""
         c, found = self.comparison, result.accumulated
         is_half = c.bounds[result.tap] != c.golden.bound(result.tap, c.golden.dtype)
         return is_half and found.bound is not None and found.error < 2 * found.bound
@@ -431,7 +431,7 @@ class _Search:
 
 
 def _agrees(value: Tensor, expected: Tensor, limit: float) -> bool:
-    """Whether the relative difference is at most `limit`."""
+    """Return whether the relative difference is at most `limit`."""
     return error(value, expected).rms <= limit
 
 
