@@ -44,7 +44,7 @@ FAILING = {"c-over", "c-far", "c-most", "c-nan"}
 
 
 def has(result: TapResult, kind: Kind) -> bool:
-    """Whether a difference of this kind was measured; a local one needs a separate piece."""
+    """Return whether a difference of this kind was measured; a local one needs a separate piece."""
     return kind == "accumulated" or result.local is not None
 
 
@@ -94,7 +94,7 @@ def place_groups(
 
 
 def _names(groups: Sequence[Group]) -> list[tuple[str, float, str]]:
-    """Text, x and class of the names below: every tap outside the blocks, and every n-th block."""
+    """Return text, x and class of the names below: taps outside blocks, and every n-th block."""
     blocks = [group for group in groups if group.is_block]
     narrowest = min((group.width for group in blocks), default=NAME_ROOM)
     every = next(n for n in (1, 2, 4, 8, 16, 32, 10**9) if n * narrowest >= NAME_ROOM)
@@ -119,34 +119,34 @@ class LogScale:
 
     @classmethod
     def around(cls, values: Iterable[float]) -> LogScale:
-        """Whole decades around all values that have a logarithm."""
+        """Return whole decades around all values that have a logarithm."""
         logs = [math.log10(v) for v in values if v > 0 and math.isfinite(v)] or [-8.0, -6.0]
         low = max(SMALLEST, min(math.floor(min(logs)), LARGEST - 1))
         return cls(low, max(low + 1, min(math.ceil(max(logs)), LARGEST)))
 
     def y(self, value: float) -> float:
-        """The height of a positive value, at an edge if it lies outside the scale."""
+        """Return the height of a positive value, at an edge if it lies outside the scale."""
         if not math.isfinite(value):
             return TOP
         decade = min(max(math.log10(value), self.low), self.high) if value > 0 else self.low
         return BOTTOM + (TOP - BOTTOM) * (decade - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[str, float]]:
-        """Label and height of at most seven decades, at even distances."""
+        """Return label and height of at most seven decades, at even distances."""
         step = -(-(self.high - self.low) // 6)
         decades = range(self.low, self.high + 1, step)
         return [(f"10{str(n).translate(SUPERSCRIPT)}", self.y(10.0**n)) for n in decades]
 
 
 def error_scale(results: Sequence[TapResult]) -> LogScale:
-    """One scale for both charts, so that they can be compared."""
+    """Return one scale for both charts, so that they can be compared."""
     found = all_measured(results)
     errors = [d.error for d in found if not d.bit_identical]
     return LogScale.around([*errors, *(d.bound for d in found if d.bound)])
 
 
 def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> dict[str, Any]:
-    """One column for each tap, with a mark at its error, over a band up to its bound."""
+    """Draw one column for each tap, with a mark at its error, over a band up to its bound."""
     results = [result for result in results if has(result, kind)]
     groups = place_groups(results, LEFT, WIDTH - LEFT - RIGHT, single=56)
     found = [measured(result, kind) for result in results]
@@ -183,7 +183,7 @@ def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> di
 
 
 def describe(tap: str, kind: Kind, found: Difference) -> str:
-    """The tooltip: all numbers of one tap."""
+    """Return the tooltip: all numbers of one tap."""
     error = "bit-identical" if found.bit_identical else f"error {number(found.error)}"
     text = f"{tap}, {kind}: {error}"
     if found.bound is None:
@@ -193,14 +193,14 @@ def describe(tap: str, kind: Kind, found: Difference) -> str:
 
 
 def _height(found: Difference, scale: LogScale) -> float:
-    """Of a mark: on the scale, or in the row for identical or for non-finite values."""
+    """Return a mark's height: on the scale, or in the row of identical or non-finite values."""
     if found.bit_identical:
         return IDENTICAL
     return scale.y(found.error) if math.isfinite(found.error) else INFINITE
 
 
 def _band(groups: Sequence[Group], kind: Kind, scale: LogScale) -> tuple[str, str] | None:
-    """Paths of the area below the bounds and of its upper edge, or None if nothing is judged."""
+    """Return paths of the area below the bounds and of its upper edge, or None if not judged."""
     steps = []
     for group in groups:
         for i, result in enumerate(group.results):
@@ -214,7 +214,7 @@ def _band(groups: Sequence[Group], kind: Kind, scale: LogScale) -> tuple[str, st
 
 
 def heat_map(results: Sequence[TapResult], kind: Kind) -> dict[str, Any]:
-    """Layers from left to right, taps from top to bottom; a tap outside the blocks is a column."""
+    """Draw layers from left to right, taps from top to bottom. Taps outside blocks are columns."""
     results = [result for result in results if has(result, kind)]
     groups = place_groups(results, MAP_LEFT, MAP_WIDTH - MAP_LEFT, single=60)
     taps = [r.tap.rpartition(".")[2] for g in groups if g.is_block for r in g.results]
@@ -242,7 +242,7 @@ def heat_map(results: Sequence[TapResult], kind: Kind) -> dict[str, Any]:
 
 
 def level(found: Difference) -> str:
-    """The class of a cell. The verdict distinguishes passing from failing ones."""
+    """Return the class of a cell. The verdict distinguishes passing from failing ones."""
     if found.bit_identical:
         return "c-same"
     if not math.isfinite(found.error):
@@ -256,7 +256,7 @@ def level(found: Difference) -> str:
 
 
 def cell(x: float, y: float, width: float, height: float, name: str, title: str) -> dict[str, Any]:
-    """One cell; a failing one has a cross, so that the verdict does not depend on colour alone."""
+    """Draw one cell. A failing one has a cross, so that colour alone does not show the verdict."""
     width, height = width - GAP, height - GAP
     cross = _cross(x + width / 2, y + height / 2, min(width, height, 12) / 3)
     return {
@@ -271,14 +271,14 @@ def cell(x: float, y: float, width: float, height: float, name: str, title: str)
 
 
 def cell_legend(found: Sequence[Difference]) -> list[tuple[dict[str, Any], str]]:
-    """The cells that occur, and their meaning."""
+    """Return the cells that occur, and their meaning."""
     occurring = {level(d) for d in found}
     return [(cell(0, 0, 17, 17, name, ""), text) for name, text in LEVELS.items()
             if name in occurring]  # fmt: skip
 
 
 def mark_legend(found: Sequence[Difference]) -> list[tuple[str, str]]:
-    """The marks that occur in the charts, and their meaning."""
+    """Return the marks that occur in the charts, and their meaning."""
     judged = [d for d in found if d.bound is not None]
     entries = [
         (bool(judged), "band", "passes"),
@@ -291,12 +291,12 @@ def mark_legend(found: Sequence[Difference]) -> list[tuple[str, str]]:
 
 
 def _cross(x: float, y: float, r: float) -> str:
-    """The path of a cross around a point."""
+    """Return the path of a cross around a point."""
     return (
         f"M{px(x - r)} {px(y - r)}l{px(2 * r)} {px(2 * r)}m0 {px(-2 * r)}l{px(-2 * r)} {px(2 * r)}"
     )
 
 
 def px(value: float) -> str:
-    """A coordinate with one decimal."""
+    """Return a coordinate with one decimal."""
     return f"{value:.1f}".removesuffix(".0")

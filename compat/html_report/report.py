@@ -71,7 +71,7 @@ COMPATIBLE, PARITY = ("Compatible", "Not compatible"), ("Parity", "No parity")
 
 
 def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
-    """A result as a page."""
+    """Return a result as a page."""
     if isinstance(result, Golden):
         return recorded_page(result)
     if isinstance(result, ParityReport):
@@ -80,7 +80,7 @@ def page_of(result: ParityReport | Adaptation | Inspection | Golden) -> str:
 
 
 def inspection_page(found: Inspection) -> str:
-    """What a source is as a page."""
+    """Describe a source as a page."""
     sentence = found.error or "Every name and every shape is as expected."
     return _page(
         title=found.source,
@@ -93,7 +93,7 @@ def inspection_page(found: Inspection) -> str:
 
 
 def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as a page."""
+    """Return a table as a page."""
     return _page(
         title=title,
         kicker="Weight compatibility with Hugging Face GPT-2: your own models",
@@ -102,7 +102,7 @@ def table_page(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def parity_page(*reports: ParityReport) -> str:
-    """One or more reports on one checkpoint as a page."""
+    """Return one or more reports on one checkpoint as a page."""
     names, first = " and ".join(report.model_name for report in reports), reports[0]
     kicker = (
         "Golden arrays of Hugging Face GPT-2, compared with another implementation"
@@ -118,7 +118,7 @@ def parity_page(*reports: ParityReport) -> str:
 
 
 def recorded_page(golden: Golden) -> str:
-    """What golden arrays contain as a page."""
+    """Describe golden arrays as a page."""
     B, T = golden.ids.shape
     columns = ["Array", "Shape", "Largest difference", "Meaning"]
     rows = []
@@ -136,7 +136,7 @@ def recorded_page(golden: Golden) -> str:
 
 
 def adapt_page(adaptation: Adaptation) -> str:
-    """What `adapt` found as a page."""
+    """Return what `adapt` found as a page."""
     report, sentence = adaptation.parity, _sentence(adaptation)
     # The page begins with a verdict; the same sentence is not repeated in the parity section.
     own = None if report is None or report.headline == sentence else report.headline
@@ -165,7 +165,7 @@ ABSENT: dict[str, Any] = {
 
 
 def _page(*, versions: Mapping[str, str] | None = None, **content: Any) -> str:
-    """The document. Characters that UTF-8 cannot encode, as in odd file names, are escaped."""
+    """Fill in the document. Characters that UTF-8 cannot encode are escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -181,12 +181,12 @@ def _page(*, versions: Mapping[str, str] | None = None, **content: Any) -> str:
 
 
 def _verdict(good: bool, words: tuple[str, str], sentence: str) -> dict[str, Any]:
-    """The verdict: a sign, one of two words, and a sentence."""
+    """Return the verdict: a sign, one of two words, and a sentence."""
     return {"good": good, "word": words[0] if good else words[1], "sentence": sentence}
 
 
 def _sentence(adaptation: Adaptation) -> str:
-    """The reason for the verdict: unmatched tensors, the parity check, or a finding."""
+    """Return the reason for the verdict: unmatched tensors, the parity check, or a finding."""
     if n := len(adaptation.unmatched):
         tensors = f"{n:,} tensor{'s' * (n > 1)}"
         return f"{adaptation.model} has no parameter for {tensors} of {adaptation.source}."
@@ -222,7 +222,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[str, Any]:
-    """The verdict, the facts, how far the comparison reaches, the drawings, and the tables."""
+    """Return the verdict, the facts, the limits of the comparison, the drawings and the tables."""
     golden = isinstance(report, GoldenReport)
     # Gradients are in the tables only: the drawings follow the forward pass.
     taps = [tap for tap in report.taps if not tap.tap.startswith("grad.")]
@@ -275,7 +275,7 @@ def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
 
 
 def _layer_row(layer: Layer) -> list[str]:
-    """One row of LAYER_COLUMNS."""
+    """Return one row of LAYER_COLUMNS."""
     sign = "✓" if layer.passed == layer.taps else "✗"
     numbers = [
         text
