@@ -45,7 +45,7 @@ DIALECTS = {
 
 
 def get_dialect(name: str) -> Dialect:
-    """The dialect with this name.
+    """Return the dialect with this name.
 
     Raises:
         ConfigError: there is no such dialect.
@@ -58,5 +58,5 @@ def get_dialect(name: str) -> Dialect:
 
 
 def dialect_of(model: nn.Module) -> Dialect | None:
-    """The dialect of a model; None for any other module."""
+    """Return the dialect of a model; None for any other module."""
     return next((d for d in DIALECTS.values() if isinstance(model, d.model_class)), None)

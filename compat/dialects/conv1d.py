@@ -157,7 +157,7 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits (B, T, V) of token ids (B, T).
+        """Return logits (B, T, V) of token ids (B, T).
 
         Args:
             input_ids: (B, T).
