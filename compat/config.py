@@ -148,7 +148,7 @@ class GPT2Config:
         super().__setattr__(name, value)
 
     def _checked_ids(self, name: str, value: Any) -> int | tuple[int, ...] | None:
-        """The checked value of a special token's ids, which a framework sets."""
+        """Return the checked value of a special token's ids, which a framework sets."""
         several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
         ids = tuple(value) if several else () if value is None else (value,)
         if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
@@ -167,7 +167,7 @@ class GPT2Config:
         super().__delattr__(name)
 
     def _is_ours(self, name: str) -> bool:
-        """Whether an attribute is a field, an alias of one, or a property."""
+        """Return whether an attribute is a field, an alias of one, or a property."""
         return hasattr(type(self), name) or name in ALIASES or name == "drop_rate"
 
     @property
@@ -181,7 +181,7 @@ class GPT2Config:
         return self.n_embd // self.n_head
 
     def attention_scale(self, layer_idx: int) -> float:
-        """The factor on q·kᵀ: 1/√D or 1, divided by layer_idx + 1 if the config says so."""
+        """Return the factor on q·kᵀ: 1/√D or 1, divided by layer_idx + 1 if the config says so."""
         scale = self.d_head**-0.5 if self.scale_attn_weights else 1.0
         return scale / float(layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
@@ -191,11 +191,11 @@ class GPT2Config:
         return _as_ids(self.eos_token_id)
 
     def ids_of(self, name: str) -> tuple[int, ...]:
-        """The ids in the field `bos_token_id`, `eos_token_id` or `pad_token_id`."""
+        """Return the ids in the field `bos_token_id`, `eos_token_id` or `pad_token_id`."""
         return _as_ids(getattr(self, name))
 
     def to_hf_dict(self) -> dict[str, Any]:
-        """The fields of Hugging Face's `config.json`, with `n_ctx` for older programs."""
+        """Return the fields of Hugging Face's `config.json`, with `n_ctx` for older programs."""
         own = {k: v for k, v in asdict(self).items() if k not in ("qkv_bias", "layer_norm_bias")}
         head = {
             "architectures": ["GPT2LMHeadModel"],
@@ -258,7 +258,7 @@ def _read_only(name: str) -> _ReadOnlyError:
 
 
 def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """The ids of a field that holds one, several or none."""
+    """Return the ids of a field that holds one, several or none."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
@@ -270,7 +270,7 @@ def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a data type without `torch.`, such as "float16"; of a name, the name itself."""
+    """Return the name of a data type without `torch.`, such as "float16"; a name stays the same."""
     return str(dtype).removeprefix("torch.")
 
 

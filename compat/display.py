@@ -16,7 +16,7 @@ from compat.errors import CompatError, described
 
 
 def page(result: object) -> str:
-    """A result as one HTML document without scripts, which loads nothing."""
+    """Return a result as one HTML document without scripts, which loads nothing."""
     html_report: Any = import_module("compat.html_report")
     drawn: str = html_report.page_of(result)
     return drawn
@@ -28,7 +28,7 @@ class HtmlPage:
     _height = 640  # pixels of the frame in a notebook
 
     def _repr_html_(self) -> str:
-        """The page in a frame, so that its style does not change the notebook's."""
+        """Return the page in a frame, so that its style does not change the notebook's."""
         style = f"width: 100%; height: {self._height}px; border: 0"
         return f'<iframe sandbox srcdoc="{escape(page(self))}" style="{style}"></iframe>'
 

@@ -114,7 +114,7 @@ class Engine:
         n_head: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine with the weights of a checkpoint.
+        """Return an engine with the weights of a checkpoint.
 
         A safetensors file is memory-mapped, and the engine may use parts of it in place for as long
         as it exists: do not truncate or overwrite the file.
@@ -211,7 +211,7 @@ class Engine:
             self._draft_sources.append(source)
 
     def decoder(self) -> Decoder:
-        """A decoder with a separate batch, for `generate`, `stream` and the text functions."""
+        """Return a decoder with its own batch, for `generate`, `stream` and the text functions."""
         if self.speculate is None:
             return StaticDecoder(self.transformer, self.max_batch)
         return SpeculativeDecoder(self.transformer, self._draft_sources, self.max_batch)
@@ -244,7 +244,7 @@ class Engine:
 
     @torch.no_grad()
     def score(self, input_ids: Tensor, *, greedy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T − 1), in nats, of tokens (B, T) given the tokens before them.
+        """Return log-probabilities (B, T − 1), in nats, of tokens (B, T) given those before them.
 
         Their negative mean is the loss, and its exponential the perplexity.
 
@@ -275,7 +275,7 @@ class Engine:
     def score_continuations(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[Score]:
-        """Scores of several continuations of one context, which is processed once.
+        """Return scores of several continuations of one context, which is processed once.
 
         Args:
             context: token ids, at least one.

@@ -68,12 +68,12 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
 
 
 def short_repr(value: object) -> str:
-    """The repr of a value, shortened to one line, even for long or deeply nested values."""
+    """Return the repr of a value, shortened to one line, even for long or deeply nested values."""
     return _REPR.repr(value)
 
 
 def described(value: object) -> str:
-    """The type and the value of an argument of the wrong type, in one line."""
+    """Return the type and the value of an argument of the wrong type, in one line."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -83,13 +83,13 @@ def described(value: object) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """The first names and the number of the others, in one line."""
+    """Return the first names and the number of the others, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def lines(headline: str, faults: Sequence[str]) -> str:
-    """A headline, the first ten faults below it, one per line, and the number of the others."""
+    """Return a headline, the first ten faults on lines below it, and the number of the others."""
     more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []
     return "\n  ".join([headline, *faults[:10], *more])
 
@@ -109,12 +109,12 @@ def collapse_layers(names: Sequence[str]) -> list[str]:
 
 
 def counted(*faults: tuple[str, Sequence[str]]) -> list[str]:
-    """One line for each fault that names have, with their number and the names by layer."""
+    """Return one line for each fault that names have, with their number and the names by layer."""
     return [f"{len(n)} {fault}: {listed(collapse_layers(n))}" for fault, n in faults if n]
 
 
 def collapse_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of the form `name: fault`, one for all layers that have the same fault."""
+    """Return lines of the form `name: fault`, one for all layers that have the same fault."""
     by_text: dict[str, list[str]] = {}
     for name, text in faults:
         by_text.setdefault(text, []).append(name)
@@ -122,7 +122,7 @@ def collapse_faults(faults: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`{0…3,7}`, or a single number without braces."""
+    """Return `{0…3,7}`, or a single number without braces."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

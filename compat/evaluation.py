@@ -104,7 +104,7 @@ class CompatLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """The ids of a text; names of special tokens are encoded as these tokens."""
+        """Return the ids of a text; names of special tokens are encoded as these tokens."""
         return self.tokens.encode(string, allow_special=True)
 
     def _loglikelihood_tokens(
@@ -113,7 +113,7 @@ class CompatLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[Score]:
-        """The log-probability of each continuation, and whether greedy decoding would choose it."""
+        """Return each continuation's log-probability, and whether greedy decoding chooses it."""
         found = self._scores([(context, ids) for _, context, ids in requests], disable_tqdm)
         for (texts, _, _), score in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
@@ -122,7 +122,7 @@ class CompatLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text, read in windows of the full context."""
+        """Return the log-probability of each whole text, read in windows of the full context."""
         windows: list[tuple[Ids, Ids]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -143,7 +143,7 @@ class CompatLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """A continuation of each text, up to its stop strings."""
+        """Return a continuation of each text, up to its stop strings."""
         by_settings = defaultdict(list)  # texts that are generated with the same settings
         for number, request in enumerate(requests):
             by_settings[json.dumps(request.args[1], sort_keys=True)].append(number)
@@ -159,7 +159,7 @@ class CompatLM(TemplateLM):
         return texts
 
     def _continuations(self, contexts: Sequence[str], settings: dict[str, Any]) -> Iterator[str]:
-        """One continuation after another, each of texts that lost their beginning if too long."""
+        """Yield a continuation of each text. A text that is too long loses its beginning."""
         wanted = dict(normalize_gen_kwargs(settings, NEW_TOKENS))
         until, limit = wanted.pop("until"), wanted.pop("max_gen_toks")
         sampled = wanted.pop("do_sample")
@@ -187,7 +187,7 @@ class CompatLM(TemplateLM):
             yield completion.new_text
 
     def _scores(self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool) -> list[Score]:
-        """Scores of continuations of contexts, in this order."""
+        """Return scores of continuations of contexts, in this order."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (context, ids) in enumerate(pairs):
             if not 0 < len(ids) <= self.max_length:
@@ -209,7 +209,7 @@ class CompatLM(TemplateLM):
 
 
 def _as_batch_size(given: int | str | None) -> int:
-    """The number in lm-eval's batch_size, such as 4, "4", "auto" or "auto:2"."""
+    """Return the number in lm-eval's batch_size, such as 4, "4", "auto" or "auto:2"."""
     if given is None or str(given).startswith("auto"):
         return BATCH
     try:

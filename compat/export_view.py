@@ -127,11 +127,11 @@ def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) ->
 
 
 def with_head_of(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> GPT2Config:
-    """The config, tied if and only if the tensors lack a head."""
+    """Return the config, tied if and only if the tensors lack a head."""
     return replace(config, tie_word_embeddings=HEAD not in tensors)
 
 
 def _zeros(op: Callable[[list[Tensor]], Tensor], sources: list[Tensor]) -> Tensor:
-    """A bias that the model lacks, with the length of the last axis of its weight."""
+    """Return a bias that the model lacks, with the length of the last axis of its weight."""
     weight = op(sources)
     return weight.new_zeros(weight.shape[-1])

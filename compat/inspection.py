@@ -85,7 +85,7 @@ class Inspection(HtmlPage):
         return f"<Inspection {self.source}: {self.format or 'nothing known'}{size}, {verdict}>"
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, `bytes` and `loads`, for `json.dumps`."""
+        """Return all fields, `bytes` and `loads`, for `json.dumps`."""
         return {**asdict(self), "bytes": self.bytes, "loads": self.loads}
 
 
@@ -145,7 +145,7 @@ def _recording_error(found: Inspection) -> Iterator[None]:
 
 
 def _format_of(weights: Path) -> str:
-    """The format by the first bytes; for an index, by the shards' names."""
+    """Return the format by the first bytes; for an index, by the shards' names."""
     if weights.name.endswith(".index.json"):
         return "safetensors" if ".safetensors" in weights.suffixes else "pickle"
     found = recognized(weights)
@@ -153,7 +153,7 @@ def _format_of(weights: Path) -> str:
 
 
 def _report_contents(found: Inspection, contents: Contents) -> None:
-    """Sizes on disk, and what is known about tensors that may not be those of a GPT-2."""
+    """Record sizes on disk, and what is known about tensors that may not be a GPT-2's."""
     if contents.weights not in contents.files:
         found.format = f"{found.format}, {len(contents.files)} shards"
     found.files |= {path.name: path.stat().st_size for path in contents.files}
@@ -174,7 +174,7 @@ def _report_tensors(found: Inspection, infos: Mapping[str, TensorInfo]) -> None:
 
 
 def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
-    """What is known about a GPT-2. Masks are not counted, and a tied head is counted once."""
+    """Record what is known about a GPT-2, without masks and with a tied head counted once."""
     tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
     _report_tensors(found, {k: info for k, info in checkpoint.infos.items() if k not in tied})
     found.config, found.names = _main_fields(checkpoint.config.to_hf_dict()), []
@@ -183,7 +183,7 @@ def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
 
 
 def _serving_notes(config: GPT2Config) -> Iterator[str]:
-    """Notes on serving tools that refuse or misread a config with unusual fields.
+    """Yield notes on serving tools that refuse or misread a config with unusual fields.
 
     Source: the assertions in vLLM's `models/gpt2.py`, and `GPT2Loader` in ctranslate2's
     `converters/transformers.py`. Neither reads `scale_attn_weights`.
@@ -213,7 +213,7 @@ def _main_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """An integer or a printable string unchanged, and the repr of anything else."""
+    """Return an integer or a printable string unchanged, and the repr of anything else."""
     proper = isinstance(value, int) or (isinstance(value, str) and value.isprintable())
     return value if proper else short_repr(value)
 

@@ -110,7 +110,7 @@ class Int8Cache:
         return read
 
     def _signature(self, infos: dict[str, TensorInfo]) -> str:
-        """The hash of the key and of the header, which no checksum of a tensor covers."""
+        """Return the hash of the key and of the header, which no checksum of a tensor covers."""
         shapes = {name: [str(info.dtype), *info.shape] for name, info in infos.items()}
         return _hash(json.dumps([self._key, shapes], sort_keys=True).encode())
 
@@ -138,7 +138,7 @@ class Int8Cache:
 
 
 def _key(checkpoint: Checkpoint) -> str | None:
-    """The hash of everything that determines the weights in 8 bits, or None to use no cache.
+    """Return the hash of everything that determines the weights in 8 bits, or None to use no cache.
 
     The files of the checkpoint are identified by path, inode, size and times, and by parts of their
     content. Users can set the time of the last modification, but not that of the last change.
@@ -161,7 +161,7 @@ def _key(checkpoint: Checkpoint) -> str | None:
 
 
 def _identity(path: Path) -> tuple[str, tuple[int, int], tuple[int, int], str]:
-    """The path of a file, its inode and size, its times in nanoseconds, and a hash of samples."""
+    """Return a file's path, inode and size, its times in nanoseconds, and a hash of samples."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         samples = [file.read(HEAD_BYTES)]
@@ -178,7 +178,7 @@ def _identity(path: Path) -> tuple[str, tuple[int, int], tuple[int, int], str]:
 
 @cache
 def _code() -> str:
-    """The hash of the source of everything that determines the bytes of an entry."""
+    """Return the hash of the source of everything that determines the bytes of an entry."""
     paths = [path for pattern in SOURCES for path in sorted(ROOT.glob(pattern))]
     return _hash(b"\0".join(path.read_bytes() for path in paths if path.suffix in (".py", ".c")))
 
@@ -188,7 +188,7 @@ def _hash(data: bytes) -> str:
 
 
 def _folder() -> Path | None:
-    """The folder of the entries, or None if it cannot be written or others can write to it."""
+    """Return the folder of entries, or None if it cannot be written or others can write to it."""
     root = cache_folder()
     if root is None:
         return None

@@ -71,7 +71,7 @@ ACTIVATIONS: dict[str, type[nn.Module] | tuple[type[nn.Module], dict[str, str]]]
 
 
 def activation(name: str) -> nn.Module:
-    """The module for config.json's `activation_function`.
+    """Return the module for config.json's `activation_function`.
 
     Raises:
         ConfigError: the name is not one of `ACTIVATIONS`.
@@ -159,7 +159,7 @@ class KVCache:
 def as_ids(
     input_ids: object, vocab_size: int, error: type[CompatError] = GenerationError
 ) -> Tensor:
-    """Token ids (B, T) as a checked int64 tensor.
+    """Return token ids (B, T) as a checked int64 tensor.
 
     Args:
         input_ids: integers (B, T), as a tensor, a NumPy array or a list of rows of one length.
@@ -173,7 +173,7 @@ def as_ids(
 
 
 def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> Tensor:
-    """Any container of token ids as a tensor, without checking values; errors as in `as_ids`."""
+    """Convert any container of ids to a tensor. Values are not checked; errors as `as_ids`."""
     if isinstance(input_ids, Tensor):
         return input_ids
     if isinstance(input_ids, str | bytes):
@@ -191,14 +191,14 @@ def id_tensor(input_ids: object, error: type[CompatError] = GenerationError) -> 
 
 
 def _as_lists(value: Any) -> Any:
-    """Rows of arrays or tensors, and arrays of any integer type, as Python's numbers."""
+    """Return rows of arrays or tensors, and arrays of any integer type, as Python's numbers."""
     if isinstance(value, list | tuple):
         return [_as_lists(row) for row in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def fault_in_ids(input_ids: Tensor, vocab_size: int | None) -> str | None:
-    """An error message for a tensor that does not hold token ids (B, T); None if it does.
+    """Return an error message for a tensor that does not hold token ids (B, T); None if it does.
 
     With None for `vocab_size` the values are not read.
     """
@@ -265,7 +265,7 @@ def check_ids(
 
 
 def _rows(embedding: nn.Module) -> int | None:
-    """The number of rows of an embedding; None if another kind of module replaced it."""
+    """Return the number of rows of an embedding; None if another kind of module replaced it."""
     weight = getattr(embedding, "weight", None)
     return len(weight) if isinstance(weight, Tensor) else None
 
@@ -273,7 +273,7 @@ def _rows(embedding: nn.Module) -> int | None:
 def position_ids(
     input_ids: Tensor, cache: Sequence[KVCache] | None, attention_mask: Tensor | None
 ) -> Tensor:
-    """Positions of ids (B, T) that follow the cached ones: (T,), or (B, T) with a mask.
+    """Return positions of ids (B, T) that follow the cached ones: (T,), or (B, T) with a mask.
 
     With `attention_mask` (B, S), 0 at padding, only real tokens are counted, so that a left-padded
     prompt starts at position 0.

@@ -205,7 +205,7 @@ class _SkipInit(TorchFunctionMode):
 
 
 def _as_layer(layer: object, n_layer: int) -> int:
-    """An integer of Python, NumPy or PyTorch as an int, in range; a bool is refused."""
+    """Return an integer of Python, NumPy or PyTorch as an int, in range; a bool is refused."""
     try:
         number = operator.index(None if isinstance(layer, bool) else layer)  # type: ignore[arg-type]
     except TypeError:
@@ -257,7 +257,7 @@ def fill(
     divided = any(map(is_divided, parameters.values()))
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
-        """This rank's shares of the row's parameters, or a fault of the tensor."""
+        """Return this rank's shares of the row's parameters, or a fault of the tensor."""
         reading = reading_range(parameters[row.ours[0]]) if row.op == Same() else ALL
         tensor, fault = checkpoint.take(row.hf, reading)
         if fault:
@@ -270,8 +270,9 @@ def fill(
         return shares, None
 
     def in_place(row: Row) -> bool:
-        """Whether the parameters become views of the file's pages, which nn.Linear reads equally
-        fast.
+        """Return whether the parameters become views of the file's pages.
+
+        nn.Linear reads these equally fast.
 
         Other devices get contiguous tensors: there a view may be slow, or even wrong.
         """
@@ -345,7 +346,7 @@ def _convert(
     dtype: torch.dtype | None,
     device: str | torch.device | None,
 ) -> Tensor:
-    """The value in this data type and on this device, or in those of the parameter."""
+    """Return the value in this data type and on this device, or in those of the parameter."""
     if device is None and old.is_meta:
         device = old.device_mesh.device_type if is_divided(old) else "cpu"
     new = value.to(device or old.device, dtype or old.dtype)

@@ -180,7 +180,7 @@ def lora_to_hf(
 
 
 def _joined(places: Sequence[Place], parts: Parts, shape: Shape) -> LowRank:
-    """The adapter of Hugging Face's weight that is equivalent to those of the modules."""
+    """Return the adapter of Hugging Face's weight that is equivalent to those of the modules."""
     joined: list[LowRank] = []
     for place in places:
         if part := parts.get(place.module):
@@ -196,12 +196,12 @@ def _joined(places: Sequence[Place], parts: Parts, shape: Shape) -> LowRank:
 
 
 def _base(model: Any) -> nn.Module:
-    """The model that a PeftModel wraps, or the model itself."""
+    """Return the model that a PeftModel wraps, or the model itself."""
     return as_module(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by the names that they have without PEFT's wrappers."""
+    """Return the parameters by the names that they have without PEFT's wrappers."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in _base(model).named_parameters(remove_duplicate=False)
@@ -212,7 +212,7 @@ def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
 def _rows(
     model: nn.Module, name_map: NameMap | None, parameters: Mapping[str, Tensor]
 ) -> list[Row]:
-    """The rows of the projections of all layers."""
+    """Return the rows of the projections of all layers."""
     name_map = map_of(_base(model), name_map)
     n_layer = name_map.count_layers(parameters)
     rows = name_map.expand(n_layer)
@@ -221,7 +221,7 @@ def _rows(
 
 
 def _module(name: str) -> str:
-    """The module to which a weight belongs."""
+    """Return the module to which a weight belongs."""
     return name.removesuffix(".weight")
 
 
@@ -232,7 +232,7 @@ def _hf_module(row: Row) -> str:
 def _with_places(
     rows: Sequence[Row], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[Row, list[Place]]]:
-    """The rows, and the positions of their weights, which are computed once for all layers.
+    """Yield the rows, and the positions of their weights, which are computed once for all layers.
 
     Raises:
         NameMapError: An operation does not move whole rows and columns, or a parameter is not the
@@ -262,7 +262,7 @@ def _with_places(
 
 
 def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | None]:
-    """For each parameter, its outputs, its inputs and whether it is stored as [in, out].
+    """Return the outputs and inputs of each parameter, and whether it is stored as [in, out].
 
     Every element of Hugging Face's weight is labelled with its position, and the operation moves
     the labels as it moves weights. None if the labels do not form whole rows and columns.
@@ -285,13 +285,13 @@ def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | N
 
 
 def _read_of_hf(folder: str | Path) -> tuple[str | None, Parts]:
-    """As `_read`, for an adapter of GPT2LMHeadModel or GPT2Model, without their prefix."""
+    """Read an adapter of GPT2LMHeadModel or GPT2Model as `_read` does, without their prefix."""
     base, parts = _read(folder)
     return base, {name.removeprefix(PREFIX): part for name, part in parts.items()}
 
 
 def _read(folder: str | Path) -> tuple[str | None, Parts]:
-    """The name of the adapter's base model, and what the adapter adds to each module.
+    """Return the name of the adapter's base model, and what the adapter adds to each module.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the adapter is not only B·A.
@@ -340,7 +340,7 @@ def _read(folder: str | Path) -> tuple[str | None, Parts]:
 
 
 def _scale(config: Mapping[str, Any], module: str, r: int) -> float:
-    """PEFT's factor on B·A: alpha / r, or alpha / √r with use_rslora (Kalajdzievski 2023).
+    """Return PEFT's factor on B·A: alpha / r, or alpha / √r (use_rslora, Kalajdzievski 2023).
 
     Raises:
         CheckpointError: alpha is not a number, or its pattern not a regular expression.

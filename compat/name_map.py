@@ -52,11 +52,11 @@ class Row:
         object.__setattr__(self, "ours", tuple(self.ours))
 
     def at(self, layer: int) -> Row:
-        """The row of one layer."""
+        """Return the row of one layer."""
         return Row(_at(layer, self.hf), tuple(_at(layer, name) for name in self.ours), self.op)
 
     def hf_shape(self, parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The shape of the Hugging Face tensor, from the shapes of the parameters."""
+        """Return the shape of the Hugging Face tensor, from the shapes of the parameters."""
         ours = [torch.empty(parameters[name].shape, device="meta") for name in self.ours]
         return tuple(self.op.save(ours).shape)
 
@@ -95,7 +95,7 @@ class NameMap:
         object.__setattr__(self, "zeros", tuple(self.zeros))
 
     def expand(self, n_layer: int) -> list[Row]:
-        """All rows, with those of a layer written out for layers 0 … n_layer − 1.
+        """Return all rows, with those of a layer written out for layers 0 … n_layer − 1.
 
         Raises:
             NameMapError: A name is in two rows.
@@ -110,12 +110,12 @@ class NameMap:
         return rows
 
     def expand_zeros(self, n_layer: int) -> list[str]:
-        """All names of `zeros`, with those of a layer written out for layers 0 … n_layer − 1."""
+        """Return all names of `zeros`, with a layer's written out for layers 0 … n_layer − 1."""
         once = [name for name in self.zeros if "{i}" not in name]
         return once + [_at(i, z) for i in range(n_layer) for z in self.zeros if "{i}" in z]
 
     def count_layers(self, parameters: Collection[str]) -> int:
-        """The number of consecutive layers, from 0, that have parameters with these names."""
+        """Count the consecutive layers, from 0, that have parameters with these names."""
         names = [name for row in self.rows if "{i}" in row.hf for name in row.ours if "{i}" in name]
         n_layer = 0
         while any(_at(n_layer, name) in parameters for name in names):
@@ -124,22 +124,22 @@ class NameMap:
 
 
 def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name, each under all of its names."""
+    """Return the parameters of a model by name, each under all of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
 def names_of(rows: Iterable[Row]) -> list[str]:
-    """The names of all parameters in rows."""
+    """Return the names of all parameters in rows."""
     return [name for row in rows for name in row.ours]
 
 
 def whole_of(name: str) -> str | None:
-    """The parameter that a name is a slice of, such as "w" for "w[3]"; None for other names."""
+    """Return the parameter that a name is a slice of: "w" for "w[3]", None for other names."""
     return name.rpartition("[")[0] if name.endswith("]") else None
 
 
 def sliced(parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters with those of which slices are named, such as `w[3]`, cut into slices.
+    """Return the parameters with those of which slices are named, such as `w[3]`, cut into slices.
 
     Such a parameter is replaced by all of its slices along the first axis, which share its memory.
     """
@@ -174,5 +174,5 @@ def _are_names(names: object) -> bool:
 
 
 def _at(layer: int, name: str) -> str:
-    """The name with the layer's number in place of `{i}`; other braces stay."""
+    """Return the name with the layer's number in place of `{i}`; other braces stay."""
     return name.replace("{i}", str(layer))

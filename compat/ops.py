@@ -31,7 +31,7 @@ class Op(Protocol):
 
 
 def views(op: Op, tensor: Tensor) -> tuple[Tensor, ...]:
-    """The result of `op.load`, without a copy of the tensor if the operation has a `view`."""
+    """Return the result of `op.load`, without copying the tensor if the operation has a `view`."""
     view: Callable[[Tensor], tuple[Tensor, ...]] = getattr(op, "view", op.load)
     return view(tensor)
 
@@ -184,12 +184,12 @@ class Fused:
         return fused.reshape(C, -1) if is_matrix else fused.reshape(-1)
 
     def _selected(self, part: Part) -> tuple[list[int], list[int]]:
-        """Indices on the axes q and h."""
+        """Return indices on the axes q and h."""
         heads = range(self.n_head) if part.heads is None else part.heads
         return ["qkv".index(letter) for letter in part.qkv], list(heads)
 
     def _sizes(self, part: Part, tensor: Tensor) -> dict[str, int]:
-        """The lengths of a parameter's axes; those of c and d follow from its shape."""
+        """Return the lengths of a parameter's axes; those of c and d follow from its shape."""
         which, heads = self._selected(part)
         known = {"q": len(which), "h": len(heads)}
         for group, size in zip(axis_groups(part.axes), tensor.shape, strict=True):
@@ -316,7 +316,7 @@ class Reparametrized:
 
 
 def axis_groups(axes: str) -> list[list[str]]:
-    """The axes that each dimension of a tensor merges: "(h d) c 1" → [[h, d], [c], []]."""
+    """Return the axes that each dimension of a tensor merges: "(h d) c 1" → [[h, d], [c], []]."""
     found = re.findall(r"\(([^)]*)\)|(\w)", axes)
     return [merged.split() if merged else [] if axis == "1" else [axis] for merged, axis in found]
 

@@ -87,7 +87,7 @@ def _bfloat16(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _sha256(files: list[Path]) -> str:
-    """The SHA-256 of the bytes of all files, one after another."""
+    """Return the SHA-256 of the bytes of all files, one after another."""
     found = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

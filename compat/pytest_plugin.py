@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def assert_parity() -> Any:
-    """`compat.testing.assert_parity`, imported when a test asks for it."""
+    """Return `compat.testing.assert_parity`, imported when a test asks for it."""
     from compat.testing import assert_parity
 
     return assert_parity

@@ -188,7 +188,7 @@ def placements(
 
 
 def _owners(shape: Sequence[int], axis: int, pieces: int, ranks: int) -> Tensor:
-    """For each element of a tensor, the rank that owns it; each piece is divided among all."""
+    """Return the rank that owns each element of a tensor. Each piece is divided among all ranks."""
     size = shape[axis] // pieces
     along = torch.arange(size, dtype=torch.int32) // -(-size // ranks)  # in chunks as DTensor's
     along = along.to(torch.int16).repeat(pieces)
@@ -196,7 +196,7 @@ def _owners(shape: Sequence[int], axis: int, pieces: int, ranks: int) -> Tensor:
 
 
 def _placement(owners: Tensor, ranks: int) -> Placement:
-    """The placement that gives every rank its elements of a parameter; else a copy on every rank.
+    """Return the placement that gives every rank its elements, or else a copy on every rank.
 
     With any other placement the model would compute the same, since DTensors gather what an
     operation needs, but it would communicate more.
@@ -217,7 +217,7 @@ def _placement(owners: Tensor, ranks: int) -> Placement:
 
 
 def strided_shard(axis: int, pieces: int) -> Placement:
-    """The placement that divides each of several equal pieces along an axis among all ranks.
+    """Return the placement that divides each of several equal pieces along an axis among all ranks.
 
     Raises:
         ConfigError: this version of torch does not have the placement, which is private.
@@ -285,7 +285,7 @@ def _register_attention() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     def by_heads(outputs: int, inputs: int, mask: Any) -> list[tuple[list[Any], list[Any]]]:
-        """The placements of outputs and inputs, (B, H, T, D): replicated, or divided by heads."""
+        """Return placements of outputs and inputs (B, H, T, D): replicated, or divided by heads."""
         masks = [] if mask is None else [mask]
         cut = [Shard(1) if m.ndim == 4 and m.shape[1] > 1 else Replicate() for m in masks]
         return [
@@ -300,7 +300,7 @@ def _register_attention() -> None:
 
 
 def _divided_class(cls: type[nn.Module], ranks: int) -> type[nn.Module]:
-    """A subclass whose `forward` takes and returns plain tensors, with DTensors inside."""
+    """Return a subclass whose `forward` takes and returns plain tensors, with DTensors inside."""
 
     @wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,14 +322,14 @@ def _check_dropout(model: nn.Module) -> None:
 
 
 def _plain(output: Any) -> Any:
-    """The full tensor of a model's output, or the output object with full tensors as attributes."""
+    """Return a model's output as a full tensor, or as the object with full tensors in it."""
     if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
         vars(output).update(tree_map(whole, vars(output)))
     return whole(output)
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
-    """The number of ranks among which `distribute` divided a model; 1 for any other model."""
+    """Return the number of ranks that `distribute` divided a model among; 1 for other models."""
     size: int = getattr(model, "tensor_parallel_size", 1)
     return size
 
@@ -338,22 +338,22 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def is_divided(value: object) -> TypeIs[DTensor]:
-    """Whether a value is a DTensor, for which torch.distributed.tensor need not be imported."""
+    """Return whether a value is a DTensor, without importing torch.distributed.tensor."""
     return hasattr(value, "full_tensor")
 
 
 def whole(value: Any) -> Any:
-    """The full tensor of a divided one; every rank must call this. Other values are unchanged."""
+    """Return the full tensor of a divided one. Every rank must call this. Others are unchanged."""
     return value.full_tensor() if is_divided(value) else value
 
 
 def local(value: Any) -> Any:
-    """This rank's share of a divided tensor; other values unchanged."""
+    """Return this rank's share of a divided tensor; other values unchanged."""
     return value.to_local() if is_divided(value) else value
 
 
 def reading_range(parameter: Tensor) -> slice:
-    """The smallest range of axis 0 with all rows of this rank's share."""
+    """Return the smallest range of axis 0 with all rows of this rank's share."""
     if not is_divided(parameter):
         return slice(None)
     rows = _held(parameter, 0)
@@ -362,7 +362,7 @@ def reading_range(parameter: Tensor) -> slice:
 
 
 def share_of(value: Tensor, parameter: Tensor, start: int = 0) -> Tensor:
-    """This rank's share of the value for a divided parameter; the value itself for any other.
+    """Return this rank's share of the value for a divided parameter, or else the value.
 
     Args:
         value: plain, on any device.
@@ -385,7 +385,7 @@ def share_of(value: Tensor, parameter: Tensor, start: int = 0) -> Tensor:
 
 
 def _runs(indices: Tensor) -> list[tuple[slice, slice]]:
-    """Ranges of consecutive indices: their places in the list, and the indices."""
+    """Return ranges of consecutive indices: their places in the list, and the indices."""
     ends = [*((indices.diff() != 1).nonzero().flatten() + 1).tolist(), len(indices)]
     pairs = zip([0, *ends[:-1]], ends, strict=True)
     return [
@@ -395,7 +395,7 @@ def _runs(indices: Tensor) -> list[tuple[slice, slice]]:
 
 
 def as_divided(share: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor with this share on this rank, divided like the parameter."""
+    """Return a tensor with this share on this rank, divided like the parameter."""
     if not is_divided(parameter):
         return share
     from torch.distributed.tensor import DTensor
@@ -412,7 +412,7 @@ def as_divided(share: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _held(parameter: DTensor, axis: int) -> Tensor:
-    """Indices along an axis of this rank's share, found by letting torch divide the indices."""
+    """Let torch divide the indices along an axis, and return those of this rank's share."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     every = torch.arange(parameter.shape[axis], device=parameter.device_mesh.device_type)
@@ -424,14 +424,14 @@ def _held(parameter: DTensor, axis: int) -> Tensor:
 
 
 def is_writer(parameters: Iterable[Tensor]) -> bool:
-    """Whether this process writes the files of a divided model."""
+    """Return whether this process writes the files of a divided model."""
     coordinates = [p.device_mesh.get_coordinate() for p in parameters if is_divided(p)]
     return not any(any(coordinate or ()) for coordinate in coordinates)
 
 
 @contextmanager
 def raising_together(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """If one rank raises an error in the block, let all ranks of these parameters raise one.
+    """Let all ranks of these parameters raise an error if one of them does in the block.
 
     Otherwise the others would wait for that rank in their next collective operation.
 
@@ -456,7 +456,7 @@ def raising_together(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def same_on_every_rank(value: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Whether all ranks of these parameters pass the same plain tensor."""
+    """Return whether all ranks of these parameters pass the same plain tensor."""
     same = True
     for group in _groups(parameters):
         first = value.clone()
@@ -468,7 +468,7 @@ def same_on_every_rank(value: Tensor, parameters: Iterable[Tensor]) -> bool:
 
 
 def _groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
-    """The groups of the ranks that these parameters are divided among, one for each dimension."""
+    """Return the groups of ranks that divide these parameters, one for each dimension."""
     meshes = dict.fromkeys(p.device_mesh for p in parameters if is_divided(p))
     return [group for mesh in meshes for group in mesh.get_all_groups()]
 

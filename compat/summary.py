@@ -76,7 +76,7 @@ class Layer:
 
 
 def layers(results: Sequence[TapResult]) -> list[Layer]:
-    """A report's taps by layer, in execution order."""
+    """Return a report's taps by layer, in execution order."""
     found = []
     for name, group in groupby(results, lambda result: layer_of(result.tap)):
         taps = list(group)
@@ -95,7 +95,7 @@ def layers(results: Sequence[TapResult]) -> list[Layer]:
 
 
 def layer_of(tap: str) -> str:
-    """The block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks.
+    """Return the block of a tap, "h.3" for "h.3.act"; the tap itself outside the blocks.
 
     The gradients of a golden file are separate from its taps, as in "grad.h.3".
     """
@@ -104,7 +104,7 @@ def layer_of(tap: str) -> str:
 
 
 def input_rows(report: ParityReport) -> list[list[str]]:
-    """The logits on every input, one row of INPUT_COLUMNS each."""
+    """Return the logits on every input, one row of INPUT_COLUMNS each."""
     rows = []
     for result in report.logits.inputs:
         B, T = result.input_shape
@@ -124,7 +124,7 @@ GRADIENT_COLUMNS = ("gradients", ">max|Δ|", ">Δ/RMS", ">× ref", "verdict")
 
 
 def gradient_rows(report: ParityReport) -> list[list[str]]:
-    """The gradients by layer in the order of the backward pass, a row of GRADIENT_COLUMNS each."""
+    """Return a row of GRADIENT_COLUMNS for each layer, in the order of the backward pass."""
     trained = (report if report.float32 is None else report.float32).gradients
     rows = []
     for name, group in groupby(trained.results if trained else (), lambda r: _block_of(r.tensor)):
@@ -137,12 +137,12 @@ def gradient_rows(report: ParityReport) -> list[list[str]]:
 
 
 def _block_of(tensor: str) -> str:
-    """The block of a tensor, "h.3" for "h.3.ln_1.bias"; its module outside the blocks."""
+    """Return the block of a tensor, "h.3" for "h.3.ln_1.bias"; its module outside the blocks."""
     return ".".join(tensor.split(".")[: 2 if tensor.startswith("h.") else 1])
 
 
 def sensitivity(report: ParityReport) -> str | None:
-    """The smallest error that a passing comparison would have caught, as a sentence."""
+    """Return the smallest error that a passing comparison would have caught, as a sentence."""
     smallest = report.smallest_detectable
     if not report.passed or not math.isfinite(smallest):
         return None
@@ -150,7 +150,7 @@ def sensitivity(report: ParityReport) -> str | None:
 
 
 def limits(report: ParityReport) -> list[str]:
-    """What the comparison did not cover, with the lines of the user's code."""
+    """Return what the comparison did not cover, with the lines of the user's code."""
     return [
         f"{place(limit.file, limit.line)}: {limit.message}" if limit.file else limit.message
         for limit in report.limits
@@ -158,7 +158,7 @@ def limits(report: ParityReport) -> list[str]:
 
 
 def place(file: str, line: int | None) -> str:
-    """`file:line`, with the path relative to the working directory, or `In[5]:line` of a cell."""
+    """Return `file:line`, relative to the working directory, or `In[5]:line` of a cell."""
     file = live_cell(file) or file
     with contextlib.suppress(ValueError):
         file = str(Path(file).relative_to(Path.cwd()))
@@ -166,23 +166,23 @@ def place(file: str, line: int | None) -> str:
 
 
 def further_places(lines: Sequence[str]) -> list[str]:
-    """A finding's further lines, `file:line` each, with paths as `place` shows them."""
+    """Return a finding's further lines, `file:line` each, with paths as `place` shows them."""
     pairs = (line.rpartition(":") for line in lines)
     return [place(file, int(number)) for file, _, number in pairs]
 
 
 def number(value: float) -> str:
-    """A measured value with two digits, such as "1.2e-07"."""
+    """Return a measured value with two digits, such as "1.2e-07"."""
     return f"{value:.1e}" if value else "0"
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest value, or NaN if there is one."""
+    """Return the largest value, or NaN if there is one."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def properties(found: Inspection) -> Iterator[tuple[str, str]]:
-    """A label and a text for each known property."""
+    """Yield a label and a text for each known property."""
     if found.format:
         yield "format", found.format
     if found.weights:
@@ -206,7 +206,7 @@ def properties(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _fields(found: Inspection) -> Iterator[str]:
-    """The main fields of the config in words."""
+    """Yield the main fields of the config in words."""
     words = {
         "n_layer": "{:,} layers",
         "n_head": "{:,} heads",
@@ -224,7 +224,7 @@ def _fields(found: Inspection) -> Iterator[str]:
 
 
 def _counts(found: Inspection) -> str:
-    """For example "124,439,808 in 148 tensors of float32"."""
+    """Return, for example, "124,439,808 in 148 tensors of float32"."""
     total = f"{found.parameters:,} in {found.tensors:,} tensors"
     if len(found.dtypes) == 1:
         return f"{total} of {next(iter(found.dtypes))}"
@@ -232,7 +232,7 @@ def _counts(found: Inspection) -> str:
 
 
 def _tokenizer(found: Inspection) -> str:
-    """The tokenizer's files and how many tokens it has, or why it cannot be used."""
+    """Return the tokenizer's files and how many tokens it has, or why it cannot be used."""
     files, tokens = found.tokenizer["files"], found.tokenizer.get("tokens")
     if found.tokenizer.get("error"):
         return f"cannot be used: {found.tokenizer['error']}"
@@ -249,7 +249,7 @@ def _tokenizer(found: Inspection) -> str:
 
 
 def _size(count: int) -> str:
-    """For example "3.8 MB"."""
+    """Return, for example, "3.8 MB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

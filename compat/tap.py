@@ -28,7 +28,7 @@ SHARED = ("embed", "ln_1", "resid_mid", "out")
 
 
 def tap_names(n_layer: int) -> list[str]:
-    """All taps of a model with `n_layer` blocks, in execution order."""
+    """Return all taps of a model with `n_layer` blocks, in execution order."""
     blocks = [f"h.{i}.{tap}" for i in range(n_layer) for tap in BLOCK_TAPS]
     return ["embed", *blocks, "ln_f", "logits"]
 

@@ -9,7 +9,7 @@ import torch
 
 
 def two_threads() -> ThreadPoolExecutor:
-    """A pool of two threads, which initialise torch one after the other.
+    """Return a pool of two threads, which initialise torch one after the other.
 
     In a process that was forked after `torch.set_num_threads`, torch replaces its own thread pool
     when a new thread first calls it. Two threads that do so at once can fail with "Invalid thread

@@ -51,7 +51,7 @@ class Tokenizer:
         return self.special.get(END_OF_TEXT)
 
     def ids_without_text(self, vocab_size: int) -> list[int]:
-        """The ids below `vocab_size` that are not tokens, as in a padded embedding."""
+        """Return the ids below `vocab_size` that are not tokens, as in a padded embedding."""
         return [token_id for token_id in range(vocab_size) if token_id not in self._texts]
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
@@ -148,7 +148,7 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
 
 
 def _from_tokenizer_json(data: dict[str, Any]) -> Vocabulary:
-    """The tables of a `tokenizer.json`, provided that it is GPT-2's byte-level BPE."""
+    """Return the tables of a `tokenizer.json`, provided that it is GPT-2's byte-level BPE."""
     model, pre_tokenizer = _section(data, "model"), _section(data, "pre_tokenizer")
     unsupported = [
         f"model.{name} = {short_repr(model[name])}"

@@ -45,7 +45,7 @@ def library_modules() -> Iterator[None]:
 
 
 def _folders_of(package: str) -> list[str]:
-    """The folder of a package, found without importing it."""
+    """Return the folder of a package, found without importing it."""
     spec = find_spec(package)
     return list(spec.submodule_search_locations or ()) if spec else []
 
@@ -74,7 +74,7 @@ MAKE_MODEL = (
 
 
 def exception_report(error: BaseException, owns: Callable[[str], bool] | None = None) -> str:
-    """An exception's type and text, the innermost line of its owner's code, and the next step.
+    """Describe an exception: type and text, the innermost line of its owner's code, a next step.
 
     Args:
         error: any exception.
@@ -104,7 +104,7 @@ def exception_report(error: BaseException, owns: Callable[[str], bool] | None = 
 
 
 def exception_summary(error: BaseException, raised_by: str = "the model") -> str:
-    """The type and the first line of an exception, and the user's line, in one line."""
+    """Return the type and the first line of an exception, and the user's line, in one line."""
     frames = users_frames(error)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     try:
@@ -116,7 +116,7 @@ def exception_summary(error: BaseException, raised_by: str = "the model") -> str
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the user's code in an exception's traceback, the outermost first."""
+    """Return the frames of the user's code in an exception's traceback, the outermost first."""
     return [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
 
 
@@ -153,7 +153,7 @@ def handle_errors(target: Callable[..., Any]) -> Iterator[None]:
 
 
 def _from_users(error: BaseException) -> bool:
-    """Whether the user's code, and not compat, made the call that failed."""
+    """Return whether the user's code, and not compat, made the call that failed."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [file for file in files if is_users(file) or file.startswith(COMPAT)]
     return bool(own) and not own[-1].startswith(COMPAT)
@@ -161,14 +161,14 @@ def _from_users(error: BaseException) -> bool:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's: not of Python, of an installed package or of compat."""
+    """Return whether a file is the user's: not of Python, of an installed package or of compat."""
     if filename.startswith(LIVE):
         return True
     return not filename.startswith(("<", *FOREIGN)) and "site-packages" not in filename
 
 
 def project_folders(folder: Path) -> list[Path]:
-    """A folder and those above it, up to the top of its project.
+    """Return a folder and those above it, up to the top of its project.
 
     The top is the nearest one with one of `PROJECT_FILES`, or else the third above. It is never the
     home folder, or the root of the file system.
@@ -179,7 +179,7 @@ def project_folders(folder: Path) -> list[Path]:
 
 
 def live_cell(filename: str) -> str | None:
-    """`In[5]`, if this is the code of a cell in the notebook or the shell that is running."""
+    """Return `In[5]` if this is the code of a cell in the running notebook or shell."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})

@@ -24,12 +24,12 @@ from compat.name_map import NameMap, Row, all_parameters, names_of, sliced
 
 
 def is_dropped(row: Row, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether the row is of a bias that the model lacks."""
+    """Return whether the row is of a bias that the model lacks."""
     return row.hf.endswith(".bias") and not any(name in parameters for name in row.ours)
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether torchao quantized a parameter, which then supports few operations of a tensor."""
+    """Return whether torchao quantized a parameter, which then supports few tensor operations."""
     return type(parameter).__module__.startswith("torchao.")
 
 
@@ -177,7 +177,7 @@ def check_fit(
 def _shape_faults(
     row: Row, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
 ) -> Iterator[str]:
-    """Differences between the shapes that the operation makes and those of the parameters."""
+    """Yield differences between the shapes that the operation makes and those of the parameters."""
     shape = checkpoint.infos[row.hf].shape
     try:
         made = row.op.load(torch.empty(shape, device="meta"))
@@ -232,7 +232,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def _tensors_on_meta(model: nn.Module) -> list[str]:
-    """Names of buffers, and of tensors that are plain attributes, on the meta device."""
+    """Return names of buffers, and of tensors that are plain attributes, on the meta device."""
     named = [
         (prefix, name, value)
         for prefix, module in model.named_modules()
@@ -246,7 +246,7 @@ def _tensors_on_meta(model: nn.Module) -> list[str]:
 
 
 def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Buffers that were never written in place, with the smallest module around that has matrices.
+    """Yield buffers never written in place, with the smallest module around that has matrices.
 
     If no matrix of the model was ever written, that module is the whole model, because more
     matrices are stronger evidence.
@@ -262,14 +262,14 @@ def _unwritten_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _are_conclusive(matrices: Sequence[Tensor]) -> bool:
-    """Whether matrices show that they were emptied; a single one may be constant on purpose."""
+    """Return whether matrices show that they were emptied. One may be constant on purpose."""
     return len(matrices) > 1 or any(
         matrix.is_meta or _is_written(matrix) or not _is_constant(matrix) for matrix in matrices
     )
 
 
 def _is_emptied(module: nn.Module) -> bool:
-    """Whether the weight matrices of a module look like uninitialised memory."""
+    """Return whether the weight matrices of a module look like uninitialised memory."""
     matrices = _matrices(module)
     if not matrices or any(matrix.is_meta or _is_written(matrix) for matrix in matrices):
         return False
@@ -289,12 +289,12 @@ def _matrices(module: nn.Module) -> list[Tensor]:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Whether an in-place operation wrote to a tensor; inference tensors do not count versions."""
+    """Return whether an in-place operation wrote to a tensor. Inference tensors have no version."""
     return not tensor.is_inference() and tensor._version > 0
 
 
 def _has_weights(matrix: Tensor) -> bool:
-    """Whether values look like weights: of common magnitude, and mostly not zero.
+    """Return whether values look like weights: of common magnitude, and mostly not zero.
 
     Uninitialised memory holds zeros, or addresses, which read as subnormal numbers, as very large
     ones or as NaN.

@@ -93,7 +93,7 @@ def vocabulary_tables(
 
 
 def printable_bytes() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 for itself, the rest from U+0100.
+    """Return GPT-2's characters for bytes: printable Latin-1 for itself, the rest from U+0100.
 
     Source: `bytes_to_unicode` in OpenAI's `gpt-2/src/encoder.py`.
     """
@@ -120,7 +120,7 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
 
 
 def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]) -> list[str]:
-    """The tokens that the merges create, in order."""
+    """Return the tokens that the merges create, in order."""
     made: list[str] = []
     pairs: list[list[str]] = []
     for number, merge in enumerate(merges, start=1):
@@ -158,7 +158,7 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
 
 
 def _last_two(token: str, ranks: dict[str, int]) -> list[str]:
-    """The two parts of a token that remain before the last merge, when merging by rank."""
+    """Return the two parts of a token that remain before the last merge, when merging by rank."""
     parts = list(token)
     while len(parts) > 2:
         joined = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]
