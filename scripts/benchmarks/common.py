@@ -37,7 +37,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout."
 
 
 def in_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
-    """What a script prints as JSON, and as "process" the seconds from its start to its end."""
+    """Return what a script prints as JSON, with the seconds that it ran as "process"."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, file, *arguments], stdout=subprocess.PIPE, check=False)
     if done.returncode:  # it has said why
@@ -46,7 +46,7 @@ def in_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
 
 
 def try_in_fresh_process(file: str, argument: str, threads: int) -> dict[str, Any]:
-    """What a script prints as JSON, with so many threads; or {"error": its last words}."""
+    """Return what a script prints as JSON, with so many threads; or {"error": its last words}."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     env = {**os.environ, **dict.fromkeys(names, str(threads))}
     command = [sys.executable, file, argument]
@@ -66,7 +66,7 @@ def try_in_fresh_process(file: str, argument: str, threads: int) -> dict[str, An
 
 @contextmanager
 def checkpoint_folder(model: str) -> Iterator[str]:
-    """A folder, "demo", or a noisy checkpoint of a shape; its files lie in the system's cache."""
+    """Yield a folder, "demo", or a noisy checkpoint of a shape, in the system's page cache."""
     with tempfile.TemporaryDirectory() as folder:
         if model in SIZES:
             make_checkpoint(folder, *SIZES[model])
@@ -79,7 +79,7 @@ def checkpoint_folder(model: str) -> Iterator[str]:
 
 
 def make_checkpoint(folder: str, n_layer: int, n_head: int, n_embd: int) -> None:
-    """A checkpoint at the shapes of a GPT-2, every parameter off its initial value."""
+    """Write a checkpoint in the shapes of a GPT-2, with noise on every parameter."""
     import torch
     from safetensors.torch import save_file
 

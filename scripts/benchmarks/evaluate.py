@@ -45,7 +45,7 @@ def evaluate_command(
 
 
 def compared(turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The median seconds of each model, and how far its results are from those of the first."""
+    """Return each model's median seconds, and how far its results are from the first one's."""
     first = turns[0][0]["results"]
     rows = {}
     for number, name in enumerate(MODELS):

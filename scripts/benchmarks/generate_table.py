@@ -53,7 +53,7 @@ def cells(
     columns: list[str],
     new: int,
 ) -> list[str]:
-    """A row. Ratios compare decoding with transformers at this precision, or else at its best."""
+    """Return a row. Ratios are to transformers' decoding at this precision, or else at its best."""
     decode = row["decode"]
     reference = best(group, lambda r: r["family"] == "transformers") or best(
         rows, lambda r: r["family"] == "transformers"
@@ -67,7 +67,7 @@ def cells(
 
 
 def best(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], bool]) -> float:
-    """The highest median decoding speed of some rows; 0 if there is none."""
+    """Return the highest median decoding speed of some rows; 0 if there is none."""
     return max((row["decode"]["median"] for row in rows if "decode" in row and of(row)), default=0)
 
 
@@ -78,7 +78,7 @@ def number(key: str, value: float) -> str:
 
 
 def caption(result: dict[str, Any]) -> str:
-    """How the table was measured, and how the memory limit follows."""
+    """Return how the table was measured, and how the memory limit follows."""
     distinct = [row["distinct_tokens"] for row in result["rows"] if "distinct_tokens" in row]
     lines = [
         f"medians of {result['runs']} runs in turns, threads: {result['threads']}; "

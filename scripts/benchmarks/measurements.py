@@ -37,7 +37,7 @@ class Row:
         return not self.absent and not self.error
 
     def to_json(self) -> dict[str, Any]:
-        """Its name and group, and the numbers or the error with the next step."""
+        """Return its name and group, and the numbers or the error with the next step."""
         peer = self.peer
         row: dict[str, Any] = {"name": peer.name, "family": peer.family}
         row |= {"precision": peer.precision, "ours": peer.ours}
@@ -110,7 +110,7 @@ class Measurements:
 
 
 def weights_per_token(source: Path) -> int:
-    """The number of weights read for a token: all but the embedding rows that are not looked up."""
+    """Count the weights read for a token: all but embedding rows that are not looked up."""
     config = json.loads((source / "config.json").read_text())
     C, V = config["n_embd"], config["vocab_size"]
     inner = config.get("n_inner") or 4 * C

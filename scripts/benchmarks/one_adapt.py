@@ -13,7 +13,7 @@ N_IDS, FORWARDS = 128, 9
 
 
 def adapt_once(source: str) -> dict[str, float]:
-    """The stages of adapt."""
+    """Return the stages of adapt."""
     from compat import adapt
     from compat.checkpoint import open_checkpoint
     from compat.user_models import construct, load_target
@@ -29,7 +29,7 @@ def adapt_once(source: str) -> dict[str, float]:
 
 
 def forward_once(source: str) -> dict[str, float]:
-    """The median of several forward passes of transformers, after one to warm up."""
+    """Return the median of several forward passes of transformers, after one to warm up."""
     from compat.checkpoint import open_checkpoint
     from compat.parity.transformers_gpt2 import load_reference
 

@@ -11,7 +11,7 @@ PASSES = 5
 
 
 def bandwidth() -> float:
-    """Bytes a second of the fastest pass over a buffer, in large pages where there are any."""
+    """Measure bytes per second of the fastest pass over a buffer, in large pages if any."""
     memory = mmap.mmap(-1, SIZE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

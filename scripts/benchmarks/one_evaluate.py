@@ -28,7 +28,7 @@ def words(start: int, count: int) -> str:
 
 
 def requests() -> dict[str, tuple[str, list[tuple[Any, ...]]]]:
-    """Kind → the method of the model, and the arguments of its requests."""
+    """Return, by kind, the method of the model and the arguments of its requests."""
     starts = [100 * number for number in range(QUESTIONS)]
     contexts = [words(start, 60) for start in starts]
     choices = [" " + words(start + 60, 8) for start in starts]

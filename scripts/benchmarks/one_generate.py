@@ -20,7 +20,7 @@ PROMPT = 32
 
 
 def memory_peak() -> int:
-    """The peak memory of this process in bytes; only Linux reports it."""
+    """Return the peak memory of this process in bytes; only Linux reports it."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
@@ -32,7 +32,7 @@ class Measured:
         self.generate, self.vocab_size = generate, vocab_size
 
     def __call__(self, length: int, new: int, batch: int = 1) -> tuple[list[float], Any]:
-        """Seconds from the call to each new token, and the tokens; always for the same prompts."""
+        """Measure seconds from the call to each new token, always for the same prompts."""
         draw = random.Random(0)
         prompts = [[draw.randrange(self.vocab_size) for _ in range(length)] for _ in range(batch)]
         times: list[float] = []
@@ -45,13 +45,13 @@ class Measured:
         return times, rows
 
     def pace(self, length: int, new: int, batch: int = 1) -> float:
-        """Seconds of a decode step, after the first token."""
+        """Return the seconds of a decode step, after the first token."""
         times, _ = self(length, new, batch)
         return (times[-1] - times[0]) / (new - 1)
 
 
 def single(measured: Measured, request: dict[str, Any], n_positions: int) -> dict[str, Any]:
-    """All numbers of one sequence, beginning with the time to the first token of the process."""
+    """Return all numbers of one sequence, the first being the time to the process's first token."""
     measured(PROMPT, 1)
     first = time.time() - request["started"]
     measured(PROMPT, request["new"])  # an engine packs its draft model after 32 tokens

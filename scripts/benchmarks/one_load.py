@@ -28,7 +28,7 @@ import torch  # noqa: E402 (after what the loader needs)
 
 
 def memory(field: str) -> int:
-    """A field of this process's status, in bytes; only Linux has it."""
+    """Return a field of this process's status, in bytes; only Linux has it."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith(field + ":"))
 

@@ -11,7 +11,7 @@ COLOURS = {"ours": "#2f6fb0", "peer": "#9aa5b1", "limit": "#c0392b"}
 
 
 def svg(results: list[dict[str, Any]]) -> str:
-    """All panels, one below the other."""
+    """Return all panels, one below the other."""
     parts, y = [], 10
     for result in results:
         panel, y = draw_model(result, y)
@@ -48,7 +48,7 @@ def draw_model(result: dict[str, Any], y: int) -> tuple[list[str], int]:
 
 
 def draw_bar(row: dict[str, Any], y: int, scale: float) -> list[str]:
-    """The median as a bar, the spread of the runs as a line over its end."""
+    """Return the median as a bar, the spread of the runs as a line over its end."""
     median, low, high = (row["decode"][key] for key in ("median", "low", "high"))
     colour = COLOURS["ours" if row["ours"] else "peer"]
     middle, end = y + BAR / 2, LABELS + scale * high

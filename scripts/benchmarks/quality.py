@@ -66,7 +66,7 @@ def quality_command(corpus: TextOption = None, as_json: JsonOption = False) -> N
 
 
 def held_out(corpus: str) -> str:
-    """The part that scripts/train_demo.py did not train on."""
+    """Return the part that scripts/train_demo.py did not train on."""
     return corpus[len(corpus) * 9 // 10 :]
 
 
@@ -102,7 +102,7 @@ def by_engine(windows: Tensor, precision: str, source: str = "demo") -> Judged:
 
 
 def most_likely(engine: Engine, batch: Tensor) -> Tensor:
-    """The token that decoding would choose after every token but the last: (B, T − 1)."""
+    """Return the token that decoding would choose after every token but the last: (B, T − 1)."""
     decoder = engine.decoder()
     chosen = [decoder.start(batch[:, :1].tolist()).argmax(-1)]
     chosen += [decoder.step(batch[:, t]).argmax(-1) for t in range(1, batch.shape[1] - 1)]
@@ -114,7 +114,7 @@ def perplexity(scores: Tensor) -> float:
 
 
 def rows(judged: dict[str, Judged]) -> dict[str, dict[str, float]]:
-    """By name: perplexity, its rise over the engine's in float32, agreement with that."""
+    """Return by name: perplexity, its rise over float32, and agreement with float32."""
     exact_scores, exact_ids = judged["engine float32"]
     found = {}
     for name, (scores, chosen) in judged.items():
@@ -139,7 +139,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def verdicts(result: dict[str, Any]) -> list[tuple[bool, str]]:
-    """Whether each target of int8 is met, and the target in words."""
+    """Return whether each target of int8 is met, and the target in words."""
     found = []
     for name in ("engine int8", "engine int8, outliers"):
         row = result["rows"][name]

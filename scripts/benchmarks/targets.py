@@ -21,7 +21,7 @@ class Target(NamedTuple):
         return self.found <= self.bound if self.at_most else self.found >= self.bound
 
     def line(self) -> str:
-        """A line of text that states by how much a missed target is missed."""
+        """Return a line of text that states by how much a missed target is missed."""
         relation = "≤" if self.at_most else "≥"
         missed = "" if self.met else f", missed by {abs(self.found / self.bound - 1):.0%}"
         mark = "✓" if self.met else "✗"
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 def targets_of(model: str, rows: Rows) -> list[Target]:
-    """All targets of which both sides were measured."""
+    """Return all targets of which both sides were measured."""
     measured = [row for row in rows if "decode" in row]
     found = []
     for precision in dict.fromkeys(row["precision"] for row in measured):

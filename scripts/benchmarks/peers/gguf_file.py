@@ -20,7 +20,7 @@ KINDS = {
 
 
 def write(source: Path, kind: str, path: Path) -> None:
-    """Matrices in the kind's type, as llama.cpp's converter has them; the rest in float32."""
+    """Write matrices in the kind's type, as llama.cpp's converter does, and the rest in float32."""
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
     matrix_type, file_type = KINDS[kind]

@@ -64,7 +64,7 @@ def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
 
 
 def new_context(model: c.llama_model_p, kind: str, batch: int, threads: int) -> c.llama_context_p:
-    """Room for one sequence of full length, or for the short ones of a batch."""
+    """Create a context for one sequence of full length, or for the short ones of a batch."""
     settings = c.llama_context_default_params()
     length = c.llama_model_n_ctx_train(model)
     settings.n_ctx = batch * (length if batch == 1 else min(length, 256))
@@ -80,7 +80,7 @@ def new_context(model: c.llama_model_p, kind: str, batch: int, threads: int) -> 
 
 
 def read(context: c.llama_context_p, rows: list[list[int]], start: int, V: int) -> list[int]:
-    """The most likely token after each row; the rows begin at position `start`."""
+    """Return the most likely token after each row; the rows begin at position `start`."""
     B, T = len(rows), len(rows[0])
     batch = c.llama_batch_init(B * T, 0, 1)
     batch.n_tokens = B * T
