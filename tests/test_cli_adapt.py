@@ -252,7 +252,7 @@ def test_a_diff_is_printed_and_nothing_is_written(
     changed = [line for line in done.out.splitlines() if line.startswith(("+", "-"))]
     assert changed[:2] == ["--- a/erf.py", "+++ b/erf.py"]
     assert changed[2] == f"-        {ERF_SOURCE}" and 'approximate="tanh"' in changed[3]
-    assert "--fix writes the edits" in done.err
+    assert "Write them with --fix" in done.err
     assert Path("erf.py").read_text() == before
 
 
@@ -337,7 +337,7 @@ def test_further_lines_of_a_deviation_are_shown(cli: Cli, tiny: Path) -> None:
     assert also in done.out and "<dt>Also at</dt>" in Path("page.html").read_text()
 
 
-def test_how_the_model_is_called_may_be_given(cli: Cli, tiny: Path) -> None:
+def test_how_the_model_is_called_may_be_passed(cli: Cli, tiny: Path) -> None:
     text = Path("right.py").read_text().replace("def forward(self, ids):", "def run(self, ids, /):")
     Path("own.py").write_text(f"{text}\n\ndef logits(model, ids):\n    return model.run(ids)\n")
     assert cli("adapt", "own.py:MyGPT", "--model", tiny).code == 3

@@ -592,7 +592,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     ),
     "no softmax": (
         of_blocks(NoSoftmax),
-        {"other_softmax": "there is none, and each score", "no_mask": "no causal mask"},
+        {"other_softmax": "each score is the weight", "no_mask": "no causal mask"},
     ),
     "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
@@ -727,7 +727,7 @@ class RepeatedHead(Block):
 
 
 def test_a_head_that_is_computed_several_times_is_named(tiny: Path) -> None:
-    """The rows of the output projection cannot be told apart, and the rest is examined."""
+    """The rows of the output projection cannot be distinguished, and the rest is examined."""
     model = GPT()
     model.blocks = nn.ModuleList(RepeatedHead(emb_dim=24, heads=4, inner=100) for _ in range(3))
     adaptation = adapt(model, tiny)

@@ -136,7 +136,7 @@ def test_the_map_of_a_part_loads_the_same_part_of_every_layer(tiny: Path) -> Non
     ("part", "make", "words"),
     [
         ("h.7", Block, "has 3 layers"),
-        ("attention", Attention, "expected ln_f, h.0"),
+        ("attention", Attention, "must be ln_f, h.0"),
         ("h.0.mlp", lambda: nn.Linear(5, 5), "cannot be called with hidden states"),
         ("h.0.mlp", lambda: nn.Linear(C, 5), "returns"),
     ],

@@ -121,9 +121,7 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     for node in compared:
         number = node.args[1] if len(node.args) > 1 else None
         if isinstance(number, int) and _matters(context, node, number):
-            values = {
-                "found": f"the id {number} does not affect the logits in the same way as other ids"
-            }
+            values = {"found": f"the id {number} changes the logits in a way that other ids do not"}
             evidence = "confirmed: the logits change with the result of this comparison"
             yield Deviation("logits", graph.place(node), values, evidence=evidence)
             return
