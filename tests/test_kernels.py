@@ -26,7 +26,7 @@ def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     native_library.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    kernels.forget()
+    kernels.clear_choices()
 
 
 @pytest.mark.parametrize("precision", list(kernels.CANDIDATES))
@@ -57,7 +57,7 @@ def test_an_engine_works_with_the_last_kernel_only(
     left = (*[broken] * count, *packs[count:])
     monkeypatch.setitem(kernels.CANDIDATES, precision, left)
     monkeypatch.setattr(kernels, "_measured", lambda *a: (next(iter(a[2])), False))
-    kernels.forget()
+    kernels.clear_choices()
     assert kernels.fastest(precision, 1, 1) in packs[count:]
 
 
@@ -79,7 +79,7 @@ def test_on_an_accelerator_the_first_working_kernel_is_selected(
     monkeypatch.setattr(kernels, "works", works)
     monkeypatch.setattr(kernels, "seconds", None)  # nothing is timed by the clock of the CPU
     for precision, candidates in kernels.CANDIDATES.items():
-        kernels.forget()
+        kernels.clear_choices()
         assert kernels.fastest(precision, 1, 1, torch.device("cuda")) is candidates[1]
 
 
@@ -97,12 +97,12 @@ def test_the_fastest_kernel_is_selected_and_written_to_disk(
     monkeypatch.setattr(kernels, "was_idle", lambda *_: True)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
-    kernels.forget()
+    kernels.clear_choices()
     timed.clear()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert timed == []
     (tmp_path / "cache/gpt2-compat/kernels.json").write_text("{")
-    kernels.forget()
+    kernels.clear_choices()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
 
@@ -160,7 +160,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_replaced(
     kernels.fastest("float32", 1, 7)
     (place,) = json.loads(memory.read_text())
     memory.write_bytes(DAMAGED[damage].replace(b"PLACE", place.encode()))
-    kernels.forget()
+    kernels.clear_choices()
     calls.clear()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert calls

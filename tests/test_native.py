@@ -363,14 +363,14 @@ def test_without_a_library_torch_decodes_after_one_note(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None],
 ) -> None:  # fmt: skip
     fault(monkeypatch, tmp_path)
-    kernels.forget()
+    kernels.clear_choices()
     try:
         for dtype in PRECISIONS:
             engine = Engine.from_pretrained(source, dtype=dtype)
             assert type(engine.transformer) is Transformer
         assert len(generated(engine, 1)) == 55
     finally:
-        kernels.forget()
+        kernels.clear_choices()
     err = capfd.readouterr().err
     assert err.startswith("compat decodes with torch's operators, which are slower: ")
     assert err.count("\n") == 1 and "COMPAT_NATIVE=0" in err
@@ -381,13 +381,13 @@ def test_it_can_be_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COMPAT_NATIVE", "0")
-    kernels.forget()
+    kernels.clear_choices()
     try:
         assert type(Engine.from_pretrained(source).transformer) is Transformer
         with pytest.raises(NativeError, match="COMPAT_NATIVE is 0"):
             NativeLinear(torch.ones(2, 2), None)
     finally:
-        kernels.forget()
+        kernels.clear_choices()
     assert capfd.readouterr().err == "" and fresh == []
 
 

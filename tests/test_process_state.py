@@ -200,7 +200,7 @@ def refused(*arguments: Any, **settings: Any) -> Any:
 def test_reading_and_packing_leave_the_warning_filters_alone(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels.forget()
+    kernels.clear_choices()
     with monkeypatch.context() as patched:
         patched.setattr(warnings, "catch_warnings", refused)
         engine = Engine.from_pretrained(tiny, dtype="int8", speculate="int8")

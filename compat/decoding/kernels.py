@@ -167,8 +167,8 @@ def was_idle(wall: float, running: float) -> bool:
     return wall - running < 0.1 * wall + 0.01
 
 
-def forget() -> None:
-    """Forget all choices of this process."""
+def clear_choices() -> None:
+    """Discard all choices of this process."""
     _chosen.clear()
     _working.cache_clear()
 

@@ -67,8 +67,8 @@ def error(ours: Tensor, reference: Tensor) -> Error:
         max_abs = torch.maximum(max_abs, delta.abs().max())
         identical = identical and torch.equal(mine, theirs)
     deltas, sizes = torch.cat(per_row, dim=1)
-    floor = SMALLEST_ROW**2 * squares[1] / len(rows[0])
-    worst = (deltas / sizes.maximum(floor)).nan_to_num(nan=0.0, posinf=math.inf).max()
+    smallest = SMALLEST_ROW**2 * squares[1] / len(rows[0])
+    worst = (deltas / sizes.maximum(smallest)).nan_to_num(nan=0.0, posinf=math.inf).max()
     if deltas.isnan().any():
         worst = worst * math.nan
     delta, size = squares.sqrt().tolist()

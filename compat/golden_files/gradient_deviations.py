@@ -92,64 +92,64 @@ class WrongGradient:
         return self.name not in tap_names(self.backward.weights.config.n_layer)
 
 
-def proposals(case: WrongGradient, only: str | None = None) -> Iterator[Proposal]:
+def proposals(wrong: WrongGradient, only: str | None = None) -> Iterator[Proposal]:
     """Yield the known deviations of a gradient whose weights and taps are recorded.
 
     Args:
-        case: the wrong gradient.
+        wrong: the wrong gradient.
         only: the code to try, or None for all.
     """
-    if not case.found.any():
-        yield Proposal("no_gradient", torch.zeros_like(case.expected), {"tensors": case.name})
+    if not wrong.found.any():
+        yield Proposal("no_gradient", torch.zeros_like(wrong.expected), {"tensors": wrong.name})
         return
     for code, kind in KINDS:  # the expensive ones last
         if only in (None, code):
             with suppress(LookupError):
-                yield from kind(case)
+                yield from kind(wrong)
 
 
-def _other_losses(case: WrongGradient) -> Iterator[Proposal]:
-    if case.name == "logits":
-        for text, loss in losses(case.backward.weights.ids.shape[1]).items():
-            value = replace(case.backward, loss=loss).gradient(case.name)
+def _other_losses(wrong: WrongGradient) -> Iterator[Proposal]:
+    if wrong.name == "logits":
+        for text, loss in losses(wrong.backward.weights.ids.shape[1]).items():
+            value = replace(wrong.backward, loss=loss).gradient(wrong.name)
             yield Proposal("other_loss", value, {"found": text})
 
 
-def _missing_shares(case: WrongGradient) -> Iterator[Proposal]:
-    if len(readers_of(case.name, case.backward.weights.config)) < 2:
+def _missing_shares(wrong: WrongGradient) -> Iterator[Proposal]:
+    if len(readers_of(wrong.name, wrong.backward.weights.config)) < 2:
         return
-    shares = case.backward.shares(case.name)
+    shares = wrong.backward.shares(wrong.name)
     for n in range(1, len(shares)):
         for missing in combinations(shares, n):
             value = torch.stack([s for r, s in shares.items() if r not in missing]).sum(0)
             kinds = [split_name(reader)[1] for reader in missing]
             words = " and ".join(BRANCHES.get(kind, kind) for kind in kinds)
-            yield Proposal("missing_gradient", value, {"found": words, "tensors": case.name})
+            yield Proposal("missing_gradient", value, {"found": words, "tensors": wrong.name})
 
 
-def _factor(case: WrongGradient) -> Iterator[Proposal]:
-    if factor := fitted_factor(case.found, case.expected):
-        weights = case.backward.weights
+def _factor(wrong: WrongGradient) -> Iterator[Proposal]:
+    if factor := fitted_factor(wrong.found, wrong.expected):
+        weights = wrong.backward.weights
         B, T = weights.ids.shape
-        cause = _cause(factor, case.name, B, T, weights.config.d_head)
-        values = {"found": float(f"{factor:.4g}"), "cause": cause, "tensors": case.name}
-        yield Proposal("scaled_gradient", factor * case.expected, values)
+        cause = _cause(factor, wrong.name, B, T, weights.config.d_head)
+        values = {"found": float(f"{factor:.4g}"), "cause": cause, "tensors": wrong.name}
+        yield Proposal("scaled_gradient", factor * wrong.expected, values)
 
 
-def _decay(case: WrongGradient) -> Iterator[Proposal]:
-    if case.is_parameter:
-        weight = case.backward.weights.read(case.name).double()
-        rest = case.found - case.expected
+def _decay(wrong: WrongGradient) -> Iterator[Proposal]:
+    if wrong.is_parameter:
+        weight = wrong.backward.weights.read(wrong.name).double()
+        rest = wrong.found - wrong.expected
         decay = float(f"{(rest * weight).sum() / weight.square().sum():.4g}")
-        values = {"found": decay, "tensors": case.name}
-        yield Proposal("weight_decay", case.expected + decay * weight, values)
+        values = {"found": decay, "tensors": wrong.name}
+        yield Proposal("weight_decay", wrong.expected + decay * weight, values)
 
 
-def _gradients_of_some_tokens(case: WrongGradient) -> Iterator[Proposal]:
+def _gradients_of_some_tokens(wrong: WrongGradient) -> Iterator[Proposal]:
     """Yield gradients of some tokens only, as if the other tokens' were overwritten."""
-    if not case.is_parameter:
+    if not wrong.is_parameter:
         return
-    B, T = case.backward.weights.ids.shape
+    B, T = wrong.backward.weights.ids.shape
     last = slice(max(T - 2, 0), T)  # the last id is only a target, so its position has no gradient
     for words, b, t in (
         ("the last sequence", slice(B - 1, B), slice(T)),
@@ -159,17 +159,17 @@ def _gradients_of_some_tokens(case: WrongGradient) -> Iterator[Proposal]:
     ):
         only = torch.zeros(B, T, dtype=torch.float64)
         only[b, t] = 1
-        value = torch.stack(list(case.backward.shares(case.name, only).values())).sum(0)
-        yield Proposal("partial_gradient", value, {"found": words, "tensors": case.name})
+        value = torch.stack(list(wrong.backward.shares(wrong.name, only).values())).sum(0)
+        yield Proposal("partial_gradient", value, {"found": words, "tensors": wrong.name})
 
 
-def _typed_derivatives(case: WrongGradient) -> Iterator[Proposal]:
+def _typed_derivatives(wrong: WrongGradient) -> Iterator[Proposal]:
     """Yield the effects of mistakes in a hand-written derivative of tanh GELU."""
-    readers = readers_of(case.name, case.backward.weights.config)
+    readers = readers_of(wrong.name, wrong.backward.weights.config)
     if [split_name(reader)[1] for reader in readers] != ["act"]:
         return
-    x, arriving = case.backward.forward(case.name), case.backward.known(readers[0])
-    if arriving is None or canonical_activation(case.backward.weights.config) != "gelu_new":
+    x, arriving = wrong.backward.forward(wrong.name), wrong.backward.known(readers[0])
+    if arriving is None or canonical_activation(wrong.backward.weights.config) != "gelu_new":
         return
     root = math.sqrt(2 / math.pi)
     tanh = torch.tanh(root * (x + 0.044715 * x**3))
@@ -183,15 +183,15 @@ def _typed_derivatives(case: WrongGradient) -> Iterator[Proposal]:
         ("without the derivative of the tanh", 1 + tanh),
     ):  # fmt: skip
         text = f"the derivative of tanh GELU, {found}"
-        values = {"found": text, "tensors": case.name}
+        values = {"found": text, "tensors": wrong.name}
         yield Proposal("wrong_backward", 0.5 * value * arriving, values)
 
 
-def _other_functions(case: WrongGradient) -> Iterator[Proposal]:
-    for text, pieces in _other_pieces(case.backward, case.name):
+def _other_functions(wrong: WrongGradient) -> Iterator[Proposal]:
+    for text, pieces in _other_pieces(wrong.backward, wrong.name):
         with suppress(LookupError, RuntimeError):  # for example mismatched shapes
-            value = case.backward.of(pieces).gradient(case.name)
-            yield Proposal("wrong_backward", value, {"found": text, "tensors": case.name})
+            value = wrong.backward.of(pieces).gradient(wrong.name)
+            yield Proposal("wrong_backward", value, {"found": text, "tensors": wrong.name})
 
 
 KINDS: tuple[tuple[str, Callable[[WrongGradient], Iterator[Proposal]]], ...] = (
