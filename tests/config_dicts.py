@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# config.json of the hub's `gpt2`, as it stands there.
+# config.json of the hub's `gpt2`, unchanged.
 HUB_GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],

@@ -27,20 +27,20 @@ def stored(folder: Path) -> State:
 @contextmanager
 def silence() -> Iterator[None]:
     """Check that transformers logs no warnings; other warnings are errors in all tests."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = transformers.utils.logging.get_logger("transformers")
     level = logger.level
     logger.setLevel(logging.WARNING)
-    transformers.utils.logging.warning_once.cache_clear()  # what was said before counts again
+    transformers.utils.logging.warning_once.cache_clear()  # earlier warnings are logged again
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    assert said == []
+    assert messages == []
 
 
 def in_transformers(folder: Path) -> transformers.GPT2LMHeadModel:

@@ -107,9 +107,9 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, which: str)
     target.chmod(0o777)
     target.parent.chmod(0o777)
     (tmp_path / which).chmod(0o555)
-    said = as_nobody(target)
+    printed = as_nobody(target)
     (tmp_path / which).chmod(0o755)
-    assert "cannot be written: [Errno 13] Permission denied" in said
+    assert "cannot be written: [Errno 13] Permission denied" in printed
     assert contents(tmp_path) == {"parent/model/w1": b"old"}
     assert len(list(target.parent.iterdir())) == 1
 

@@ -126,10 +126,10 @@ def test_a_field_may_be_set_to_the_value_that_it_has() -> None:
 )
 def test_copies_are_equal_and_read_only(copied: Any) -> None:
     config = with_foreign(GPT2Config(n_layer=3))
-    twin = copied(config)
-    assert twin == config and twin is not config and vars(twin) == vars(config)
-    twin.use_cache = True
+    duplicate = copied(config)
+    assert duplicate == config and duplicate is not config and vars(duplicate) == vars(config)
+    duplicate.use_cache = True
     assert config.use_cache is False  # type: ignore[attr-defined]
     with pytest.raises(ConfigError):
-        twin.n_layer = 4
-    assert twin.n_layer == 3
+        duplicate.n_layer = 4
+    assert duplicate.n_layer == 3

@@ -92,7 +92,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_a_flipped_bit_is_found_online_and_offline_and_can_be_repaired(
     session: Session, repo: str
 ) -> None:
-    assert "files" in session.plain[repo]  # nobody looked
+    assert "files" in session.plain[repo]  # nothing was verified
     kind = "git's SHA-1 is" if repo == "org/config" else "SHA-256 is"
     for outcome in (session.online[repo], session.offline[repo]):
         is_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")

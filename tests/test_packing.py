@@ -179,11 +179,11 @@ def test_a_changed_byte_is_found_in_every_tensor(tmp_path: Path, tiny: Path) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda said: [],
-        lambda said: {**said, "precision": "int4"},
-        lambda said: {**said, "config": None},
-        lambda said: {**said, "checksums": {}},
-        lambda said: {name: value for name, value in said.items() if name != "source"},
+        lambda stated: [],
+        lambda stated: {**stated, "precision": "int4"},
+        lambda stated: {**stated, "config": None},
+        lambda stated: {**stated, "checksums": {}},
+        lambda stated: {name: value for name, value in stated.items() if name != "source"},
     ],
 )
 def test_damaged_metadata_is_one_error(tmp_path: Path, tiny: Path, change: Any) -> None:

@@ -60,9 +60,9 @@ def test_a_file_size_limit_leaves_the_old_folder(
     for before in [{}, contents(tiny)]:
         if before:
             shutil.copytree(tiny, folder)
-        said = run(save, folder, dialect, limit, shard)
-        assert said.startswith(f"CheckpointError {folder} cannot be written: {file}"), said
-        assert "File too large" in said and "Free space there" in said
+        printed = run(save, folder, dialect, limit, shard)
+        assert printed.startswith(f"CheckpointError {folder} cannot be written: {file}"), printed
+        assert "File too large" in printed and "Free space there" in printed
         assert [path.name for path in tmp_path.iterdir()] == (["model"] if before else [])
         assert contents(folder) == before
 
@@ -95,8 +95,8 @@ if may_mount():  # elsewhere the limit on the size of files, above, has to do
             folder = tmp_path / "disk" / "model"
             save_pretrained(load_pretrained("demo"), folder)
             before = contents(folder)
-            said = run(save, folder, "conv1d", 0, shard)
-            assert "No space left on device" in said and "Free space there" in said
+            printed = run(save, folder, "conv1d", 0, shard)
+            assert "No space left on device" in printed and "Free space there" in printed
             assert [path.name for path in folder.parent.iterdir()] == ["model"]
             assert contents(folder) == before
         with small_disk(tmp_path / "disk", "9m"):

@@ -40,7 +40,7 @@ def in_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
     """Return what a script prints as JSON, with the seconds that it ran as "process"."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, file, *arguments], stdout=subprocess.PIPE, check=False)
-    if done.returncode:  # it has said why
+    if done.returncode:  # it has printed why
         sys.exit(done.returncode)
     return {**json.loads(done.stdout), "process": time.perf_counter() - start}
 

@@ -174,7 +174,9 @@ def test_a_cache_without_a_mask_after_the_first_call(tmp_path: Path, small: Chec
 
 
 @pytest.mark.parametrize("kind", ["returned", "kept"])
-def test_the_cache_of_a_model_that_is_no_gpt2(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+def test_the_cache_of_a_model_that_is_not_a_gpt2(
+    tmp_path: Path, small: Checkpoint, kind: str
+) -> None:
     """Steps are compared with the model's own logits."""
     text = RIGHT[kind].replace('approximate="tanh"', 'approximate="none"')
     adaptation = target(tmp_path, text).adapt(small, {})

@@ -1197,7 +1197,7 @@ def test_a_condition_on_an_id_is_named_beside_other_deviations(
         assert "the id 9 changes" in found["id_condition"].message
 
 
-def test_an_attention_that_is_called_again_is_no_layer(tiny: Path, tmp_path: Path) -> None:
+def test_an_attention_that_is_called_again_is_not_a_layer(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [("x = self.ff(x)", "x = self.att(x)")])
     codes = {f.code for f in adaptation.deviations}
     assert {"shared_parameters", "no_mlp"} <= codes and "n_layer_mismatch" not in codes

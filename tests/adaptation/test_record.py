@@ -201,13 +201,13 @@ def test_composite_operations_are_recorded_as_a_whole() -> None:
     ]  # fmt: skip
 
 
-def test_operations_know_their_lines_and_modules() -> None:
+def test_operations_record_their_lines_and_modules() -> None:
     graph, _ = recorded(lambda model, x: (x @ model.w).relu())
     [relu] = [node for node in graph.nodes if kind(node) == "relu"]
     assert [place.function for place in graph.places(relu)] == [
         "recorded.<locals>.<lambda>",
         "Model.forward",
-        "test_operations_know_their_lines_and_modules.<locals>.<lambda>",
+        "test_operations_record_their_lines_and_modules.<locals>.<lambda>",
     ]
     assert ".relu()" in graph.places(relu)[-1].text
     [embedding] = [node for node in graph.nodes if kind(node) == "embedding"]
@@ -240,7 +240,7 @@ def test_a_random_mask_is_dropout(dropping: Callable[[Tensor], Tensor]) -> None:
         lambda x: x + torch.bernoulli(torch.full_like(x, 0.1)) + (torch.rand_like(x) > 0.5),
     ],
 )
-def test_other_random_numbers_are_no_dropout(noisy: Callable[[Tensor], Tensor]) -> None:
+def test_other_random_numbers_are_not_dropout(noisy: Callable[[Tensor], Tensor]) -> None:
     graph, _ = recorded(lambda model, x: noisy(x))
     assert not graph.dropouts
     assert sum(kind(node) in DRAWS for node in graph.nodes) == 2  # which are not merged

@@ -998,7 +998,7 @@ def test_a_deviation_without_a_repair_gives_none(small: Checkpoint, tmp_path: Pa
 # Text and files.
 
 
-def test_an_edit_that_removes_a_part_with_several_deviations_is_no_repair(
+def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(
     small: Checkpoint, tmp_path: Path
 ) -> None:
     """Without its MLP, the model has one deviation instead of three."""

@@ -43,7 +43,7 @@ def main(pipe: Connection, sound: Path, sources: list[Path]) -> None:
     """Open each of the sources, after a valid checkpoint."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)  # threads take address space
-    opened(sound)  # imports are nobody's fault
+    opened(sound)  # imports do not count
     most = (status("VmSize") << 10) + (ROOM_MB << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     pipe.send("ready")

@@ -57,14 +57,14 @@ def _wrong_message(text: str, folder: Path) -> str:
 def measured(folder: Path, load: Loader, noise: IO[bytes]) -> tuple[str, str]:
     """The same, with limits on time and memory, and without output or warnings."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, start, said = status("VmRSS"), time.process_time(), noise.tell()
+    before, start, printed = status("VmRSS"), time.process_time(), noise.tell()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         name, fault = outcome(folder, load)
     seconds, grown = time.process_time() - start, (status("VmHWM") - before) / 1024
     if warned:
         fault = fault or f"a warning: {warned[0].message}"
-    if noise.seek(0, os.SEEK_END) > said:
+    if noise.seek(0, os.SEEK_END) > printed:
         fault = fault or "something was printed"
     if seconds > MOST_SECONDS:
         fault = fault or f"{seconds:.1f} s"

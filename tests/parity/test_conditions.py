@@ -55,6 +55,6 @@ def test_objects_differ_by_their_attributes_and_are_not_printed() -> None:
         (torch.float32, torch.float16),
     ],
 )
-def test_different_values_are_kept_apart(one: Any, other: Any) -> None:
+def test_different_values_are_distinguished(one: Any, other: Any) -> None:
     assert len(operands(one, one)) == 1
     assert len(operands(one, other)) == 2

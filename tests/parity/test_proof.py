@@ -72,7 +72,7 @@ def test_short_contexts_are_proved_too(make_checkpoint: MakeCheckpoint, n_positi
     assert max(result.input_shape[1] for result in report.logits.inputs) == n_positions
 
 
-def test_logits_are_compared_whatever_the_taps_are(tiny: Path) -> None:
+def test_logits_are_compared_for_any_taps(tiny: Path) -> None:
     model = load_pretrained(tiny, "linear")
     for taps in ([], [Tap("embed", "trf_blocks.0", at="input")]):
         assert check_parity(model, tiny, taps=taps).passed
