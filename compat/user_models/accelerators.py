@@ -26,7 +26,7 @@ _IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
 
 
 def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
-    """What `run` returns, and whether it only succeeded with the CPU in place of missing devices.
+    """Return what `run` returns, and whether the CPU had to replace missing devices.
 
     Raises:
         AdaptError: `run` raised it for another reason.
@@ -69,6 +69,6 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _available(value: Any) -> Any:
-    """The CPU for a device that is an accelerator; any other value unchanged."""
+    """Return the CPU for a device that is an accelerator; any other value unchanged."""
     name = str(value) if isinstance(value, (str, torch.device)) else ""
     return type(value)("cpu") if _DEVICE.fullmatch(name) else value

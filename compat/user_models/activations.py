@@ -19,17 +19,17 @@ APPROXIMATE = re.compile(r"""\bapproximate\s*=\s*["'](tanh|none)["']""")
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """GPT-2's activation."""
+    """Apply GPT-2's activation."""
     return F.gelu(x, approximate="tanh")
 
 
 def new_gelu() -> nn.Module:
-    """GPT-2's activation as a module, for code that calls a class of activations."""
+    """Return GPT-2's activation as a module, for code that calls a class of activations."""
     return nn.GELU(approximate="tanh")
 
 
 def activation_for(cls: Callable[..., Any], name: str) -> object:
-    """GPT-2's activation in the form in which the user's code uses an argument of this name.
+    """Return GPT-2's activation in the form in which the user's code uses this argument.
 
     It is a function if the argument is annotated as one, or is only stored, passed on and called; a
     function without arguments if it is called without any, as a class is; and otherwise a name.
@@ -51,7 +51,7 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
 
 
 def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """How the user's code uses a name and the attributes that it is assigned to; its annotations.
+    """Return how the user's code uses a name and its attributes, and its annotations.
 
     The uses are "called" (with arguments), "made" (called without any), "of nn", as in
     `getattr(nn, name)`, and "other", such as a comparison. Storing the value, and passing it to the

@@ -19,7 +19,7 @@ MOST_BYTES = 100_000
 def config_in_files(
     target: Callable[..., Any], names: Collection[str]
 ) -> tuple[str, Mapping[str, Any]] | None:
-    """The mapping in a config file that has the most of these names, and the file's name.
+    """Return the mapping in a config file that has the most of these names, and the file's name.
 
     It has at least half of the sizes among the names. Of several that fit equally well it is the
     nearest to the target's file.
@@ -45,7 +45,7 @@ def _files(target: Callable[..., Any]) -> Iterator[Path]:
 
 @lru_cache(maxsize=64)
 def _read(file: Path) -> Any:
-    """What a file holds; None if it cannot be read, or no library reads it."""
+    """Return what a file holds; None if it cannot be read, or no library reads it."""
     with contextlib.suppress(Exception):
         if file.stat().st_size > MOST_BYTES:
             return None
@@ -59,7 +59,7 @@ def _read(file: Path) -> Any:
 
 
 def _tables(value: Any) -> Iterator[Mapping[str, Any]]:
-    """A mapping, and those in it."""
+    """Yield a mapping, and those in it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():

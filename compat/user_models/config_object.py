@@ -69,7 +69,7 @@ def known_values(
     config: GPT2Config,
     numbers: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The checkpoint's value for each name that has a role; of `numbers` the value is a number.
+    """Return the checkpoint's value for each name with a role, a number for those in `numbers`.
 
     A name that the code compares with strings, such as `ffn` in `ffn == "gelu"`, is not a size.
     """
@@ -85,7 +85,7 @@ def known_values(
 
 
 def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
-    """Whether a constructor's parameter takes a config and not a single value."""
+    """Return whether a constructor's parameter takes a config and not a single value."""
     if _config_class(cls, parameter) or isinstance(parameter.default, Mapping):
         return True
     short = role_of(parameter.name) is None or len(parameter.name) < 3
@@ -99,7 +99,7 @@ def make_config(
     config: GPT2Config,
     entries: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
-    """A config with the checkpoint's values, and the names of fields whose value is unknown.
+    """Return a config with the checkpoint's values, and the names of fields whose value is unknown.
 
     Args:
         cls: The user's class.
@@ -139,7 +139,7 @@ def _instance(
     config: GPT2Config,
     entries: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
-    """An instance of the user's config class, with the attributes added that it lacks."""
+    """Return an instance of the user's config class, with the attributes added that it lacks."""
     parameters = inspect.signature(template).parameters
     names = {*parameters, *usage.names, *dir(template), *_constants(template)}
     numbers = {n for n, parameter in parameters.items() if is_number(parameter)}
@@ -211,7 +211,7 @@ def _instance(
 
 
 def _unread(annotation: Any) -> Any:
-    """A value of this type for an entry that the model does not read."""
+    """Return a value of this type for an entry that the model does not read."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return next(iter(annotation), None)
     if typing.get_origin(annotation) is typing.Literal:
@@ -220,7 +220,7 @@ def _unread(annotation: Any) -> Any:
 
 
 def _made(template: type, arguments: Mapping[str, Any]) -> Any:
-    """An instance of a config class.
+    """Return an instance of a config class.
 
     After its fields are set, a data class may look for a file with data that the machine lacks.
     """
@@ -239,21 +239,21 @@ def _made(template: type, arguments: Mapping[str, Any]) -> Any:
 
 
 def _constants(template: type) -> set[str]:
-    """The attributes that a config class's constructor sets to a number or another constant."""
+    """Return the attributes that a config class's constructor sets to a constant."""
     own = source_of(inspect.getattr_static(template, "__init__"))
     constant = r"[ \t]*(?:-?[\d._]+(?:e-?\d+)?|True|False|None|[\"'].*[\"'])[ \t]*(?:#.*)?$"
     return {*re.findall(rf"\bself\.(\w+)\s*(?::[^=\n]+)?={constant}", own, re.MULTILINE)}
 
 
 def _sections(usage: Usage) -> set[str]:
-    """The names of the parts of a config that have entries of their own."""
+    """Return the names of the parts of a config that have entries of their own."""
     return {n for n in usage.names if n.lower() in SECTIONS or n in usage.sections}
 
 
 def _embeddings(
     cls: Callable[..., Any], parameter: Parameter, config: GPT2Config
 ) -> dict[str, nn.Module]:
-    """A stand-in for a transformers GPT-2 from which a constructor takes the embeddings."""
+    """Return a stand-in for a transformers GPT-2 from which a constructor takes the embeddings."""
     own = source_of(inspect.getattr_static(cls, "__init__"))
     read = re.findall(rf"\b{parameter.name}\.(wte|wpe)\b", own)
     rows = {"wte": config.vocab_size, "wpe": config.n_positions}
@@ -261,12 +261,12 @@ def _embeddings(
 
 
 def _exports(cls: Callable[..., Any]) -> bool:
-    """Whether the user's code calls a config's `to_dict`, as configs of transformers have it."""
+    """Return whether the user's code calls a config's `to_dict`, as with transformers' configs."""
     return ".to_dict()" in modules_text(cls)
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
-    """Whether a value has the type of the parameter's default or annotation.
+    """Return whether a value has the type of the parameter's default or annotation.
 
     A string default is kept.
     """
@@ -292,12 +292,12 @@ def accepts(parameter: Parameter, value: Any) -> bool:
 
 
 def is_number(parameter: Parameter) -> bool:
-    """Whether a parameter's default is an integer, or its annotation says so."""
+    """Return whether a parameter's default is an integer, or its annotation says so."""
     return type(parameter.default) is int or parameter.annotation in (int, "int")
 
 
 def is_namespace(value: Any) -> bool:
-    """Whether a value is a config class or an instance of one, by its name or its sizes."""
+    """Return whether a value is a config class or an instance of one, by its name or its sizes."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, nn.Module) or not hasattr(value, "__dict__"):
         return False
@@ -307,7 +307,7 @@ def is_namespace(value: Any) -> bool:
 
 
 def merged(base: Any, entries: Any) -> Any:
-    """A config with entries replaced, those of its sections too; `base` itself does not change."""
+    """Return a copy of a config with entries replaced, those of its sections too."""
     if not isinstance(entries, Mapping):
         return entries
     old = base if isinstance(base, Mapping) else vars(base)
@@ -324,7 +324,7 @@ def merged(base: Any, entries: Any) -> Any:
 
 
 def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
-    """The user's config class, by the parameter's annotation or default.
+    """Return the user's config class, by the parameter's annotation or default.
 
     A subclass of a model of transformers names it in its attribute `config_class`.
     """
@@ -352,7 +352,7 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
 def _similar(
     cls: Callable[..., Any], parameter: Parameter, usage: Usage
 ) -> type | Mapping[str, Any]:
-    """The config class or dictionary in the class's modules that fits best what is read, or {}.
+    """Return the config class or dictionary in the class's modules that fits best, or {}.
 
     It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of the
     sizes that are read. If several fit equally well, the one with most of the other names that are
@@ -390,7 +390,7 @@ def _similar(
 
 
 def _readable(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping whose inner mappings can be read by attributes as well, as those of OmegaConf."""
+    """Let inner mappings be read by attributes as well, as those of OmegaConf."""
     return {name: ReadableDict(_readable(value)) if isinstance(value, Mapping) else value
             for name, value in table.items()}  # fmt: skip
 

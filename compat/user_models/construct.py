@@ -127,7 +127,7 @@ def construct_with_call(
     kwargs: Mapping[str, Any] | None = None,
     config_name: str | None = None,
 ) -> tuple[nn.Module, str]:
-    """The model of `construct`, and the call that built it as text.
+    """Return the model of `construct`, and the call that built it as text.
 
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout, and names that were assumed, because the code reads and does not define them.
@@ -171,7 +171,7 @@ def _built(
     kwargs: Mapping[str, Any] | None,
     config_name: str | None = None,
 ) -> tuple[nn.Module, str]:
-    """The model in the sizes of `config`, and the call that built it."""
+    """Return the model in the sizes of `config`, and the call that built it."""
     arguments = _found_arguments(target, config, kwargs, config_name)
     described = _described_call(target, arguments)
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
@@ -189,8 +189,8 @@ class _InitializedVectors(TorchFunctionMode):
     """Fills `torch.empty(C)` with ones.
 
     Authors that load weights of their own leave parameters uninitialized, as in `self.weight =
-    nn.Parameter(torch.empty(C))` of a norm. Those that no checkpoint fills would make every run
-    different, or NaN.
+    nn.Parameter(torch.empty(C))` of a norm. A parameter that no checkpoint fills would make every
+    run different, or its logits NaN.
     """
 
     def __torch_function__(
@@ -203,7 +203,7 @@ class _InitializedVectors(TorchFunctionMode):
 
 
 def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """What the target returns, also if it has a list of tied weights, as in transformers 4.
+    """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
 
     Version 5 expects a dictionary in its place. The head is tied as version 4 tied it.
     """
@@ -232,7 +232,7 @@ def _needs_more_than_ids(model: nn.Module) -> bool:
 
 
 def _runs(model: nn.Module, config: GPT2Config) -> bool:
-    """Whether a model can be called with ids."""
+    """Return whether a model can be called with ids."""
     with contextlib.suppress(Exception, SystemExit):
         _called(model, config)
         return True
@@ -240,7 +240,7 @@ def _runs(model: nn.Module, config: GPT2Config) -> bool:
 
 
 def _called(model: nn.Module, config: GPT2Config) -> Any:
-    """What a model returns for a few ids, a full context or a single sequence; else the error.
+    """Call a model on a few ids or, if that fails, on a full context or a single sequence.
 
     None if it needs more than ids.
     """
@@ -260,7 +260,7 @@ def _called(model: nn.Module, config: GPT2Config) -> Any:
 def _other_way(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> tuple[GPT2Config, dict[str, Any], str] | None:
-    """Sizes and arguments with which a model runs that does not run in the ordinary way, and why.
+    """Find other sizes and arguments with which a model runs, and say why.
 
     Switches have the user's defaults, arguments whose default is None have a value, all arguments
     are those of a call of the user's, sizes have other meanings than their names, or the width is a
@@ -344,7 +344,7 @@ def _as_called(
 def _own_switches(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The user's values of the booleans that are passed with the opposite value.
+    """Return the user's values of the booleans that are passed with the opposite value.
 
     They are those of the config in the class's module, or the defaults.
     """
@@ -367,7 +367,7 @@ def _own_switches(
 def _replaceable(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """The user's own switches of norms and positions, such as `config.use_rope`, that are off."""
+    """Return the user's switches of norms and positions, as `config.use_rope`, that are off."""
     own = _flat(_own_switches(target, config, kwargs))
     kinds = re.compile("rms|rope|rotary|alibi|sinus")
     return {n: v for n, v in own.items() if v and kinds.search(plain(_last(n)))}
@@ -376,7 +376,7 @@ def _replaceable(
 def _inferred(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Values for arguments with ambiguous names, found by building small models; see trials.py."""
+    """Find values for arguments with ambiguous names by building small models; see trials.py."""
 
     def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
         return _tried(target, sizes, merged(more, kwargs or {}))
@@ -418,7 +418,7 @@ def _inferred(
 def _tried(
     target: type[nn.Module], sizes: GPT2Config, kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, bool]:
-    """The model in these sizes, and whether it can be called with ids.
+    """Return the model in these sizes, and whether it can be called with ids.
 
     Raises:
         AdaptError: an argument or an entry of a config is unknown.
@@ -441,14 +441,14 @@ def _tried(
 
 
 def _roles(target: type[nn.Module]) -> set[str | None]:
-    """The roles of a constructor's arguments, and of the entries that are read from them."""
+    """Return the roles of a constructor's arguments, and of the entries that are read from them."""
     names = list(_parameters(target))
     names += [entry for name in names for entry in reads(target, name).names]
     return {role_of(name, names) for name in names}
 
 
 def _choices(target: type[nn.Module]) -> dict[str, list[Value]]:
-    """The members of the user's enumerations, and instances of what implements an interface.
+    """Return the members of the user's enumerations, and instances of what implements an interface.
 
     An implementation is built without arguments. Those that are named as the usual one come first.
     """
@@ -472,13 +472,13 @@ def _instance(cls: Callable[[], Any], config: GPT2Config) -> Any:
 def _alternatives(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The arguments and the entries of configs whose names are ambiguous, and their roles."""
+    """Return the arguments and config entries with ambiguous names, and their roles."""
     sizes = _sizes_named(arguments, given)
     return {name: roles for name in sizes if (roles := meanings(_last(name)))}
 
 
 def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
-    """The integers among arguments and their entries, without those that the caller sets."""
+    """Return the integers among arguments and their entries, without those that the caller sets."""
     found: dict[str, int] = {}
     for name, value in arguments.items():
         entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
@@ -490,13 +490,13 @@ def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 def _all_sizes(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, int]:
-    """The integers of `_sizes_named`, and the constructor's defaults."""
+    """Return the integers of `_sizes_named`, and the constructor's defaults."""
     defaults = {name: p.default for name, p in _parameters(target).items()}
     return _sizes_named({**defaults, **arguments}, given)
 
 
 def _last(name: str) -> str:
-    """The entry of `argument.entry`."""
+    """Return the entry of `argument.entry`."""
     return name.rpartition(".")[2]
 
 
@@ -519,7 +519,7 @@ def _entries_known(
 
 
 def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
-    """The call, and what the target's defaults and its module's configs have instead."""
+    """Return the call, and what the target's defaults and its module's configs have instead."""
     passed: dict[str, Any] = dict(arguments)
     for value in arguments.values():
         passed |= _entries(value)
@@ -538,7 +538,7 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
 
 
 def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
-    """The entries whose values are not those that were passed, as `name=value`."""
+    """Return the entries whose values are not those that were passed, as `name=value`."""
     return [
         f"{key}={value!r}" for key, value in own.items()
         if isinstance(value, PLAIN) and isinstance(passed.get(key), PLAIN)
@@ -547,7 +547,7 @@ def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """The entries of a config that has named entries: a dictionary, a namespace or a dataclass."""
+    """Return a config's named entries, if it is a dictionary, a namespace or a dataclass."""
     if isinstance(value, Mapping):
         return {key: entry for key, entry in value.items() if isinstance(key, str)}
     plain = isinstance(value, (SimpleNamespace, GPT2Config)) or dataclasses.is_dataclass(value)
@@ -555,7 +555,7 @@ def _entries(value: Any) -> dict[str, Any]:
 
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
-    """`{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
+    """Write `{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
     texts = {name: (repr(value), _shown(value)) for name, value in _flat(entries).items()}
     return ", ".join(
         f"{n}={long if len(long) < 60 else short}" for n, (long, short) in texts.items()
@@ -563,7 +563,7 @@ def _listed_entries(entries: Mapping[str, Any]) -> str:
 
 
 def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"config": {"n": 1}, "dim": 2}` as `{"config.n": 1, "dim": 2}`."""
+    """Flatten `{"config": {"n": 1}, "dim": 2}` to `{"config.n": 1, "dim": 2}`."""
     flat: dict[str, Any] = {}
     for name, value in entries.items():
         inner = _flat(value) if isinstance(value, Mapping) else {"": value}
@@ -580,7 +580,7 @@ def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str
 
 
 def _shown(value: object) -> str:
-    """A value as text; an object whose class shows no values, with its attributes."""
+    """Return a value as text; an object whose class shows no values, with its attributes."""
     if type(value).__repr__ is object.__repr__:
         attributes = ", ".join(f"{name}={each!r}" for name, each in _attributes(value).items())
         return f"{type(value).__name__}({attributes})"
@@ -595,7 +595,7 @@ def _found_arguments(
     kwargs: Mapping[str, Any] | None,
     config_name: str | None,
 ) -> dict[str, Any]:
-    """The arguments that the target is called with.
+    """Return the arguments that the target is called with.
 
     Raises:
         AdaptError: One of them cannot be found.
@@ -630,7 +630,7 @@ def _found_arguments(
 def _modules_taken(
     target: Callable[..., nn.Module], parameters: Mapping[str, Parameter]
 ) -> Iterator[tuple[str, type[nn.Module]]]:
-    """The required arguments with the name of a class of the user's modules: `gpt` for `GPT`."""
+    """Return required arguments named like a class of the user's modules: `gpt` for `GPT`."""
     classes = {
         plain(name): value
         for module in user_modules(target) for name, value in list(vars(module).items())
@@ -643,7 +643,7 @@ def _modules_taken(
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
-    """A function's parameters; a constructor's, and after its **kwargs those of the next base.
+    """Return a function's parameters, or a constructor's with those of bases for its **kwargs.
 
     What it reads from its **kwargs are parameters too: `kwargs["bias"]`, and of what has a default
     the sizes, as in `kwargs.get("block_size", 8)`; and those of the classes that it passes its
@@ -678,7 +678,7 @@ def _arguments(
     given: dict[str, Any],
     named: dict[str, Any],
 ) -> tuple[dict[str, Any], list[str]]:
-    """A constructor's arguments, and the names of the unknown ones; `cfg.name` is a config's.
+    """Return a constructor's arguments, and the names of unknown ones (`cfg.name` in a config).
 
     A function that takes sizes is called like a constructor.
     """
@@ -726,7 +726,7 @@ def _annotation(parameter: Parameter) -> str:
 
 
 def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:
-    """The class of a module that a constructor takes, such as GPT of `LMHead(gpt)`."""
+    """Return the class of a module that a constructor takes, such as GPT of `LMHead(gpt)`."""
     classes = {
         value for value in vars(sys.modules[cls.__module__]).values()
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
@@ -743,7 +743,7 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
 def _function_arguments(
     parameters: dict[str, Parameter], config: GPT2Config, given: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The checkpoint's config as the one argument that a function takes, if it takes any."""
+    """Return the checkpoint's config as the one argument that a function takes, if it takes any."""
     free = [p for name, p in parameters.items() if name not in given]
     free = [p for p in free if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in free if p.default is p.empty]
@@ -752,7 +752,7 @@ def _function_arguments(
 
 
 def _config_named(target: Callable[..., Any], config_name: str) -> Any:
-    """The config of that name in the target's module."""
+    """Return the config of that name in the target's module."""
     module = sys.modules[target.__module__]
     if hasattr(module, config_name):
         return getattr(module, config_name)
@@ -769,7 +769,7 @@ def _config_named(target: Callable[..., Any], config_name: str) -> Any:
 def _missing_entries(
     target: Callable[..., Any], arguments: Mapping[str, Any], error: Exception
 ) -> list[str]:
-    """`["config.foo"]` if the error is that the config has no entry `foo`."""
+    """Return `["config.foo"]` if the error is that the config has no entry `foo`."""
     if not isinstance(error, (KeyError, AttributeError)):
         return []
     key = error.args[0] if isinstance(error, KeyError) else error.name
@@ -782,7 +782,7 @@ def _missing_entries(
 
 
 def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config) -> str:
-    """What is missing, what is known, and how to pass it."""
+    """Return what is missing, what is known, and how to pass it."""
     sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner")
     known = ", ".join(f"{name} {getattr(config, name)}" for name in sizes)
     noun = "arguments" if len(missing) > 1 else "argument"

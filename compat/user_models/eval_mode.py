@@ -28,6 +28,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _switches(module: nn.Module) -> bool:
-    """Whether `train` and `eval` switch the mode, and are not a training loop of the user's."""
+    """Return whether `train` and `eval` switch the mode, and are not the user's training loop."""
     train, evaluate = (inspect.signature(f).parameters for f in (module.train, module.eval))
     return list(train) in (["mode"], []) and not evaluate

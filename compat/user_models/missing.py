@@ -98,14 +98,14 @@ def _versions_of_the_project() -> Iterator[None]:
 
 
 def _missing_submodule(error: ImportError) -> str:
-    """`package.name` if `from package import name` found no such module, as of compiled code."""
+    """Return `package.name` if `from package import name` found no such module."""
     name = re.match(r"cannot import name '(\w+)' from", str(error))
     is_package = hasattr(sys.modules.get(error.name or ""), "__path__")
     return f"{error.name}.{name[1]}" if name and is_package else ""
 
 
 def _failed_module(error: BaseException) -> str:
-    """The module of a library that the user's code imports and that raised the error, or ""."""
+    """Return the library's module that the user's code imports and that raised the error, or ""."""
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if is_users(frame.f_code.co_filename):
@@ -116,7 +116,7 @@ def _failed_module(error: BaseException) -> str:
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value is a name of a missing library."""
+    """Return whether a value is a name of a missing library."""
     return isinstance(value, _Missing)
 
 
@@ -146,7 +146,7 @@ class Unknown:
         self._error = error
 
     def error(self) -> BaseException:
-        """The exception that was raised when the value was computed."""
+        """Return the exception that was raised when the value was computed."""
         return self._error
 
     def __getattr__(self, name: str) -> Any:
@@ -180,7 +180,7 @@ class CallableSize(int):
 
 
 def _decorates(caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call decorates a function or class, or a library makes it in order to."""
+    """Return whether a call decorates a function or class, or a library makes it in order to."""
     one = len(args) == 1 and not kwargs and callable(args[0]) and not is_missing(args[0])
     library = not is_users(caller.f_code.co_filename)
     return one and (library or _line(caller).startswith("@"))
@@ -193,7 +193,7 @@ class _Finder:
         self.names: set[str] = set()
 
     def covers(self, name: str) -> bool:
-        """Whether a module is missing: one of the names, or in such a package."""
+        """Return whether a module is missing: one of the names, or in such a package."""
         return any(f"{name}.".startswith(f"{missing}.") for missing in self.names)
 
     def find_spec(
@@ -299,12 +299,12 @@ class _Missing(type):
 
 
 def _line(frame: FrameType) -> str:
-    """The line that a frame executes."""
+    """Return the line that a frame executes."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 def _next_operation(frame: FrameType) -> str:
-    """The name of the operation that follows the one that a frame executes."""
+    """Return the name of the operation that follows the one that a frame executes."""
     operations = (o for o in dis.get_instructions(frame.f_code) if o.offset > frame.f_lasti)
     return next(operations).opname
 

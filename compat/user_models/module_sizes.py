@@ -81,13 +81,13 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
 
 
 def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dict[str, Any]:
-    """The global names that the target's modules read and do not define, with their values."""
+    """Return values for the global names that the target's modules read and do not define."""
     modules = user_modules(target) if isinstance(target, type) else []
     return {n: value for m in modules for n, value in _undefined(m, config).items()}
 
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
-    """Values for the names of sizes that the methods of a module's classes read as globals."""
+    """Return values for the sizes that the methods of a module's classes read as globals."""
     stack = [f.__code__ for f in _functions(module) if "." in f.__qualname__]
     read: dict[str, None] = {}
     for code in stack:  # grows
@@ -100,14 +100,14 @@ def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """The module's functions, and the methods of its classes."""
+    """Yield the module's functions, and the methods of its classes."""
     own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
     methods = (v for c in own if isinstance(c, type) for v in vars(c).values())
     yield from (v for v in (*own, *methods) if isinstance(v, FunctionType))
 
 
 def _constructor_arguments(module: ModuleType) -> Iterator[str]:
-    """The names of the arguments of the constructors of a module's classes."""
+    """Yield the names of the arguments of the constructors of a module's classes."""
     for function in _functions(module):
         if function.__name__ == "__init__":
             code = function.__code__
@@ -117,7 +117,7 @@ def _constructor_arguments(module: ModuleType) -> Iterator[str]:
 def _configs(
     value: Any, most: int = 3
 ) -> Iterator[tuple[dict[Any, Any] | type, Mapping[Any, Any]]]:
-    """What holds the entries of a config and of those in it, and the entries; `most` deep."""
+    """Yield what holds the entries of a config and of those in it, and the entries; `most` deep."""
     entries: Mapping[Any, Any] = {}
     if isinstance(value, dict) and len(value) <= MOST_ENTRIES:
         entries = value
@@ -190,7 +190,7 @@ def _resize_fields(owner: type, sizes: Mapping[str, Any], undo: contextlib.ExitS
 
 
 def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
-    """The roles of globals that are passed as a parameter whose name stands for a size.
+    """Return the roles of globals that are passed as a parameter whose name stands for a size.
 
     Globals that are computed from others, or passed as parameters of different roles, are left out.
     """
@@ -233,7 +233,7 @@ def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 
 def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
-    """The roles of globals that are another size, as in `head_size = n_embd`."""
+    """Return the roles of globals that are another size, as in `head_size = n_embd`."""
     found: dict[str, str] = {}
     for module in modules:
         for node in tree_of(module).body:
@@ -245,7 +245,7 @@ def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 
 def _positional(function: Any) -> list[str]:
-    """The names of a function's or a class's parameters that take positional arguments."""
+    """Return the names of a function's or a class's parameters that take positional arguments."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(function).parameters.values()
         return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -290,13 +290,13 @@ def _recompute_defaults(module: ModuleType, undo: contextlib.ExitStack) -> None:
 
 
 def _again(value: Any, expression: ast.expr, module: ModuleType) -> Any:
-    """A default computed again, if it is an integer from the module's globals."""
+    """Return a default computed again, if it is an integer from the module's globals."""
     found = _computed(expression, module) if type(value) in (int, Unknown) else None
     return found if isinstance(found, int) else value
 
 
 def _computed(expression: ast.expr, module: ModuleType) -> Any:
-    """The value of arithmetic with the module's globals; None for any other expression."""
+    """Return the value of arithmetic with the module's globals; None for any other expression."""
     nodes = list(ast.walk(expression))
     names = any(isinstance(node, ast.Name) for node in nodes)
     if not names or not all(isinstance(node, _ARITHMETIC) for node in nodes):

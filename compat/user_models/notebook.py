@@ -116,7 +116,7 @@ class LazyModule:
         linecache.cache[str(path)] = (sum(map(len, lines)), None, lines, str(path))
 
     def _lookup(self, name: str) -> Any:
-        """The module's `__getattr__`."""
+        """Return the module's `__getattr__`."""
         definition = re.compile(rf"^(class|def)\s+{name}\b|^{name}\s*=", re.MULTILINE)
         with translated(f"{self.module.__file__} cannot be executed"):
             if any(name in statement.binds for statement in self.statements):
@@ -153,7 +153,7 @@ class LazyModule:
 
 
 def read_source(path: Path) -> str:
-    """The text of a Python file, in the encoding that it declares; edited, its edited text."""
+    """Return a Python file's text, in the encoding that it declares, or its edited text."""
     if str(path) in EDITED:
         return EDITED[str(path)]
     linecache.checkcache(str(path))
@@ -162,13 +162,13 @@ def read_source(path: Path) -> str:
 
 
 def encoding(path: Path) -> str:
-    """The encoding that a Python file declares; a byte order mark is a character in it."""
+    """Return the encoding that a Python file declares; a byte order mark is a character in it."""
     with path.open("rb") as file:
         return tokenize.detect_encoding(file.readline)[0].removesuffix("-sig")
 
 
 def python_tree(path: Path) -> ast.Module:
-    """The syntax of a Python file; magics in it, as Colab exports them, are replaced by `pass`.
+    """Parse a Python file. Magics in it, as Colab exports them, are replaced by `pass`.
 
     Raises:
         SyntaxError: The file is broken otherwise.
@@ -186,7 +186,7 @@ def python_tree(path: Path) -> ast.Module:
 
 
 def code_cells(path: Path) -> list[str]:
-    """The sources of a notebook's code cells."""
+    """Return the sources of a notebook's code cells."""
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
         code = [cell["source"] for cell in document["cells"] if cell["cell_type"] == "code"]
@@ -203,7 +203,7 @@ def code_cells(path: Path) -> list[str]:
 
 
 def blanked_magics(source: str) -> str:
-    """A cell with a `0` and spaces in place of each magic, so that all other characters stay."""
+    """Replace each magic of a cell by a `0` and spaces, so that all other characters stay."""
 
     def blank(found: re.Match[str]) -> str:
         indent = found[1]
@@ -213,7 +213,7 @@ def blanked_magics(source: str) -> str:
 
 
 def cell_line(file: str, line: int) -> tuple[str, int]:
-    """The cell of a notebook that has a line of all its cells, and the line in the cell.
+    """Return the cell of a notebook that has a line of all its cells, and the line in the cell.
 
     Other files, and lines of a cell, are returned unchanged.
     """
@@ -226,7 +226,7 @@ def cell_line(file: str, line: int) -> tuple[str, int]:
 
 
 def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | None]:
-    """A cell whose magics are replaced by `pass`, its syntax, and its syntax error if it has one.
+    """Replace a cell's magics by `pass`; return it, its syntax, and its syntax error if any.
 
     Magics are only looked for in a cell that Python cannot parse: a line that starts with `%` may
     be the second line of an expression. So are f-strings in the syntax of Python 3.12. Line numbers
@@ -249,7 +249,7 @@ def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | 
 
 
 def older_syntax(source: str) -> str:
-    """The same code for Python 3.11, where an f-string contains no quotes of its own kind.
+    """Return the same code for Python 3.11, where an f-string contains no quotes of its own kind.
 
     Python 3.12 accepts `f'{a['b']}'`, which becomes `f'{a["b"]}'`. Every other character stays in
     its place.
@@ -268,7 +268,7 @@ def older_syntax(source: str) -> str:
 
 
 def _other_quotes(found: re.Match[str]) -> str:
-    """The rest of a line after an f-string begins, with the other quotes within its braces."""
+    """Return the rest of a line from an f-string on, with other quotes within its braces."""
     quote, depth = found[1], 0
     start = found.end(1) - found.start()
     characters = list(found[0])
@@ -286,12 +286,12 @@ def _other_quotes(found: re.Match[str]) -> str:
 
 
 def is_main_guard(node: ast.stmt) -> bool:
-    """Whether a statement is only executed in a script, not when it is imported."""
+    """Return whether a statement is only executed in a script, not when it is imported."""
     return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
 
 
 def unguarded(tree: ast.Module) -> list[ast.stmt]:
-    """A module's statements, with those below the main guard in its place.
+    """Return a module's statements, with those below the main guard in its place.
 
     After a function that defines classes come its statements, as if they were the module's.
     """
@@ -306,7 +306,7 @@ def unguarded(tree: ast.Module) -> list[ast.stmt]:
 
 
 def _inlined(function: ast.FunctionDef) -> list[ast.stmt]:
-    """A function's parameters as globals, and its statements that return nothing.
+    """Return a function's parameters as globals, and its statements that return nothing.
 
     Parameters without a default are None.
     """
@@ -324,7 +324,7 @@ def _inlined(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def needs_main(tree: ast.Module) -> bool:
-    """Whether a class reads a global, such as `device`, that only a script assigns."""
+    """Return whether a class reads a global, such as `device`, that only a script assigns."""
     statements = [(is_main_guard(node), _statement(node, "", 0)) for node in tree.body]
     bound = set[str]().union(*(s.binds for guarded, s in statements if not guarded))
     by_script = set[str]().union(*(s.binds for guarded, s in statements if guarded))
@@ -336,7 +336,7 @@ def needs_main(tree: ast.Module) -> bool:
 
 
 def _needed(statements: list[Statement], name: str) -> set[int]:
-    """The indices of the statements that a name needs.
+    """Return the indices of the statements that a name needs.
 
     These are all that bind or change it, and up to its last definition those that bind or change
     the names which they read, in turn. For names that are bound only after it, these later
@@ -372,7 +372,7 @@ def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:
 
 
 def _inner_globals(table: symtable.SymbolTable) -> Iterator[set[str]]:
-    """The global names that the classes and functions of a scope read."""
+    """Yield the global names that the classes and functions of a scope read."""
     for scope in table.get_children():
         yield {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
         yield from _inner_globals(scope)
@@ -396,7 +396,7 @@ def _without_data(node: ast.stmt) -> ast.stmt:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose values a statement changes in place."""
+    """Yield the names whose values a statement changes in place."""
     changed: list[ast.expr] = []
     match node:
         case ast.Assign(targets=targets):

@@ -144,12 +144,12 @@ _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Confi
 
 
 def plain(name: str) -> str:
-    """A name as it is compared: `n_embd`, `nEmbd` and `N_EMBD` are equal."""
+    """Return a name as it is compared: `n_embd`, `nEmbd` and `N_EMBD` are equal."""
     return re.sub(r"[_-]", "", name).lower()
 
 
 def role_of(name: str, among: Collection[str] = ()) -> str | None:
-    """The role that a name denotes, or None.
+    """Return the role that a name denotes, or None.
 
     Args:
         name: The name of an argument, a key or an attribute.
@@ -183,7 +183,7 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
 
 @lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
 def _only_role(short: str) -> str | None:
-    """The role of a plain name that has at most one."""
+    """Return the role of a plain name that has at most one."""
     if (negated := _NEGATED.fullmatch(short)) and (role := _only_role(negated[1])) in _OPPOSITES:
         return _OPPOSITES[role]
     matching = (role for role, pattern in _COMPILED if pattern.fullmatch(short))
@@ -196,12 +196,12 @@ def is_ambiguous_size(name: str) -> bool:
 
 
 def is_window(name: str) -> bool:
-    """Whether a name may denote how far attention reaches, as well as the context length."""
+    """Return whether a name may denote how far attention reaches, as well as the context length."""
     return _WINDOW.fullmatch(plain(name)) is not None
 
 
 def role_of_number(name: str, among: Collection[str] = ()) -> str | None:
-    """The role of a name whose value is a number: `tok_emb` or `head` is not a module then."""
+    """Return the role of a name for a number, so that `tok_emb` or `head` is not a module."""
     role = "n_embd" if _EMBEDDING.fullmatch(plain(name)) else None
     role = "n_head" if plain(name) == "head" else role
     if role and any(role_of(other, among) == role for other in among if other != name):
@@ -210,17 +210,17 @@ def role_of_number(name: str, among: Collection[str] = ()) -> str | None:
 
 
 def is_config_name(name: str) -> bool:
-    """Whether a name denotes a config, such as `cfg` or `train_cfg`."""
+    """Return whether a name denotes a config, such as `cfg` or `train_cfg`."""
     return plain(name) in CONFIG_NAMES or bool(_CONFIG_NAME.search(name))
 
 
 def takes_sizes(names: Collection[str]) -> bool:
-    """Whether parameters of these names are the sizes of a model, and not its config."""
+    """Return whether parameters of these names are the sizes of a model, and not its config."""
     return sum(role_of(name, names) in SIZES for name in names) > 1
 
 
 def meanings(name: str) -> tuple[str, ...]:
-    """The possible roles of an ambiguous name, such as `hidden_size`; none for any other name."""
+    """Return the possible roles of an ambiguous name, such as `hidden_size`; else none."""
     if plain(name) == "n":
         return "n_layer", "n_positions", "n_embd"
     if _KEYS.fullmatch(plain(name)):
@@ -229,7 +229,7 @@ def meanings(name: str) -> tuple[str, ...]:
 
 
 def value_of(role: str, config: GPT2Config) -> Any:
-    """The checkpoint's value for a role."""
+    """Return the checkpoint's value for a role."""
     ratio = config.d_inner / config.n_embd
     ours = {
         "ratio": int(ratio) if ratio.is_integer() else ratio,
@@ -253,19 +253,19 @@ def value_of(role: str, config: GPT2Config) -> Any:
 
 
 def _most_rows(config: GPT2Config) -> int:
-    """More rows than the proof passes, or fewer if a KV cache of so many would take over 2 GB."""
+    """Return more rows than the proof passes, or fewer if a KV cache would take over 2 GB."""
     row = 2 * config.n_layer * config.n_positions * config.n_embd * 4  # bytes in float32
     return 66 if 66 * row < 2e9 else 16
 
 
 def symbols(name: str, config: GPT2Config) -> str:
-    """As many different characters as the vocabulary has, if an argument's name means these."""
+    """Return as many characters as the vocabulary has, if an argument's name means these."""
     wanted = _SYMBOLS.fullmatch(plain(name)) is not None
     return "".join(map(chr, range(0x100, 0x100 + config.vocab_size))) if wanted else ""
 
 
 def neutral(name: str) -> tuple[bool, Any]:
-    """Whether an argument of this name has a value without the checkpoint, and the value.
+    """Return whether an argument of this name has a value without the checkpoint, and the value.
 
     Most of these arguments do not affect the logits.
     """

@@ -153,14 +153,14 @@ def load_forward(text: str) -> Forward:
 
 
 def downloads(target: str) -> bool:
-    """Whether the target's file, or a Python file beside it, may download from the hub."""
+    """Return whether the target's file, or a Python file beside it, may download from the hub."""
     path = Path(_parsed(target)[0]).expanduser()
     files = [path, *path.parent.glob("*.py")] if path.is_file() else []
     return any(DOWNLOADS.search(file.read_bytes()) for file in files)
 
 
 def _parsed(target: str) -> tuple[str, str | None]:
-    """The place and the name; a colon inside a path, as in `C:\\gpt.py`, does not separate them."""
+    """Split into place and name, but not at a colon inside a path, as in `C:\\gpt.py`."""
     place, colon, name = target.strip().rpartition(":")
     if not colon or re.search(r"[\\/]|\.(py|ipynb)$", name):
         return target.strip(), None
@@ -364,7 +364,7 @@ class _AboveFinder:
 
 
 def _text(file: Path) -> str:
-    """The source of a Python file; nothing for a notebook."""
+    """Return the source of a Python file; nothing for a notebook."""
     return read_source(file) if file.suffix == ".py" else ""
 
 
@@ -423,7 +423,7 @@ def _import_path(folders: list[Path]) -> Iterator[None]:
 
 
 def _trains(tree: ast.Module) -> bool:
-    """Whether a file calls `.backward()` or `.fit(…)`, or a function that does, when imported.
+    """Return whether importing a file calls `.backward()`, `.fit(…)` or a function that does.
 
     What stands below the main guard does not count.
     """
@@ -438,7 +438,7 @@ def _trains(tree: ast.Module) -> bool:
 
 
 def _hides_model(tree: ast.Module) -> bool:
-    """Whether a file defines language models only in functions or below the main guard."""
+    """Return whether a file defines language models only in functions or below the main guard."""
     nothing = ModuleType("nothing")
     seen, every = _model_classes(nothing, tree.body), _model_classes(nothing, unguarded(tree))
     whole = any(_features(name, seen, FEATURES) == len(FEATURES) for name in seen)
@@ -446,7 +446,7 @@ def _hides_model(tree: ast.Module) -> bool:
 
 
 def _called(tree: ast.AST) -> set[str]:
-    """The names of the functions, classes and methods that code calls."""
+    """Return the names of the functions, classes and methods that code calls."""
     callees = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {getattr(callee, "attr", getattr(callee, "id", "")) for callee in callees}
 
@@ -457,7 +457,7 @@ def _called(tree: ast.AST) -> set[str]:
 def _chosen(
     module: ModuleType, body: Sequence[ast.stmt], place: str, name: str | None, notes: list[str]
 ) -> Model:
-    """The function or class of that name, or the likeliest one."""
+    """Return the function or class of that name, or the likeliest one."""
     classes = _model_classes(module, body)
     known = list(classes)
     if name is None:
@@ -491,7 +491,7 @@ def _chosen(
 
 
 def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, ast.ClassDef]:
-    """The module's own nn.Module classes; judged by their bases where they are not executed yet."""
+    """Return the module's own nn.Module classes, by their bases if they are not executed yet."""
     found: dict[str, ast.ClassDef] = {}
     for node in _with_blocks(body):
         if isinstance(node, ast.ClassDef):
@@ -504,7 +504,7 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
 
 
 def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """Statements, and those in the blocks of `if`, `try` and `with`, without the main guard."""
+    """Yield statements and those in `if`, `try` and `with` blocks, without the main guard."""
     for node in body:
         yield node
         guarded = isinstance(node, ast.If) and is_main_guard(node)
@@ -516,7 +516,7 @@ def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 def _builder(
     name: str, classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], module: ModuleType
 ) -> str | None:
-    """The function with sizes that builds a class, if the constructor takes only its parts.
+    """Return the function with sizes that builds a class, if the constructor takes only its parts.
 
     Examples are `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`, or
     for `class GPT(nn.Sequential)` without a constructor.
@@ -542,7 +542,7 @@ def _builder(
 
 
 def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
-    """The function with sizes that returns an nn.Sequential, where no class is a whole model."""
+    """Return the function with sizes that returns an nn.Sequential, if no class is a model."""
     if any(_features(name, classes, FEATURES) == len(FEATURES) for name in classes):
         return None
     for node in body:
@@ -555,7 +555,7 @@ def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> s
 
 
 def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: ModuleType) -> bool:
-    """Whether an annotation names an nn.Module class of the file or of one that it imports."""
+    """Return whether an annotation names an nn.Module class of the file or of its imports."""
     name, value = ast.unparse(annotation), None
     with contextlib.suppress(AttributeError):
         value = reduce(getattr, name.split("."), cast(object, module))
@@ -563,7 +563,7 @@ def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: M
 
 
 def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
-    """The number of a language model's features that a class has, with the classes that it uses."""
+    """Count the features of a language model that a class and the classes that it uses have."""
     reached, stack = set[str](), [name]
     while stack:
         current = stack.pop()
@@ -576,13 +576,13 @@ def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[st
 
 
 def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> list[str]:
-    """The classes with the most features."""
+    """Return the classes with the most features."""
     features = {name: _features(name, classes, patterns) for name in names}
     return [name for name in names if features[name] == max(features.values())]
 
 
 def _takes_two_sequences(definition: ast.ClassDef) -> bool:
-    """Whether a model's `forward` requires a source and a target, as an encoder-decoder does."""
+    """Return whether a model's `forward` requires a source and a target, as encoder-decoders do."""
     for node in definition.body:
         if isinstance(node, ast.FunctionDef) and node.name == "forward":
             required = node.args.args[1 : len(node.args.args) - len(node.args.defaults)]
@@ -595,7 +595,7 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
 
 
 def _only_trains(definition: ast.ClassDef) -> bool:
-    """Whether a class has the methods of Lightning for training, and no `forward`."""
+    """Return whether a class has the methods of Lightning for training, and no `forward`."""
     names = {getattr(node, "name", "") for node in definition.body}
     return "forward" not in names and bool(names & {"training_step", "configure_optimizers"})
 

@@ -85,7 +85,7 @@ class UnknownArguments(AdaptError):
 
 
 def small_config(config: GPT2Config) -> GPT2Config:
-    """The sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
+    """Return the sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
     return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
 
 
@@ -96,7 +96,7 @@ def tried(
     code: Code,
     config: GPT2Config,
 ) -> dict[str, Value]:
-    """Values for unknown entries, or {} if no values work.
+    """Return values for unknown entries, or {} if no values work.
 
     Args:
         run: builds and calls the user's model.
@@ -117,7 +117,7 @@ def tried(
 def _with_most_used(
     run: Run, config: GPT2Config, chosen: dict[str, Value], switches: Iterable[str]
 ) -> dict[str, Value]:
-    """The values, with each switch turned where fewer parameters are left unused then."""
+    """Return the values, with each switch turned where fewer parameters are left unused then."""
     small = small_config(config)
     for name in switches:
         turned = {**chosen, name: constant(not chosen[name](small))}
@@ -128,7 +128,7 @@ def _with_most_used(
 
 
 def _used(run: Run, small: GPT2Config, chosen: Mapping[str, Value]) -> tuple[int, int]:
-    """The number of parameters in the modules that run, or 0 if no module does, and of all."""
+    """Count the parameters of the modules that run, or 0 if none does, and of all modules."""
     executed = set[nn.Module]()
     hook = register_module_forward_hook(lambda module, *_: executed.add(module))
     try:
@@ -145,7 +145,7 @@ def better(
     chosen: Mapping[str, Value],
     config: GPT2Config,
 ) -> dict[str, Value]:
-    """Values for ambiguous names, if another meaning fits the number of parameters better.
+    """Return values for ambiguous names, if another meaning fits the number of parameters better.
 
     Args:
         run: builds and calls the user's model.
@@ -165,7 +165,7 @@ def better(
 def unnamed(
     run: Run, sizes: Mapping[str, int], chosen: Mapping[str, Value], config: GPT2Config
 ) -> dict[str, Value]:
-    """Roles for integers whose names have none, as in code in another language.
+    """Return roles for integers whose names have none, as in code in another language.
 
     Each gets a role that no other name has, if that fits the number of parameters better, or, of a
     model that cannot be built otherwise, exactly. The only such name gets the only role that is
@@ -198,7 +198,7 @@ def unnamed(
 
 
 def reassigned(run: Run, sizes: Mapping[str, int], config: GPT2Config) -> dict[str, Value]:
-    """Other roles for one or two widths or numbers of heads, if the model can be called so, or {}.
+    """Find other roles for one or two sizes with which the model can be called, or return {}.
 
     Some authors call the number of heads `head_size`, or the width `head_dim`. A name of a
     dimension is only given the role of a width, and no two names are given the same role, except
@@ -237,7 +237,7 @@ def _has_no_role(name: str) -> bool:
 def needed(
     run: Run, switches: Mapping[str, bool], chosen: Mapping[str, Value], config: GPT2Config
 ) -> dict[str, Value]:
-    """The switches of norms and positions that nothing replaces if they are off.
+    """Return the switches of norms and positions that nothing replaces if they are off.
 
     Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without `use_rope`,
     some code has learned positions and other code has none. The numbers of parameters tell, without
@@ -265,7 +265,7 @@ def needed(
 
 
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
-    """The constructor's arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
+    """Return the arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *owners, last = name.split(".")
@@ -283,7 +283,7 @@ def _best(
     tries: Iterable[dict[str, Value]],
     most: float | None = None,
 ) -> tuple[dict[str, Value], list[str]]:
-    """The best combination of values, or {} and further unknown names.
+    """Return the best combination of values, or {} and further unknown names.
 
     A combination is returned only if the model can be called with it and differs from a GPT-2 by at
     most `most` parameters.
@@ -315,7 +315,7 @@ def _best(
 
 
 def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
-    """All combinations of the values, those first whose values stand at the front of the lists."""
+    """Yield all combinations of the values, those from the front of the lists first."""
 
     def places(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
         if not sizes:
@@ -334,7 +334,7 @@ def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, V
 def _distance(
     run: Run, config: GPT2Config, chosen: Mapping[str, Value]
 ) -> tuple[float | None, list[str]]:
-    """The difference between the model's and GPT-2's numbers of parameters, and unknown names.
+    """Return how far the number of parameters is from GPT-2's, and unknown names.
 
     None if the model cannot be built; more if it cannot be called, or has another vocabulary.
     """
@@ -379,13 +379,13 @@ def _no_larger_than(most: int) -> Iterator[None]:
 
 
 def vocabulary(model: nn.Module, config: GPT2Config) -> int:
-    """The size of a model's vocabulary, which may be that of a tokenizer instead of the config."""
+    """Return the size of a model's vocabulary, which may be a tokenizer's and not the config's."""
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     return config.vocab_size if config.vocab_size in sizes or not sizes else max(sizes)
 
 
 def _counts(config: GPT2Config) -> Iterable[int]:
-    """The numbers of parameters of a GPT-2 with a tied or separate head, with or without biases."""
+    """Count the parameters of a GPT-2 with a tied or separate head, with or without biases."""
     C, V, inner = config.n_embd, config.vocab_size, config.d_inner
     layer = 4 * C + 4 * C * C + 4 * C + 2 * C * inner + inner + C
     tied = (V + config.n_positions) * C + config.n_layer * layer + 2 * C
@@ -393,7 +393,7 @@ def _counts(config: GPT2Config) -> Iterable[int]:
 
 
 def _candidates(entry: str, code: Code) -> list[Value]:
-    """The possible values of an argument or `argument.entry`, the most likely first."""
+    """Return the possible values of an argument or `argument.entry`, the most likely first."""
     name, text = entry.rpartition(".")[2], code.text
     for kind, values in code.choices.items():  # `norm_type` or `norm: NormType`
         annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{kind}\b", text)

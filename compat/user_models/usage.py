@@ -58,7 +58,7 @@ class Usage:
 
 
 def reads(cls: Callable[..., Any], parameter: str) -> Usage:
-    """The names that the user's code reads from a constructor's parameter, if that is a config.
+    """Return the names that the user's code reads from a constructor's config parameter.
 
     A parameter is a config if it has a usual name of configs, or if the constructor reads a name
     from it. The config is not followed through the code: the result has the names that the class's
@@ -101,7 +101,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
 
 
 def _sections(cls: Callable[..., Any]) -> set[str]:
-    """Names off which sizes are read: `cfg.model.n_layer`, or `m.get("dim")` of `m = cfg["m"]`."""
+    """Return names that sizes are read from: `cfg.model.n_layer`, `m.get("dim")`."""
     found: set[str] = set()
     for module in user_modules(cls):
         nodes = list(ast.walk(tree_of(module)))
@@ -123,7 +123,7 @@ def _sections(cls: Callable[..., Any]) -> set[str]:
 
 
 def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
-    """What `node` reads a name off, and the name: `o.name`, `o["name"]` or `o.get("name", 1)`."""
+    """Return what `node` reads a name from, and the name: `o.name`, `o["name"]`, `o.get(…)`."""
     match node:
         case (
             ast.Attribute(owner, str(name))
@@ -135,13 +135,13 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
 
 
 def counts(cls: Callable[..., Any], parameter: str) -> bool:
-    """Whether a constructor takes the length of a parameter, as in `len(vocab)`, or its set."""
+    """Return whether a constructor computes `len(parameter)` or `set(parameter)`."""
     own = source_of(inspect.getattr_static(cls, "__init__"))
     return re.search(rf"\b(len|set)\(\s*(self\.)?{parameter}\s*\)", own) is not None
 
 
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
-    """The names that a constructor reads from a dictionary, such as its **kwargs.
+    """Return the names that a constructor reads from a dictionary, such as its **kwargs.
 
     Returns:
         Whether each name is required, as in `kwargs["bias"]`.
@@ -154,7 +154,7 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
 
 
 def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:
-    """The classes that a constructor passes its **kwargs to, and the parameters it sets itself."""
+    """Return classes that a constructor passes its **kwargs to, and parameters it sets itself."""
     with contextlib.suppress(SyntaxError, TypeError, ValueError):
         own = textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__")))
         for node in ast.walk(ast.parse(own)):
@@ -169,7 +169,7 @@ def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:
 
 
 def source_of(function: object) -> str:
-    """The source of a function; empty if it has none."""
+    """Return the source of a function; empty if it has none."""
     try:
         return inspect.getsource(function)  # type: ignore[arg-type]
     except (OSError, TypeError):
@@ -177,14 +177,14 @@ def source_of(function: object) -> str:
 
 
 def modules_text(cls: Callable[..., Any]) -> str:
-    """The source of the class's modules."""
+    """Return the source of the class's modules."""
     files = [str(module.__file__) for module in user_modules(cls)]
     linecache.checkcache()
     return "\n".join("".join(linecache.getlines(file)) for file in files)
 
 
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
-    """The strings that the user's code compares variables and attributes with, by their names."""
+    """Return the strings that the user's code compares variables and attributes with, by name."""
     found: dict[str, set[str]] = {}
     for module in user_modules(cls):
         for node in ast.walk(tree_of(module)):
@@ -211,7 +211,7 @@ def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
 
 
 def tree_of(module: ModuleType) -> ast.Module:
-    """The syntax of a module's source; empty if it has none."""
+    """Return the syntax of a module's source; empty if it has none."""
     with contextlib.suppress(SyntaxError):
         return _parsed("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
@@ -223,7 +223,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
-    """The module of a class or function, and those of its project that it imports from, in turn."""
+    """Return the module of a class or function, and those of its project that it imports from."""
     first = sys.modules.get(target.__module__)
     if first is None or not getattr(first, "__file__", None):
         return []
@@ -251,7 +251,7 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
 
 
 def is_users_class(value: object) -> bool:
-    """Whether a value is a class that is defined in a user's file."""
+    """Return whether a value is a class that is defined in a user's file."""
     module = sys.modules.get(str(getattr(value, "__module__", None)))
     file = str(getattr(module, "__file__", "<unknown>"))
     return isinstance(value, type) and is_users(file)

@@ -92,7 +92,7 @@ class Vocabulary:
 def vocabulary_for(
     cls: Callable[..., Any], parameter: inspect.Parameter, config: GPT2Config
 ) -> Vocabulary | None:
-    """The stand-in, if a constructor uses a required parameter as an object with a vocabulary."""
+    """Return a stand-in if a constructor uses a required parameter as one with a vocabulary."""
     if parameter.default is not parameter.empty or not _NAMES.fullmatch(plain(parameter.name)):
         return None
     own = ast.parse(textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__"))) or "0")
@@ -118,5 +118,5 @@ def vocabulary_for(
 
 
 def _is(node: ast.expr, name: str) -> bool:
-    """Whether an expression is the parameter, or the attribute of `self` of the same name."""
+    """Return whether an expression is the parameter, or the `self` attribute of its name."""
     return ast.unparse(node) in (name, f"self.{name}")
