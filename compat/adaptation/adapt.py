@@ -67,8 +67,8 @@ from compat.adaptation.part import of_part, takes_hidden_states, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import (
     CallSignature,
+    Convert,
     Forward,
-    Given,
     batch_sizes,
     check_model,
     find_signature,
@@ -699,17 +699,17 @@ def _signature(
         def one_hot(ids: Tensor) -> Tensor:
             return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
 
-        others: list[tuple[Tensor, int | None, Given | None]]
+        others: list[tuple[Tensor, int | None, Convert | None]]
         others = [(full_length, None, None), (ids % 16, None, None)]
-        others += [(ids, None, given) for given in (Tensor.int, Tensor.float, one_hot)]
+        others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
         others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
                 others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
-        for other, number, given in others:
+        for other, number, convert in others:
             with suppress(AdaptError):
-                return find_signature(model, other, number, given), other
+                return find_signature(model, other, number, convert), other
         raise
 
 

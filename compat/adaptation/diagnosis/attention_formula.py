@@ -150,14 +150,14 @@ class AttentionPiece:
         return self._computed([inner.q, inner.k, inner.v], q, k, v)
 
     def _computed(self, ends: Sequence[View], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        given: dict[Node, Tensor] = {}
+        known: dict[Node, Tensor] = {}
         views = (self.attention.q, self.attention.k, self.attention.v)
         for view, value in zip(views, (q, k, v), strict=True):
             for node, part in zip(view.nodes, view.write(value), strict=True):
                 # A node that holds several of them, as a fused projection does, is their sum.
-                given[node] = given[node] + part if node in given else part
+                known[node] = known[node] + part if node in known else part
         nodes = list(dict.fromkeys(node for end in ends for node in end.nodes))
-        values = dict(zip(nodes, self.graph.run(nodes, given), strict=True))
+        values = dict(zip(nodes, self.graph.run(nodes, known), strict=True))
         return [end.read([values[node] for node in end.nodes]) for end in ends]
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
     x = (1 - 2 * (torch.arange(D, dtype=torch.float64) % 2)).expand(B, H, T, D)
 
     def later(x: Tensor) -> Tensor:
-        [found] = graph.run([q.node], attention.q.given(x), finite=True)
+        [found] = graph.run([q.node], attention.q.node_values(x), finite=True)
         return found.movedim(q.time, 0)[T // 2 :].flatten(1)  # after tokens without a predecessor
 
     def differ(rows: Tensor, rtol: float = 1e-6) -> bool:

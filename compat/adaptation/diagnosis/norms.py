@@ -169,10 +169,10 @@ def _axes(graph: Graph, norm: Norm) -> list[str]:
     for node in graph.live_between([norm.end], [norm.start]):
         if kind(node) in REDUCTIONS - NORM_KERNELS:
             place = 2 if "norm" in kind(node) else 1  # after the order of the norm
-            given = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
+            dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
             n = len(size(tensor_inputs(node)[0]))
-            axes = list(given) if isinstance(given, (list, tuple)) else [given]
-            if given is None or isinstance(given, bool):  # var(unbiased=False)
+            axes = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+            if dim is None or isinstance(dim, bool):  # var(unbiased=False)
                 axes = list(range(n))
             found += [str(a % n) for a in axes if isinstance(a, int)]
             last = str(n - 1)

@@ -24,7 +24,7 @@ def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
     place = one.shape[1] // 2
     two = one.clone()
     two[:, place] += torch.randn(one.shape[-1], generator=generator, dtype=torch.float64)
-    before, after = (graph.run([target.node], view.given(x))[0] for x in (one, two))
+    before, after = (graph.run([target.node], view.node_values(x))[0] for x in (one, two))
     return _distance(before, after, target.time, place)
 
 

@@ -215,8 +215,8 @@ def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> lis
             continue
         file, first, tree = parsed
         for inner in ast.walk(tree):
-            given = inner.args.defaults if isinstance(inner, ast.FunctionDef) else []
-            for default in given:
+            inner_defaults = inner.args.defaults if isinstance(inner, ast.FunctionDef) else []
+            for default in inner_defaults:
                 if isinstance(default, ast.Constant) and default.value == value:
                     found[Place(file, first + default.lineno - 1)] = None
     return list(found)

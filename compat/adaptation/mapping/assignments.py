@@ -493,11 +493,11 @@ def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | No
 def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
     """Return the channels of a view (B, T, N) on which another view depends, in ascending order."""
     x = random_values(source.index.shape)
-    given = [part.requires_grad_() for part in source.write(x)]
+    inputs = [part.requires_grad_() for part in source.write(x)]
     with torch.enable_grad():
-        found = graph.run(target.nodes, dict(zip(source.nodes, given, strict=True)))
+        found = graph.run(target.nodes, dict(zip(source.nodes, inputs, strict=True)))
         total = target.read(found).square().sum()
-        gradients = source.read(torch.autograd.grad(total, given))
+        gradients = source.read(torch.autograd.grad(total, inputs))
     return gradients.flatten(0, 1).any(0).nonzero().flatten()
 
 

@@ -51,7 +51,7 @@ class View:
         pieces = torch.split(flat, [prod(size(node)) for node in self.nodes])
         return [piece.reshape(size(n)) for piece, n in zip(pieces, self.nodes, strict=True)]
 
-    def given(self, value: Tensor) -> dict[Node, Tensor]:
+    def node_values(self, value: Tensor) -> dict[Node, Tensor]:
         """The reference's shape → the value of each node, for `Graph.run`."""
         return dict(zip(self.nodes, self.write(value), strict=True))
 
@@ -60,7 +60,7 @@ def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor],
     """Return what the graph computes from the values of one view to those of another."""
 
     def function(x: Tensor) -> Tensor:
-        return end.read(graph.run(end.nodes, start.given(x)))
+        return end.read(graph.run(end.nodes, start.node_values(x)))
 
     return function
 
@@ -163,7 +163,9 @@ class Probe:
             count = torch.arange(shape.numel(), dtype=torch.float64)
             return (count + self.first[node]).view(shape)
 
-        return self.target.read(self.graph.run(self.target.nodes, self.source.given(x), value))
+        return self.target.read(
+            self.graph.run(self.target.nodes, self.source.node_values(x), value)
+        )
 
 
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:

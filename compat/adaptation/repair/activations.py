@@ -406,9 +406,9 @@ def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = 
             function = f"staticmethod({function})"  # without self, as a function of torch is called
         return [source.replace(node, f"({function})" if within else function)]
     if name == TORCH[expected][0 if is_module else 1] and expected == "gelu_new":
-        given = argument(node, 0 if is_module else 1, "approximate")
-        if given is not None:
-            return [source.replace(given, source.quoted("tanh"))]
+        approximate = argument(node, 0 if is_module else 1, "approximate")
+        if approximate is not None:
+            return [source.replace(approximate, source.quoted("tanh"))]
         if is_module or node.args:
             return [source.set_keyword(node, "approximate", source.quoted("tanh"))]
     if is_module:
@@ -424,16 +424,16 @@ def _module(site: Site, base: str = "") -> str:
     """Return the checkpoint's activation as a module of torch."""
     expected = site.finding.values["expected"]
     known = base if base.split(".")[-1] == "nn" else site.torch("torch.nn")
-    given = f"approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
-    return f"{known}.{TORCH[expected][0]}({given})"
+    keyword = f"approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
+    return f"{known}.{TORCH[expected][0]}({keyword})"
 
 
 def _function(site: Site, tensor: str, base: str = "") -> str:
     """Return the checkpoint's activation of a tensor as a function of torch."""
     expected = site.finding.values["expected"]
     known = base if base.split(".")[-1] == "functional" else site.torch("torch.nn.functional")
-    given = f", approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
-    return f"{known}.{TORCH[expected][1]}({tensor}{given})"
+    keyword = f", approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
+    return f"{known}.{TORCH[expected][1]}({tensor}{keyword})"
 
 
 def _stored(site: Site, node: ast.expr, tensor: ast.expr, new: str) -> str:

@@ -195,11 +195,13 @@ def without_rotation(site: Site) -> Iterator[Edits]:
         if not rotations or len(rotations) < len(calls):
             continue
         count = len(targets) // len(calls)  # what each call rotates
-        given = [[source.code(argument) for argument in call.args[:count]] for call in rotations]
-        if [code for codes in given for code in codes] == [source.code(t) for t in targets]:
+        arguments = [
+            [source.code(argument) for argument in call.args[:count]] for call in rotations
+        ]
+        if [code for codes in arguments for code in codes] == [source.code(t) for t in targets]:
             statements[statement] = source
         else:
-            pairs = zip(rotations, given, strict=True)
+            pairs = zip(rotations, arguments, strict=True)
             edits += [source.replace(call, ", ".join(codes)) for call, codes in pairs]
     edits += _removed_together(statements)
     if edits:
@@ -532,8 +534,8 @@ def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
     step = argument(call, 2, "step")
     if step is None:
         return
-    given = next((keyword for keyword in call.keywords if keyword.value is step), step)
-    without = source.remove_argument(call, given)
+    removed = next((keyword for keyword in call.keywords if keyword.value is step), step)
+    without = source.remove_argument(call, removed)
     yield [without]
     match argument(call, 1, "end"):
         case ast.BinOp(left, ast.Mult(), right) as end:
@@ -552,8 +554,8 @@ def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
         case ast.BinOp(left, ast.Mult(), right):
             both = [(left, right), (right, left)]
             return both[::-1] if "sqrt" in ast.unparse(left) else both
-        case ast.Call(_, given) if called(node).rstrip("_") in PRODUCTS:
-            match node.func, given:
+        case ast.Call(_, arguments) if called(node).rstrip("_") in PRODUCTS:
+            match node.func, arguments:
                 case _, [first, second]:
                     return [(first, second), (second, first)]
                 case ast.Attribute(tensor), [factor]:

@@ -149,9 +149,9 @@ def own_value(site: Site) -> Iterator[Edits]:
                 for node in source.nodes(ast.Name, factor):
                     yield [source.replace(node, name)]
         for call in reversed(source.nodes(ast.Call, function)):
-            for given in reversed(call.args):
-                if isinstance(given, ast.Name) and given.id != name:
-                    yield [source.replace(given, name)]
+            for passed in reversed(call.args):
+                if isinstance(passed, ast.Name) and passed.id != name:
+                    yield [source.replace(passed, name)]
     for assignment in source.nodes(ast.Assign, function):
         if isinstance(target := assignment.targets[0], ast.Name):
             before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
@@ -226,9 +226,9 @@ def _head_sizes(
         counts = [source.code(node) for one in each.generators for node in ast.walk(one.iter)
                   if isinstance(node, ast.expr)]  # fmt: skip
         if isinstance(each.elt, ast.Call) and set(counts) & set(numbers):
-            for given in each.elt.args[1:2] if called(each.elt) == "Linear" else ():
-                if source.code(given) == width:
-                    yield given
+            for size in each.elt.args[1:2] if called(each.elt) == "Linear" else ():
+                if source.code(size) == width:
+                    yield size
 
 
 # Heads that are not split.

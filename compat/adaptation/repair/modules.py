@@ -132,11 +132,11 @@ def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
     order = ("src", "memory", mask, "memory_mask", "src_key_padding_mask")
     names = {"tgt": "src", "tgt_mask": mask, "tgt_key_padding_mask": "src_key_padding_mask",
              "tgt_is_causal": "is_causal"}  # fmt: skip
-    given = [(order[i], argument) for i, argument in enumerate(call.args[: len(order)])]
-    given += [(names.get(k.arg, k.arg), k.value) for k in call.keywords if k.arg]
+    arguments = [(order[i], argument) for i, argument in enumerate(call.args[: len(order)])]
+    arguments += [(names.get(k.arg, k.arg), k.value) for k in call.keywords if k.arg]
     texts = [
         source.code(value) if name == "src" else f"{name}={source.code(value)}"
-        for name, value in given if not name.startswith("memory")
+        for name, value in arguments if not name.startswith("memory")
     ]  # fmt: skip
     return f"{source.code(call.func)}({', '.join(texts)})"
 

@@ -44,8 +44,8 @@ def over_channels(site: Site) -> Iterator[Edits]:
     ]  # fmt: skip
     edits = []
     for source, call in calls:
-        given = [k.value for k in call.keywords if k.arg in ("dim", "axis")]
-        for axis in given or call.args:
+        axes = [k.value for k in call.keywords if k.arg in ("dim", "axis")]
+        for axis in axes or call.args:
             value = constant(axis)
             if type(value) is int and value != -1:
                 edits.append(source.replace(axis, "-1"))
@@ -380,8 +380,8 @@ def _squared(node: ast.expr) -> ast.Name | None:
             base = left
         case ast.BinOp(left, ast.Mult(), right) if ast.dump(left) == ast.dump(right):
             base = left
-        case ast.Call(_, given) if called(node) in ("vector_norm", "normalize"):
-            base = next(iter(given), None)
+        case ast.Call(_, arguments) if called(node) in ("vector_norm", "normalize"):
+            base = next(iter(arguments), None)
         case ast.Call() if called(node) in ("square", "norm"):
             base = next(iter(_operands(node)), None)
         case ast.Call() if called(node) == "pow":
@@ -399,9 +399,9 @@ def _mean_like(source: Source, square: ast.expr, x: str) -> str:
             break
         if isinstance(above, ast.Call) and called(above) == "mean":
             rest = above.args[1:] if _is_function(above) else above.args
-            given = ", ".join(source.code(each) for each in [*rest, *above.keywords])
+            others = ", ".join(source.code(each) for each in [*rest, *above.keywords])
             start = source.code(above.func) if _is_function(above) else f"{x}.mean"
-            return f"{start}({x}, {given})" if _is_function(above) else f"{start}({given})"
+            return f"{start}({x}, {others})" if _is_function(above) else f"{start}({others})"
     return f"{x}.mean(-1, keepdim=True)"
 
 

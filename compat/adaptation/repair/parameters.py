@@ -464,7 +464,7 @@ def _products(
     match above:
         case ast.BinOp(_, ast.MatMult(), right) if right is node:
             yield width, above, "{}"
-        case ast.Call(_, given) if node in given:
+        case ast.Call(_, arguments) if node in arguments:
             if called(above) in ("matmul", "mm", "bmm"):
                 yield width, above, "{}"
             elif called(above) == "linear":
@@ -569,9 +569,9 @@ def _function_instead(site: Site, source: Source, call: ast.Call, built: ast.exp
     if not isinstance(built, ast.Call) or called(built) != "Dropout" or not call.args:
         return []
     p = argument(built, 0, "p")
-    given = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
+    arguments = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
     dropout = site.torch("torch.nn.functional.dropout")
-    return [source.replace(call, f"{dropout}({', '.join(given)}, training=self.training)")]
+    return [source.replace(call, f"{dropout}({', '.join(arguments)}, training=self.training)")]
 
 
 @fixes("dropout_always_on")
@@ -661,8 +661,8 @@ def called_in_training(site: Site) -> Iterator[Edits]:
         ]
         for call in each.calls if named else ():
             if isinstance(call.func, ast.Name) and call.args and "drop" in call.func.id.lower():
-                own, given = each.source.code(call), each.source.code(call.args[0])
-                edits.append(each.source.replace(call, f"({own} if self.training else {given})"))
+                own, operand = each.source.code(call), each.source.code(call.args[0])
+                edits.append(each.source.replace(call, f"({own} if self.training else {operand})"))
     yield edits
 
 
@@ -892,10 +892,12 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
             return last_name(target)
         case ast.Dict(keys, values) if node in values:
             return str(constant(keys[values.index(node)]))
-        case ast.Call(_, given) as call if node in given:
+        case ast.Call(_, arguments) as call if node in arguments:
             inits = [constructor(cls) for _, cls in classes(site, called(call))]
             names = [each.arg for init in inits if init for each in parameters(init)]
-            return names[given.index(node) + 1] if len(names) > given.index(node) + 1 else ""
+            return (
+                names[arguments.index(node) + 1] if len(names) > arguments.index(node) + 1 else ""
+            )
         case ast.arguments() as above:
             match source.parents[above]:
                 case ast.FunctionDef() as function:

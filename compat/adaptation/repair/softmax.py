@@ -120,9 +120,9 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
             case ast.BinOp(left, ast.Mult(), right):
                 yield node, left, is_zero(right)
                 yield node, right, is_zero(left)
-            case ast.Call(_, given):
+            case ast.Call(_, arguments):
                 every = operands(site, node)
-                is_method = len(every) > len(given)
+                is_method = len(every) > len(arguments)
                 match called(node).rstrip("_"), every:
                     case "masked_fill", [tensor, mask, *_]:
                         yield node, tensor, source.code(mask)

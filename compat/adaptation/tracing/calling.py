@@ -24,7 +24,7 @@ from compat.user_models.synonyms import plain
 from compat.user_models.usage import modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
-Given = Callable[[Tensor], Tensor]
+Convert = Callable[[Tensor], Tensor]
 Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
 
 # The conventions for a mask (T, T): none, True to see, True to hide, 1 to see in code that computes
@@ -132,7 +132,7 @@ class CallSignature:
         batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
         rows: how many sequences are passed at once: any number, exactly so many, or with 0 a single
             sequence without the axis of the batch.
-        given: what is passed for the ids (B, T): the same in another data type, or one-hot vectors
+        convert: converts the ids (B, T) to what is passed: another data type, or one-hot vectors
             (B, T, V).
         mask: the argument among them that is optional, but without which tokens attend to later
             ones.
@@ -144,7 +144,7 @@ class CallSignature:
     targets: bool = False
     batch: bool = False
     rows: int | None = None
-    given: Given | None = None
+    convert: Convert | None = None
     mask: str = ""
     time_first: bool = False
 
@@ -165,19 +165,19 @@ class CallSignature:
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         """Call the model on what it accepts at once: ids (B, T), or (T,) if `rows` is 0."""
-        given = self.given(ids) if self.given else ids
+        convert = self.convert(ids) if self.convert else ids
         if ids.ndim == 1:
             arguments = {name: value(model, ids[None]) for name, value in self.arguments}
-            return find_logits(model(given, **arguments), ids[None], self.last)[0]
+            return find_logits(model(convert, **arguments), ids[None], self.last)[0]
         arguments = {name: value(model, ids) for name, value in self.arguments}
         if self.time_first:
             arguments = {
                 name: value.mT if getattr(value, "shape", None) == ids.shape else value
                 for name, value in arguments.items()
             }
-            return find_logits(model(given.mT, **arguments), ids.mT, self.last).transpose(0, 1)
-        batch = {"input_ids": given, "attention_mask": torch.ones_like(ids)}
-        return find_logits(model(batch if self.batch else given, **arguments), ids, self.last)
+            return find_logits(model(convert.mT, **arguments), ids.mT, self.last).transpose(0, 1)
+        batch = {"input_ids": convert, "attention_mask": torch.ones_like(ids)}
+        return find_logits(model(batch if self.batch else convert, **arguments), ids, self.last)
 
 
 def _values(name: str) -> tuple[Value, ...]:
@@ -248,7 +248,7 @@ def find_signature(
     model: nn.Module,
     ids: Tensor,
     rows: int | None = None,
-    given: Given | None = None,
+    convert: Convert | None = None,
     *,
     time_first: bool = False,
 ) -> CallSignature:
@@ -261,7 +261,7 @@ def find_signature(
         model: the user's model.
         ids: ids (B, T).
         rows: how many sequences are passed at once; see `CallSignature`.
-        given: what is passed for the ids.
+        convert: converts the ids to what is passed, see `CallSignature`.
         time_first: whether the model takes ids (T, B).
 
     Raises:
@@ -274,7 +274,7 @@ def find_signature(
     for last, signatures in zip((False, False, True), kinds, strict=True):
         found = []
         for text, signature in signatures:
-            signature = replace(signature, rows=rows, given=given, time_first=time_first)
+            signature = replace(signature, rows=rows, convert=convert, time_first=time_first)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)

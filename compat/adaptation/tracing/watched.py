@@ -70,8 +70,8 @@ class _Detached(_Watch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        cut = any(t.requires_grad for t in given) and name not in SHAPE_ONLY
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        cut = any(t.requires_grad for t in tensors) and name not in SHAPE_ONLY
         lost = [
             t for t in tree_leaves(result)
             if isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad
