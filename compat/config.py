@@ -222,17 +222,17 @@ class GPT2Config:
                 f"config has model_type {short_repr(raw['model_type'])}, but must have 'gpt2'."
             )
         known: dict[str, Any] = {}
-        for given, value in raw.items():
+        for alias, value in raw.items():
             targets = (
                 ["embd_pdrop", "attn_pdrop", "resid_pdrop"]
-                if given == "drop_rate"
-                else [ALIASES.get(given, given)]
+                if alias == "drop_rate"
+                else [ALIASES.get(alias, alias)]
             )
             for name in targets:
                 if name in known and known[name] != value:
                     raise ConfigError(
                         f"config has {name!r} twice: {short_repr(known[name])}, and "
-                        f"{short_repr(value)} as {given!r}. Remove one of them."
+                        f"{short_repr(value)} as {alias!r}. Remove one of them."
                     )
                 known[name] = tuple(value) if isinstance(value, list) else value
         names = {own.name for own in fields(cls)}

@@ -258,16 +258,16 @@ class Engine:
             GenerationError: ids are not in the vocabulary, or there are more than `n_positions` +
                 1.
         """
-        given = as_ids(input_ids, self.config.vocab_size)
-        (B, T), n = given.shape, self.config.n_positions
+        ids = as_ids(input_ids, self.config.vocab_size)
+        (B, T), n = ids.shape, self.config.n_positions
         if T > n + 1:
             raise GenerationError(
                 f"{T} ids were passed, but a model with {n} positions scores up to {n + 1} ids. "
                 "Score a longer text in parts."
             )
-        scores = torch.zeros(B, max(0, T - 1), device=given.device)
+        scores = torch.zeros(B, max(0, T - 1), device=ids.device)
         is_greedy = torch.zeros_like(scores, dtype=torch.bool)
-        requests = [(row[:1], [row[1:]]) for row in given.cpu()] if T > 1 else []
+        requests = [(row[:1], [row[1:]]) for row in ids.cpu()] if T > 1 else []
         for (row, _), score in score_requests(self.transformer, requests):
             scores[row], is_greedy[row] = score.logprobs, score.is_greedy
         return (scores, is_greedy) if greedy else scores

@@ -208,16 +208,18 @@ class CompatLM(TemplateLM):
         return [found[number] for number in range(len(pairs))]
 
 
-def _as_batch_size(given: int | str | None) -> int:
+def _as_batch_size(batch_size: int | str | None) -> int:
     """Return the number in lm-eval's batch_size, such as 4, "4", "auto" or "auto:2"."""
-    if given is None or str(given).startswith("auto"):
+    if batch_size is None or str(batch_size).startswith("auto"):
         return BATCH
     try:
-        size = int(given)
+        size = int(batch_size)
     except ValueError:
         size = 0
     if size < 1:
-        raise ConfigError(f"batch_size is {described(given)}, but must be 1 or more, or 'auto'.")
+        raise ConfigError(
+            f"batch_size is {described(batch_size)}, but must be 1 or more, or 'auto'."
+        )
     return size
 
 

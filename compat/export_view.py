@@ -87,14 +87,14 @@ def hf_tensors(model: nn.Module, name_map: NameMap | None = None) -> dict[str, H
     return {row.hf: tensors[row.hf] for row in rows if row.hf in tensors}
 
 
-def map_of(model: nn.Module, given: NameMap | None) -> NameMap:
+def map_of(model: nn.Module, passed: NameMap | None) -> NameMap:
     """Return the name map that is passed, or that of the model's dialect.
 
     Raises:
         NameMapError: There is none.
     """
-    if given is not None:
-        return as_name_map(given)
+    if passed is not None:
+        return as_name_map(passed)
     dialect = dialect_of(model)
     if dialect is None:
         raise NameMapError(
@@ -104,7 +104,7 @@ def map_of(model: nn.Module, given: NameMap | None) -> NameMap:
     return dialect.name_map
 
 
-def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
+def config_of(model: nn.Module, passed: GPT2Config | Mapping[str, Any] | None) -> GPT2Config:
     """Return the config that is passed, or the model's own.
 
     Raises:
@@ -112,7 +112,7 @@ def config_of(model: nn.Module, given: GPT2Config | Mapping[str, Any] | None) ->
     """
     own = getattr(model, "config", None)
     own = own if isinstance(own, GPT2Config) else None
-    config = own if given is None else as_config(given)
+    config = own if passed is None else as_config(passed)
     if config is None:
         raise ConfigError(
             f"{type(model).__name__} has no GPT2Config as its `config`. Pass `config`, for the "

@@ -208,8 +208,8 @@ def _serving_notes(config: GPT2Config) -> Iterator[str]:
 def _main_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
     inner = raw_config.get("model")
     fields = inner if isinstance(inner, dict) else raw_config
-    given = {ALIASES.get(name, name): value for name, value in fields.items()}
-    return {name: _printable(given[name]) for name in MAIN_FIELDS if given.get(name) is not None}
+    known = {ALIASES.get(name, name): value for name, value in fields.items()}
+    return {name: _printable(known[name]) for name in MAIN_FIELDS if known.get(name) is not None}
 
 
 def _printable(value: Any) -> Any:

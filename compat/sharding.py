@@ -265,8 +265,8 @@ class ReplicatePlainTensors(TorchFunctionMode):
         from torch.distributed.tensor import DTensor, Replicate
 
         kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
-        mesh = next((value.device_mesh for value in given if is_divided(value)), None)
+        values = tree_leaves((args, kwargs))
+        mesh = next((value.device_mesh for value in values if is_divided(value)), None)
         if mesh is None:
             return func(*args, **kwargs)
 

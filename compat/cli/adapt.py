@@ -147,7 +147,7 @@ def adapt_command(
         changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
         for name, passed in changing.items():
             options.exclude({"--summary": True, name: passed})
-        given = {
+        options_passed = {
             "--kwargs": kwargs,
             "--part": part,
             "--config-name": config_name,
@@ -155,7 +155,9 @@ def adapt_command(
             "--revision": revision,
             "--n-head": n_head,
         }
-        passed_on = [t for name, value in given.items() if value for t in (name, str(value))]
+        passed_on = [
+            t for name, value in options_passed.items() if value for t in (name, str(value))
+        ]
         targets = [target, *([] if source is None else [source]), *(others or [])]
         raise typer.Exit(_summarize(targets, model or "demo", passed_on, time_limit, html))
     if others:

@@ -116,6 +116,6 @@ def exclude(options: dict[str, object]) -> None:
     Raises:
         typer.BadParameter: several were passed; the message names them.
     """
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if len(given) > 1:
-        raise typer.BadParameter(f"{' and '.join(given)} exclude each other. Pass one of them.")
+    passed = [name for name, value in options.items() if value is not None and value is not False]
+    if len(passed) > 1:
+        raise typer.BadParameter(f"{' and '.join(passed)} exclude each other. Pass one of them.")

@@ -90,13 +90,13 @@ def parity_command(
     source = options.choose_source(source, model)
     for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
         options.exclude({"--text": text, name: value})
-    for name, given in {
+    for name, setting in {
         "--all": every,
         "--dialect": dialect,
         "--dtype": dtype,
         "--gradients": gradients,
     }.items():
-        options.exclude({"--engine": engine, name: given})
+        options.exclude({"--engine": engine, name: setting})
     options.exclude({"--all": every, "--dialect": dialect})
     options.exclude({"--engine": engine, "--parallel": parallel})
     options.exclude({"--json": as_json, "--quiet": quiet})

@@ -135,8 +135,8 @@ class Sampling:
 
         For equal logits it chooses the same tokens, and for similar logits it mostly does.
         """
-        given = torch.default_generator if generator is None else generator
-        copy = given.clone_state() if self.temperature else None
+        original = torch.default_generator if generator is None else generator
+        copy = original.clone_state() if self.temperature else None
 
         def choose(logits: Tensor, ids: Sequence[int]) -> int:
             return int(self.draw(self.scores(logits, [ids]), copy))

@@ -106,8 +106,8 @@ def save_pretrained(
     together = partial(raising_together, list(model.parameters()))
     with together():
         _check_parameters(model)
-    given = dialect_or_name_map
-    name_map = get_dialect(given).name_map if isinstance(given, str) else given
+    chosen = dialect_or_name_map
+    name_map = get_dialect(chosen).name_map if isinstance(chosen, str) else chosen
     tensors = hf_tensors(model, name_map)
     config = with_head_of(config_of(model, config), tensors)
     _check_shapes(model, config, tensors)
