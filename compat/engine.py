@@ -233,7 +233,7 @@ class Engine:
         max_new_tokens: int,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Tensor]:
-        """Yield the ids (B,) of one new position after another; as in `compat.stream`."""
+        """Yield the ids (B,) of one position after another; arguments as in `compat.stream`."""
         return stream(self, input_ids, max_new_tokens=max_new_tokens, **options)
 
     @overload

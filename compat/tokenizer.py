@@ -89,11 +89,11 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids, with U+FFFD for invalid UTF-8. Raises as `decode_bytes`."""
+        """Return the text of ids, with U+FFFD for invalid UTF-8; errors as in `decode_bytes`."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the same text in pieces, one per id, empty while a character is incomplete."""
+        """Yield the text of ids in pieces, one per id, empty while a character is incomplete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in ids:
             yield decoder.decode(self.decode_bytes([token_id]))

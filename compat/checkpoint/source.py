@@ -89,6 +89,10 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """Return one tensor, in its own memory or, with `mmap`, in the file's pages.
 
+        Args:
+            name: its Hugging Face name, without `transformer.`, such as "h.0.attn.c_attn.weight".
+                The tensor has Hugging Face's layout and its own data type.
+
         Raises:
             CheckpointError: The tensor has NaN or infinite values.
         """
@@ -100,14 +104,17 @@ class Checkpoint:
     def take(self, name: str, rows: slice = ALL) -> tuple[Tensor, str | None]:
         """Return one tensor and a description of its NaN and infinite values, if it has any.
 
-        With `rows`, both refer to these rows only, and safetensors files read no others.
+        Args:
+            name: as in `read`.
+            rows: the rows, along the first axis, to which both refer. Safetensors files read no
+                others.
         """
         tensor = self._stored[name].read(self.mmap, rows)
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
 
     def read_quantized(self, name: str) -> Quantized | None:
-        """Return a weight of a packed checkpoint in 8 bits; None if it is not stored in 8 bits."""
+        """Return a weight [in, out] in 8 bits; None if it is not stored in 8 bits."""
         return self.packed.quantized(name, self.mmap) if self.packed else None
 
     def not_finite(self, faults: list[str]) -> CheckpointError:

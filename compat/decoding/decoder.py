@@ -76,6 +76,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_batch: int | None = None
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[Tensor, Tensor]:
     """Combine prompts of different lengths to one batch, with padding on the left.
 
+    Args:
+        prompts: the token ids of each prompt, B in all, the longest with T ids.
+        pad_id: the token id at the padding, which the mask hides.
+
     Returns:
         The token ids (B, T) and the attention mask (B, T), which is 0 at the padding.
 

@@ -74,7 +74,7 @@ def stream(
     use_cache: bool = True,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[Tensor]:
-    """Yield the ids (B,) of one new position after another; arguments and errors as `generate`."""
+    """Yield the ids (B,) of one position after another; arguments and errors as in `generate`."""
     settings = Sampling(**sampling)
     if not isinstance(use_cache, bool):
         raise GenerationError(f"use_cache is {described(use_cache)}, but must be True or False")

@@ -60,7 +60,7 @@ class Golden(HtmlPage):
 
     @classmethod
     def open(cls, path: str | Path) -> Golden:
-        """Open a golden file and read its header.
+        """Open a golden file, .safetensors or .npz, and read its header.
 
         Raises:
             ParityError: the file is missing, damaged, or not a golden file.
@@ -147,11 +147,17 @@ class Golden(HtmlPage):
         return -min(order.index(reader) for reader in readers_of(own, self.config)), own
 
     def read(self, name: str) -> Tensor:
-        """Read one array."""
+        """Read one array, in its own shape and data type, such as "h.0.act" (B, T, 4C)."""
         return self.arrays[name].load()
 
     def bound(self, name: str, dtype: torch.dtype) -> Bound:
-        """Return the bounds of an array for a candidate of a data type."""
+        """Return the bounds of an array for a candidate of a data type.
+
+        Args:
+            name: the array, one of `judged`.
+            dtype: torch.float16 or torch.bfloat16 selects the bounds for this type, and any other
+                type those for the reference's.
+        """
         rows: list[str] = self.metadata["bounds"]["rows"]
         narrow = dtype_name(dtype)
         row = rows.index(narrow) if narrow in rows[1:] and dtype != self.dtype else 0
