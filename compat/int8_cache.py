@@ -36,7 +36,7 @@ Built = TypeVar("Built")
 
 SMALLEST = 64 << 20  # bytes; smaller checkpoints are quantized in a few hundredths of a second
 LARGEST = 2 << 30  # bytes of all entries
-SETTLED = 2.0  # seconds since the last change of a file, which is more than clocks of files tick in
+SETTLED = 2.0  # seconds since the last change of a file; file times have a limited resolution
 ABANDONED = 3600.0  # seconds after which a temporary file belongs to a killed process
 HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 18, 64, 1 << 12  # of a file, which are hashed
 LOWEST_PRIORITY = 19  # of the thread that writes

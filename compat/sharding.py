@@ -142,7 +142,11 @@ def check_mesh(mesh: object) -> None:
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        example = f"mesh[{names[-1]!r}]" if names else "a mesh with named dimensions, and of it one"
+        example = (
+            f"mesh[{names[-1]!r}]"
+            if names
+            else "one dimension of a mesh whose dimensions have names"
+        )
         raise ConfigError(
             f"mesh has the shape {list(mesh.shape)}, but must have one dimension, among whose "
             f"ranks the heads are divided. Pass {example}."

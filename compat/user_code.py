@@ -91,7 +91,7 @@ def exception_report(error: BaseException, owns: Callable[[str], bool] | None = 
     if missing == "compat":
         text += (
             "\n  `compat` is this tool's own package. A module or package of that name in your "
-            "project cannot be imported beside it: rename yours"
+            "project cannot be imported beside it, so rename yours"
         )
     elif missing and isinstance(error, ModuleNotFoundError):
         text += (

@@ -21,8 +21,8 @@ from compat.decoding.machine import cache_folder, processor
 SOURCE = Path(__file__).with_name("native.c")
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 OPTIONS = ["-O2", "-mcpu=native" if ARM else "-march=native", "-fPIC"]
-# For the compiler and for the linker. Without a library of its own, ours uses the OpenMP and the
-# threads that torch has loaded; two sets of threads would wait for each other's processors.
+# Flags for the compiler and for the linker. A library that is not linked to OpenMP uses the one
+# that torch has loaded, with its threads. Two sets of threads would compete for the processors.
 OPENMP: tuple[tuple[list[str], list[str]], ...] = (
     (["-fopenmp"], []),
     (["-fopenmp"], ["-fopenmp"]),
@@ -114,7 +114,7 @@ def _load() -> CDLL:
     with _build_folder(folder) as build:
         found = _build(compiler, build)
         if folder and build.parent == folder:
-            os.replace(build / "native", folder / name)  # atomic: nobody sees half a file
+            os.replace(build / "native", folder / name)  # atomic
     return found
 
 

@@ -183,7 +183,7 @@ class LayerAttention:
     def pairwise(self) -> Tensor | None:
         """The weights (B, H, T, T) if each depends on its own query and key only, or None.
 
-        So it is with a sigmoid in place of the softmax, or if the scores are the weights.
+        Examples are a sigmoid in place of the softmax, and scores that are used as weights.
         """
         if self.formula is not None or self.attention.indirect:
             return None
@@ -202,7 +202,8 @@ class LayerAttention:
     def adds_relative_scores(self) -> bool:
         """Whether what is added to the scaled scores depends on the query and the positions.
 
-        Then the weights are not even without keys, and keys change their logarithms by c·q·k.
+        In this case the weights are not uniform for keys of zero, and other keys change the
+        logarithms of the weights by c·q·k.
         """
         if self.formula is not None or self.attention.indirect or self.attention.over_heads:
             return False
@@ -254,7 +255,7 @@ class LayerAttention:
     def own_attention(self) -> Changes:
         """The model's own function of q, k and v, as a change to the reference.
 
-        If the formula of their products is known, what runs before these.
+        If the formula of their products is known, only the operations before them are changed.
         """
         piece = AttentionPiece(self.graph, self.attention)
         if self.formula is not None and self.attention.indirect:
