@@ -83,9 +83,11 @@ def described(value: object) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return the first names and the number of the others, in one line."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """Return "a, b and c", or "a, b and 5 more" where there are more names than `most`."""
+    parts = list(names)
+    if len(names) > most:
+        parts = [*names[:most], f"{len(names) - most} more"]
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
 
 
 def lines(headline: str, faults: Sequence[str]) -> str:

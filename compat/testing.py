@@ -11,6 +11,7 @@ from compat.adaptation.adapt import adapt
 from compat.checkpoint import Source
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
+from compat.errors import listed
 from compat.name_map import NameMap
 from compat.parity import ParityReport, check_parity
 from compat.summary import further_places, place
@@ -83,5 +84,5 @@ def _of_finding(found: Finding) -> list[str]:
     lines = ["", f"{where}{found.source_line or ''}".rstrip(), f"  {found.code}: {found.message}"]
     lines.append(f"  fix: {found.fix}")
     if found.also:
-        lines.append(f"  also at {', '.join(further_places(found.also))}")
+        lines.append(f"  also at {listed(further_places(found.also), len(found.also))}")
     return [line for number, line in enumerate(lines) if line or number == 0]

@@ -148,7 +148,7 @@ def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
     assert f"scale_by_d_model · breaks parity at h.0.probs: {'word ' * 40}" in text
     assert f"· untied_head: {'but ' * 40} → nothing".replace("  ", " ") in text
     assert "✗ mapped 124 of 148 tensors" in text
-    assert "no parameter for h.{0…11}.attn.c_attn.weight, h.{0…11}.attn.c_attn.bias" in text
+    assert "no parameter for h.{0…11}.attn.c_attn.weight and h.{0…11}.attn.c_attn.bias" in text
 
 
 # What a program reads
@@ -333,7 +333,7 @@ def test_further_lines_of_a_deviation_are_shown(cli: Cli, tiny: Path) -> None:
     lines = [n for n, line in enumerate(text.splitlines(), 1) if "eps=1e-6" in line]
     done = cli("adapt", "eps.py:MyGPT", "--model", tiny, "--html", "page.html")
     assert f"eps.py:{lines[0]}  " in done.out
-    also = f"also at eps.py:{lines[1]}, eps.py:{lines[2]}"
+    also = f"also at eps.py:{lines[1]} and eps.py:{lines[2]}"
     assert also in done.out and "<dt>Also at</dt>" in Path("page.html").read_text()
 
 

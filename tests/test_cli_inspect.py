@@ -74,7 +74,7 @@ def test_the_number_of_heads_can_be_passed(cli: Cli, tmp_path: Path, state: Stat
     torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
     without = cli("inspect", tmp_path)
     assert without.code == 3
-    assert "divisor of n_embd = 24: 1, 2, 3, 4, 6, 8, 12, 24." in without.out
+    assert "divisors of n_embd = 24 are 1, 2, 3, 4, 6, 8, 12 and 24." in without.out
     done = cli("inspect", tmp_path, "--n-head", 4)
     assert done.code == 0
     assert "3 layers · 4 heads" in done.out

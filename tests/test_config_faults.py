@@ -43,7 +43,7 @@ def test_an_unknown_field_is_refused_by_name(field: str, value: object) -> None:
 
 
 def test_all_unknown_fields_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"'alpha' = 1, 'beta' = 'x'"):
+    with pytest.raises(ConfigError, match=r"'alpha' = 1 and 'beta' = 'x'"):
         GPT2Config.from_dict({"beta": "x", "alpha": 1})
 
 

@@ -246,7 +246,7 @@ def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
     assert str(caught.value).endswith(
-        "If the weights are in a.safetensors, b.pt, use the path of that file."
+        "If the weights are in a.safetensors and b.pt, use the path of that file."
     )
     assert "ckpt.pt or model.pt" in str(caught.value)
 

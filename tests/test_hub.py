@@ -173,9 +173,9 @@ def test_offline_a_revision_that_the_cache_does_not_know_is_an_error(session: Se
     away = start(session.home, asks)
     found = [process.outcomes() for process in (offline, away)]
     for outcome in found[0]:
-        is_error(outcome, "HF_HUB_OFFLINE is set", "lacks config.json, weights")
+        is_error(outcome, "HF_HUB_OFFLINE is set", "lacks config.json and weights")
     for outcome in found[1]:
-        is_error(outcome, "refused", "lacks config.json, weights", "Check the name and the conn")
+        is_error(outcome, "refused", "lacks config.json and weights", "Check the name and the conn")
 
 
 def test_progress_is_printed_to_stderr_and_can_be_disabled(

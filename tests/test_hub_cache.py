@@ -120,7 +120,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
     (outcome,) = fetch_all(tmp_path, [(REPO, None)], url=hub.url, largest=50_000)
     where = f"the cache at {tmp_path}/hub cannot be written"
     is_error(outcome, f"{WEIGHTS} of '{REPO}'", where, "File too large", "Free space")
-    is_error(offline(tmp_path, hub), "lacks config.json, weights")
+    is_error(offline(tmp_path, hub), "lacks config.json and weights")
     assert fetch_one(tmp_path, hub, verify=True)["files"] == files_of(tiny)
 
 
@@ -168,7 +168,7 @@ def test_offline_an_incomplete_cache_is_an_error_that_lists_missing_files(
     found = fetch_all(home, asks, url=hub.url, HF_HUB_OFFLINE="1")
     gaps["d"] = ["weights (model.safetensors or pytorch_model.bin, whole or in shards)"]
     for outcome, gap in zip(found, gaps.values(), strict=True):
-        is_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {', '.join(gap)}.")
+        is_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {' and '.join(gap)}.")
     for outcome in fetch_all(home, asks, url=hub.url):
         assert outcome["files"] == files_of(tmp_path / "sharded")
 

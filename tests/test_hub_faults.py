@@ -107,10 +107,13 @@ GAPS = {
     "no-index": (["*index*"], "lacks weights (model.safetensors or pytorch_model.bin, whole"),
     "no-shard": (
         ["model-00002*", "model-00004*", "config.json"],
-        "lacks config.json, model-00002-of-00006.safetensors, model-00004-of-00006.safetensors, "
+        "lacks config.json, model-00002-of-00006.safetensors and model-00004-of-00006.safetensors, "
         "and",
     ),
-    "nothing": (["*"], "lacks config.json, weights (model.safetensors or pytorch_model.bin, whole"),
+    "nothing": (
+        ["*"],
+        "lacks config.json and weights (model.safetensors or pytorch_model.bin, whole",
+    ),
 }
 
 

@@ -94,7 +94,9 @@ def test_saving_refuses_them_if_they_are_not_zero(tiny: Path, name: str) -> None
 
 def test_a_map_without_them_is_refused(tiny: Path) -> None:
     model = WithBiases()
-    with refused(model, "4 parameters of the model have no row: head_bias, stack.{0…2}.gate_bias"):
+    with refused(
+        model, "4 parameters of the model have no row: head_bias and stack.{0…2}.gate_bias"
+    ):
         load_into(model, my_map(), tiny)
     with refused(model, "4 parameters of the model have no row"):
         to_hf_state_dict(model, my_map())

@@ -148,7 +148,7 @@ def test_a_dialects_map_names_each_tensor_of_a_gpt2_once(dialect: str) -> None:
     [
         ([("wte.weight", ("a",)), ("wte.weight", ("b",))], "wte.weight"),
         ([("wte.weight", ("a",)), ("wpe.weight", ("a",))], "a"),
-        ([("h.{i}.w", ("q.{i}",)), ("h.{i}.b", ("q.{i}",))], r"q\.0, q\.1"),
+        ([("h.{i}.w", ("q.{i}",)), ("h.{i}.b", ("q.{i}",))], r"q\.0 and q\.1"),
         ([("h.{i}.w", ("q.{i}",)), ("h.1.w", ("other",))], r"h\.1\.w"),
         ([("h.{i}.w", ("no_layer",))], "no_layer"),
     ],
@@ -174,5 +174,5 @@ def test_count_layers_stops_at_the_first_gap() -> None:
 
 
 def test_long_lists_of_names_are_shortened() -> None:
-    assert listed(["a", "b"]) == "a, b"
+    assert listed(["a", "b"]) == "a and b" and listed(["a", "b", "c"]) == "a, b and c"
     assert listed([f"n{i}" for i in range(13)], most=2) == "n0, n1 and 11 more"

@@ -138,7 +138,7 @@ def test_two_aliases_that_disagree(tmp_path: Path, state: State) -> None:
         ({"eos_token_id": 97}, "eos_token_id 97"),
         ({"eos_token_id": [0, 200]}, "eos_token_id 200"),
         ({"pad_token_id": -1}, "pad_token_id -1"),
-        ({"bos_token_id": 99, "eos_token_id": 98}, "bos_token_id 99, eos_token_id 98"),
+        ({"bos_token_id": 99, "eos_token_id": 98}, "bos_token_id 99 and eos_token_id 98"),
     ],
 )
 def test_an_id_outside_the_vocabulary_is_noted(

@@ -95,8 +95,8 @@ def _find_in_folder(folder: Path, notes: list[str]) -> Path:
     candidates = [name for name in (*WEIGHT_FILES, *FOREIGN_FILES) if (folder / name).is_file()]
     if candidates:
         if len(candidates) > 1:
-            unused = ", ".join(candidates[1:])
-            notes.append(f"{candidates[0]} is used, and {unused} beside it is not")
+            unused = f"{listed(candidates[1:])} beside it {'is' if len(candidates) == 2 else 'are'}"
+            notes.append(f"{candidates[0]} is used, and {unused} not")
         return folder / candidates[0]
     message = (
         f"{folder} holds no weights. It must contain one of {', '.join(WEIGHT_FILES)}, "

@@ -195,14 +195,14 @@ def _renamed(weights: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Rename nanoGPT's and minGPT's arguments to Hugging Face's, and drop those that are None."""
     ignored = {"model_type", "n_embd2"}  # makemore's n_embd2 is for its other models
     fields: dict[str, Any] = {}
-    for given, value in raw.items():
-        name = {"block_size": "n_positions", "num_layers": "n_layer", **ALIASES}.get(given, given)
+    for alias, value in raw.items():
+        name = {"block_size": "n_positions", "num_layers": "n_layer", **ALIASES}.get(alias, alias)
         if value is None or name in ignored:
             continue
         if fields.setdefault(name, value) != value:
             raise ConfigError(
                 f"{weights}: {name} is {short_repr(fields[name])}, but {short_repr(value)} under "
-                f"the name {given!r}. Remove one of them."
+                f"the name {alias!r}. Remove one of them."
             )
     return fields
 
@@ -222,7 +222,7 @@ def _heads_unknown(weights: Path, n_embd: Any) -> ConfigError:
     return ConfigError(
         f"{weights} does not state the number of heads, which does not follow from the tensors. "
         'Pass n_head (--n-head), or write {"n_head": …} to a config.json beside it.'
-        + (f" It is a divisor of n_embd = {n_embd}: {listed(divisors, 20)}." if divisors else "")
+        + (f" The divisors of n_embd = {n_embd} are {listed(divisors, 20)}." if divisors else "")
     )
 
 

@@ -28,7 +28,7 @@ from compat.cli.output import (
     write_page,
 )
 from compat.display import page
-from compat.errors import collapse_layers
+from compat.errors import collapse_layers, listed
 from compat.summary import SEVERITY, further_places, place
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _repair(
         show(adaptation, console())
         note(f"{found}. Nothing was written")
         return 1
-    codes = ", ".join(dict.fromkeys(found.fixed))
+    codes = listed(list(dict.fromkeys(found.fixed)), len(found.fixed))
     if not fix:
         print(found.diff, end="")
         note(
@@ -294,7 +294,7 @@ def _repair(
             "--fix"
         )
         return 1
-    files = ", ".join(os.path.relpath(path) for path in write(found))
+    files = listed([os.path.relpath(path) for path in write(found)])
     note(f"repaired {codes} in {files}, so the model now computes what transformers computes")
     return 0
 
@@ -327,7 +327,7 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
         for part in headline:
             print_wrapped(out, part, others="  ")
     if adaptation.unmatched:
-        names = ", ".join(collapse_layers(adaptation.unmatched))
+        names = listed(collapse_layers(adaptation.unmatched), len(adaptation.unmatched))
         print_wrapped(out, Text(f"no parameter for {names}"), "  ", "    ")
     important = [finding for finding in adaptation.findings if finding.severity != "info"]
     for _, on_a_line in groupby(important, key=_place):
@@ -409,7 +409,7 @@ def show_finding(finding: compat.Finding, out: Console) -> None:
     fix = finding.fix.replace("\n", "\n    ")
     out.print(Text.assemble("  ", ("→ ", "bold green"), (fix, "bold")), soft_wrap=True)
     if finding.also:
-        also = ", ".join(further_places(finding.also))
+        also = listed(further_places(finding.also), len(finding.also))
         print_wrapped(out, Text(f"also at {also}"), "    ", "    ")
     if finding.evidence:
         print_wrapped(out, Text(finding.evidence, style="dim"), "    ", "    ")

@@ -14,6 +14,7 @@ from benchmarks.common import JsonOption, RunsOption, checkpoint_folder
 from benchmarks.measurements import Measurements
 from benchmarks.peers import PEERS, Peer
 from benchmarks.targets import targets_of
+from compat.errors import listed
 
 FAMILIES = list(dict.fromkeys(peer.family for peer in PEERS))
 ALL = ",".join(FAMILIES)
@@ -72,6 +73,7 @@ def choose(names: str) -> list[Peer]:
     wanted = {name.strip() for name in names.split(",")}
     rows = [peer.name for peer in PEERS if not peer.instead_of]
     if unknown := sorted(wanted - {*FAMILIES, *rows}):
-        known = ", ".join([*FAMILIES, *rows])
-        raise typer.BadParameter(f"--peers: {', '.join(unknown)}; known are {known}")
+        raise typer.BadParameter(
+            f"--peers has {listed(unknown)}, but the names are {listed([*FAMILIES, *rows], 99)}"
+        )
     return [peer for peer in PEERS if wanted & {peer.family, peer.name, peer.instead_of}]

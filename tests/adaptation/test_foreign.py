@@ -48,7 +48,7 @@ def test_what_is_added_to_values_and_to_the_stream_does_not_hide_the_rest(tiny: 
     unknown = [f for f in findings if f.code == "unexplained" and f.line is not None]
     lines = {text[f.line - 1].strip().split(" = ")[0]: f.message for f in unknown if f.line}
     assert lines.keys() == {"x", "v"}
-    assert "is added to the projection of v" in lines["v"] and "mul, add" in lines["x"]
+    assert "is added to the projection of v" in lines["v"] and "mul and add" in lines["x"]
     [others] = [f for f in findings if f.code == "random_parameters"]
     assert "resid, x0" in others.message
 

@@ -1293,7 +1293,9 @@ def test_one_residual_around_all_attentions_is_that_of_the_last(tiny: Path, tmp_
     adaptation = adapted(tiny, tmp_path, [(f"{LOOP}            x = block(x)\n", loop)])
     assert {"missing_ln", "no_mlp"} <= {f.code for f in adaptation.deviations}
     found = only(adaptation, "missing_residual")
-    assert found.message.endswith("(only in h.0, h.1)") and "block.att(x)" in str(found.source_line)
+    assert found.message.endswith("(only in h.0 and h.1)") and "block.att(x)" in str(
+        found.source_line
+    )
 
 
 def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Path) -> None:
@@ -1346,7 +1348,7 @@ def test_one_block_in_place_of_all(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"shared_parameters", "no_out_proj"}
     found = only(adaptation, "shared_parameters")
-    assert "the blocks h.0, h.1, h.2 share one set" in found.message
+    assert "the blocks h.0, h.1 and h.2 share one set" in found.message
     lines = (tmp_path / "learner.py").read_text().splitlines()
     assert any("self.blocks = " in lines[int(p.rpartition(":")[2]) - 1] for p in found.also)
 

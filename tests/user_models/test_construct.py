@@ -379,7 +379,8 @@ ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "argument": (
         gpt(", vocab_size, foo, bar", NOTHING),
         {},
-        ["GPT needs the arguments foo, bar", "vocab_size 97, n_positions 32, n_embd 24, n_layer 3",
+        ["GPT needs the arguments foo and bar",
+         "vocab_size 97, n_positions 32, n_embd 24, n_layer 3",
          """--kwargs '{"foo": ..., "bar": ...}'"""],
     ),
     "key": (
@@ -490,7 +491,7 @@ class GPT(nn.Module):
     )
     call, own = construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1].split("; ")
     assert call == "GPT(n_embd=24, n_layer=3, qkv_bias=True, dropout=0.1, eps=1e-05)"
-    assert own == "your default is qkv_bias=False, eps=1e-06"
+    assert own == "your default is qkv_bias=False and eps=1e-06"
 
 
 def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:

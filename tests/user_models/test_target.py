@@ -525,7 +525,10 @@ def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
     text = GPT + "class Config:\n    pass\nGPTX = 3\nmade = GPT()\n"
     path = write(tmp_path / "gpt.py", text) if kind == "file" else notebook(tmp_path, text)
     refused(
-        f"{path}:Gpt1", "no class or function 'Gpt1'", "did you mean 'GPT'?", "classes: Block, GPT"
+        f"{path}:Gpt1",
+        "no class or function 'Gpt1'",
+        "did you mean 'GPT'?",
+        "classes: Block and GPT",
     )
     refused(
         f"{path}:Config",

@@ -80,7 +80,7 @@ def mixed_types(model: nn.Module) -> Finding:
     by_type: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         by_type.setdefault(dtype_name(parameter.dtype), name)
-    found = ", ".join(f"{dtype} ({name})" for dtype, name in by_type.items())
+    found = listed([f"{dtype} ({name})" for dtype, name in by_type.items()])
     place = source.built(model, list(by_type.values())[-1])
     deviation = Deviation(None, place, {"found": found}, code="mixed_types")
     return finding(deviation, "limit", "a copy that agrees is compared in its own types as well")

@@ -30,7 +30,7 @@ from compat.adaptation.tracing.graph import (
     size,
     tensor_inputs,
 )
-from compat.errors import collapse_layers
+from compat.errors import collapse_layers, listed
 
 PRE_NORM = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
 
@@ -221,7 +221,7 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if missing:
         _, layer, norm = missing[0].split(".")
         place = branch_line(context, int(layer), is_mlp=norm == "ln_2")
-        values = {"tensors": ", ".join(collapse_layers(missing))}
+        values = {"tensors": listed(collapse_layers(missing))}
         yield Deviation(missing[0], place, values, _without(missing))
 
 

@@ -402,7 +402,7 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
         lines.append(source.building(context.model, _own_path(context, first_block)))
     else:
-        values = {"tensors": f"{other} and {listed(collapse_layers(list(shared)))}"}
+        values = {"tensors": listed([other, *collapse_layers(list(shared))])}
     values["part"] = part
     weights: dict[str, Tensor | None] = {n: context.weights[held] for n, held in shared.items()}
     same = all(

@@ -16,6 +16,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.result import Severity
 from compat.adaptation.tracing.graph import Place
+from compat.errors import listed
 
 
 @dataclass
@@ -116,6 +117,6 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
                 each.layers = ()
         found += deviations
     for text, codes in failed.items():
-        values = {"codes": ", ".join(dict.fromkeys(codes)), "found": text}
+        values = {"codes": listed(list(dict.fromkeys(codes))), "found": text}
         found.append(Deviation(None, None, values, code="unexamined"))
     return found

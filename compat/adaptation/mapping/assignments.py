@@ -34,7 +34,7 @@ from compat.adaptation.tracing.graph import MOVES, Graph, kind, random_values, s
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
-from compat.errors import AdaptError, NameMapError
+from compat.errors import AdaptError, NameMapError, listed
 from compat.ops import Fused, Op, Rearrange, Rows, Same, Transpose
 
 # Operations that put tensors side by side.
@@ -598,7 +598,7 @@ def _assign_qkv(
         op = find_op(list(contents.values()), shape, n_head, qkv=True) if complete else None
         held = sum(content.numel() for content in contents.values())
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
-            names = ", ".join(graph.names[node] for node in contents)
+            names = listed([graph.names[node] for node in contents])
             if not complete:
                 raise AdaptError(
                     f"q, k and v use only parts of the parameters {names}, as where one parameter "
@@ -641,7 +641,7 @@ def _assign_projection(
         nodes = sorted(contents, key=lambda node: int(contents[node].min()))
         op = find_op([contents[node] for node in nodes], numbers.shape, n_head)
         if op is None:
-            names = ", ".join(graph.names[node] for node in contents)
+            names = listed([graph.names[node] for node in contents])
             if any(bool((content < 0).any()) for content in contents.values()):
                 raise UnknownPart(
                     f"layer {i}: {hf}.{part} cannot be loaded into {names}, because this parameter "
@@ -673,7 +673,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
     graph, C = anatomy.graph, anatomy.width
     tables = graph.parameters_between([anatomy.token_embedding], [])
     if len(tables) != 1:
-        names = ", ".join(graph.names[node] for node in tables)
+        names = listed([graph.names[node] for node in tables])
         raise AdaptError(
             f"the token embedding is computed from {len(tables)} parameters ({names}), "
             "but one table was expected"
