@@ -37,9 +37,9 @@ from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
 from compat.validation import as_module
 
-LENGTH, LENGTH_OF_LARGE = 128, 32  # of random ids, so that traces are small beside the weights
+LENGTH, LENGTH_OF_LARGE = 128, 32  # random ids; traces are then small beside the weights
 EMBEDDED_AT_ONCE = 8192  # ids whose embeddings are compared at once
-MAX_EMBEDDING_ROUNDINGS = 4  # in units of epsilon: the error of an id's embedding that passes
+MAX_EMBEDDING_ROUNDINGS = 4  # largest error of an id's embedding that passes, in epsilon
 
 
 def check_parity(

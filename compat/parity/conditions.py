@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
 
-MAX_CONSTANTS = 64  # of one table or container
-MAX_EVALUATIONS = 5000  # of one condition in one call, as in a loop over many objects
+MAX_CONSTANTS = 64  # numbers taken from one table or container
+MAX_EVALUATIONS = 5000  # evaluations of one condition in one call, as in a long loop
 LONGEST_PHRASE = 8  # numbers in a phrase
 WITHOUT_VALUES = (type, Enum, FunctionType, ModuleType)  # their attributes are not values
 

@@ -17,7 +17,7 @@ from compat.parity.reference import Reference
 # sums in attention.
 MAX_LONG_RATIO = 4 * MAX_ERROR_RATIO
 EXACT_UP_TO = 64  # ids in a sequence for which logits are also computed in float64
-POSITIONS_AT_ONCE = 64  # that are compared in float64
+POSITIONS_AT_ONCE = 64  # positions whose logits are compared in float64 at once
 
 
 class ExpectedLogits:

@@ -19,11 +19,11 @@ from compat.config import GPT2Config
 Mode = Literal["no_grad", "gradients", "inference", "thread", "hooks"]
 IdsForm = Literal["plain", "int32", "strided", "overwritten"]
 
-LENGTH = 16  # of the short sequences
+LENGTH = 16  # ids of each short sequence
 LONG = 0  # the number of the sequence that fills the context
-MAX_IDS = 4096  # in the inputs built from one set of constants
-MAX_SEQUENCES = 32  # built from the constants in the code
-MAX_ROWS = 65  # in a batch that is built to reach a condition
+MAX_IDS = 4096  # ids in the inputs built from one set of constants
+MAX_SEQUENCES = 32  # sequences built from the constants in the code
+MAX_ROWS = 65  # rows of a batch that is built to reach a condition
 
 
 @dataclass(frozen=True)

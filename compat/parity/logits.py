@@ -43,7 +43,7 @@ Call = Callable[[Tensor], Any]
 Find = Callable[[Any, Tensor], Tensor]
 
 OBSERVED = ("equal rows", "a single id")  # inputs on which tensor operations are observed
-OBSERVED_UP_TO = 64  # ids per row of the further inputs on which they are
+OBSERVED_UP_TO = 64  # ids per row of the further inputs on which they are observed
 ROUNDS = 3  # rounds of building inputs from constants
 
 

@@ -24,7 +24,7 @@ from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS, block_shapes
 from compat.config import GPT2Config
 
 Array = NDArray[np.float64]
-ROWS = 4096  # of the head's weight that are converted to float64 at once
+ROWS = 4096  # rows of the head's weight that are converted to float64 at once
 QUERIES = 256  # positions whose attention is computed at once
 
 _erf = np.frompyfunc(math.erf, 1, 1)  # NumPy has none

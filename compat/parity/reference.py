@@ -42,7 +42,7 @@ ROUNDING = {
     torch.float16: 0.05,
     torch.bfloat16: 0.4,
 }
-POSITIONS_AT_ONCE = 64  # that are converted to float64
+POSITIONS_AT_ONCE = 64  # positions whose logits are converted to float64 at once
 
 
 class Reference:

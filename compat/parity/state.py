@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from compat.sharding import reshard
 from compat.user_code import is_users
 
-MAX_VALUES = 20_000  # that are read
-MAX_ITEMS = 1000  # of one container
-MAX_NUMBERS = 1 << 18  # of a tensor whose values are read; of a larger one only its version is
+MAX_VALUES = 20_000  # objects whose contents are read
+MAX_ITEMS = 1000  # items read of one container
+MAX_NUMBERS = 1 << 18  # elements up to which a tensor is read; beyond, only its version is
 _PRIMITIVES = (int, float, complex, str, bytes, bool, type(None), range)
 # The attributes by which an object of these types refers to others.
 _REFERENCES: dict[type, tuple[str, ...]] = {
