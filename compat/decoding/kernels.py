@@ -75,9 +75,9 @@ ACTIVATIONS = {
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "draft": 3e-2}
 CPU = torch.device("cpu")
 REMEASURE_AFTER = 60.0  # seconds for which a measurement on a busy machine is valid
-LAYERS = 3  # of gpt2 for each candidate, which is more than the processor's caches hold
+LAYERS = 3  # layers of gpt2 for each candidate, more than the processor's caches hold
 PROMPT = 64  # tokens of the measured prefill
-TOO_SLOW = 8  # times the first decode step of the fastest, which may include warming up
+TOO_SLOW = 8  # times the fastest candidate's first decode step, which may include warming up
 
 
 def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:

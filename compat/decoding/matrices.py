@@ -28,12 +28,12 @@ from compat.decoding.native_library import is_available, library
 # Packs a weight and a bias into a module that maps x (M, in) to x · weight + bias (M, out). The
 # int8 modules also accept a weight that is already quantized.
 Pack = Callable[[Any, Tensor | None], nn.Module]
-QUANTIZED_AT_ONCE = 256  # columns, so that they stay in the processor's cache
+QUANTIZED_AT_ONCE = 256  # columns; they then stay in the processor's cache
 BLOCK_OF_WEIGHTS = 1 << 25  # bytes
-ALIGNMENT = 64  # bytes, of a weight in it
-WIDE = 8192  # columns from which on a product is computed in parts
-COLUMNS_AT_ONCE = 1024  # of such a product
-FEWEST = 64  # inputs and outputs that native.c quantizes, which it does in strips
+ALIGNMENT = 64  # bytes; a weight starts at a multiple of it
+WIDE = 8192  # columns from which a product is computed in parts
+COLUMNS_AT_ONCE = 1024  # columns of one such part
+FEWEST = 64  # fewest inputs and outputs of a matrix that native.c quantizes in strips
 
 
 _of_thread = threading.local()  # the thread's current block of memory, and how much of it is used

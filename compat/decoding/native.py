@@ -18,8 +18,8 @@ from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import GELU_ERF, ROWS_AT_ONCE, TANH, NativeModel, Unsupported
 from compat.decoding.transformer import Cache, Transformer
 
-FEW_ROWS = 16  # as FEW in native.c
-SLOW_ACTIVATIONS = {GELU_ERF, TANH}  # which native.c computes one by one
+FEW_ROWS = 16  # equal to FEW in native.c
+SLOW_ACTIVATIONS = {GELU_ERF, TANH}  # native.c computes their elements one by one
 
 
 class NativeLinear(Linear):

@@ -14,8 +14,8 @@ from compat.decoding.outliers import MOST as MOST_OUTLIERS
 from compat.decoding.transformer import Block, Norm, Transformer
 from compat.layers import GELU, QuickGELU
 
-ALIGNMENT = 64  # bytes, of the scratch memory
-ROWS_AT_ONCE = 512  # in one call, which bounds its scratch memory
+ALIGNMENT = 64  # bytes; addresses in the scratch memory are multiples of it
+ROWS_AT_ONCE = 512  # rows read in one call, which bounds its scratch memory
 
 # As the enumerations of native.c.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

@@ -14,8 +14,8 @@ from compat.decoding.matrices import Blas, packed, quantize
 from compat.decoding.transformer import Block, Norm, Read
 
 TOKENS = 64
-TIMES = 6  # the median size of a product's inputs, above which an input has outliers
-MOST = 64  # of a product; as MOST_OUTLIERS in native.c
+TIMES = 6  # an input is an outlier above this many times the median size of all inputs
+MOST = 64  # outliers of a product; equal to MOST_OUTLIERS in native.c
 
 
 def without_outliers(config: GPT2Config, embedding: tuple[Tensor, Tensor], read: Read) -> Read:

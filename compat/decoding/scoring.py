@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compat.decoding.transformer import Transformer
 
-BATCH_POSITIONS = 768  # that are read together; more would be padded more, and are not faster
-ROW_POSITIONS = 4096  # of a context with its continuations, to bound the memory
+BATCH_POSITIONS = 768  # positions read together; more need more padding and are not faster
+ROW_POSITIONS = 4096  # positions of a context and its continuations, to bound the memory
 LOGITS_AT_ONCE = 256  # positions whose logits are held at once
 
 # The ids of a context and of its continuations, each with at least one id.

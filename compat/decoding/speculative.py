@@ -17,7 +17,7 @@ from compat.decoding.transformer import Cache, Transformer
 Draft = Callable[[list[int], int, Cache, Choose], list[int]]
 
 LOOKUP_LENGTH = 3  # tokens that must match; what followed two of them is seldom what follows again
-INITIAL_RATE = 0.7  # of acceptance
+INITIAL_RATE = 0.7  # share of accepted draft tokens that is assumed before any is known
 
 
 class DraftSource:
