@@ -38,9 +38,9 @@ SMALLEST = 64 << 20  # bytes; smaller checkpoints are quantized in a few hundred
 LARGEST = 2 << 30  # bytes of all entries
 SETTLED = 2.0  # seconds since the last change of a file; file times have a limited resolution
 ABANDONED = 3600.0  # seconds after which a temporary file belongs to a killed process
-HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 18, 64, 1 << 12  # of a file, which are hashed
-LOWEST_PRIORITY = 19  # of the thread that writes
-SIGNATURE = "signature"  # in the metadata of an entry
+HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 18, 64, 1 << 12  # of a file; only these parts are hashed
+LOWEST_PRIORITY = 19  # niceness of the thread that writes
+SIGNATURE = "signature"  # key in the metadata of an entry
 # The source files that determine the bytes of an entry.
 ROOT = Path(__file__).parent
 SOURCES = ("config.py", "int8_cache.py", "layers.py", "checkpoint/*.py", "decoding/*.*")

@@ -35,7 +35,7 @@ from compat.errors import (
 )
 from compat.layers import activation
 
-MASKS = ("attn.bias", "attn.masked_bias")  # buffers of blocks in old files
+MASKS = ("attn.bias", "attn.masked_bias")  # buffers that old files have in each block
 OTHER_HEADS = {
     "score.weight": "sequence classification",
     "classifier.weight": "token classification",

@@ -30,7 +30,7 @@ SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 Shape = tuple[int, ...]
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "wte.weight", "wpe.weight"
 PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-PREFIX = "transformer."  # of all names but the head's, in files that transformers saves
+PREFIX = "transformer."  # begins all names but the head's in files that transformers saves
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DDP and torch.compile
 
 

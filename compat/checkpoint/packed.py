@@ -24,7 +24,7 @@ from compat.errors import CheckpointError
 METADATA, SCALE = "compat", ".scale"
 OUTLIERS, OUTLIER_WEIGHT = ".outliers", ".outlier_weight"
 PRECISIONS = ("int8", "bfloat16")
-ALIGNMENT = 64  # bytes, of torch's own tensors; some of its int8 kernels crash at other addresses
+ALIGNMENT = 64  # bytes, as in torch's own tensors; some int8 kernels crash at other addresses
 
 
 class Outliers(NamedTuple):

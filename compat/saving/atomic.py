@@ -23,7 +23,7 @@ AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2
 # EPERM for system calls that they do not know.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 UNSUPPORTED_SYNC = UNSUPPORTED | {errno.EBADF, errno.EACCES}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space, or a limit
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space is left, or a limit is reached
 # Windows does not open folders, and syncs files only through writable descriptors.
 OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 

@@ -19,8 +19,8 @@ from compat.adaptation.tracing.graph import Graph, random_values
 from compat.config import GPT2Config
 from compat.errors import listed
 
-SOFTMAX_AXES = {-2: "the queries", -3: "the heads", -4: "the batch"}  # that are not GPT-2's
-MOST_SLOPES = 8  # in a message
+SOFTMAX_AXES = {-2: "the queries", -3: "the heads", -4: "the batch"}  # other axes than GPT-2's
+MOST_SLOPES = 8  # slopes in a message
 
 
 @dataclass(frozen=True)

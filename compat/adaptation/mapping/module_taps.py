@@ -22,7 +22,7 @@ from compat.tap import Tap, hook_tap
 from compat.user_models.eval_mode import eval_mode
 
 PARTS = (None, 0, 1, 2)
-MOST_ITEMS = 3  # of a module's inputs and outputs that are examined
+MOST_ITEMS = 3  # items of a module's inputs and outputs that are examined
 # The largest relative RMS difference between the graph's and a module's value of one tap. Two
 # different taps differ by about 1.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}

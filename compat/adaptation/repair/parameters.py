@@ -39,8 +39,8 @@ from compat.user_models.synonyms import role_of
 BIASES = ("no_qkv_bias", "no_proj_bias", "no_mlp_bias")
 NORMS = ("no_ln_bias", "no_ln_weight")
 FLAG = re.compile(r"bias|affine|shift")  # the names of flags that create parameters
-FLAG_PLACES = {"Linear": 2, "Bilinear": 3, "MultiheadAttention": 3}  # in calls of torch's modules
-NORM_FLAG_PLACES = (2, 3)  # of nn.LayerNorm
+FLAG_PLACES = {"Linear": 2, "Bilinear": 3, "MultiheadAttention": 3}  # the flag's place in a call
+NORM_FLAG_PLACES = (2, 3)  # the same, in calls of nn.LayerNorm
 # The names that belong together in norms: of the weight, and of the bias.
 PAIRS = (
     ("weight", "bias"), ("gamma", "beta"), ("gain", "bias"), ("scale", "shift"), ("alpha", "beta"),

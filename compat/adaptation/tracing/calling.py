@@ -37,7 +37,7 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
     'torch.full((T, T), float("-inf")).triu(1)': lambda T: torch.full((T, T), -torch.inf).triu(1),
 }
 TARGETS = ("targets", "target", "labels", "label", "y")
-MOST_COMBINATIONS = 24  # of values for the arguments that a model needs
+MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
 def check_model(model: object) -> None:

@@ -21,10 +21,10 @@ class Peer(NamedTuple):
     family: str  # name in the table and in --peers
     kind: str  # argument of `load`
     precision: str  # the group it is compared in
-    file: str  # in this folder
-    package: str  # that must be installed
-    batches: bool = True  # can run several sequences at once
-    instead_of: str = ""  # measured only where this other peer fails
+    file: str  # script in this folder
+    package: str  # package that must be installed
+    batches: bool = True  # whether it can run several sequences at once
+    instead_of: str = ""  # the peer whose place it takes where that one fails
 
     @property
     def name(self) -> str:
