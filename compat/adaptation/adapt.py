@@ -103,7 +103,8 @@ from compat.user_models.eval_mode import eval_mode
 
 # Deviations with which two calls of a model differ, so that a decode step differs too.
 UNSTEADY = {"dropout_always_on", "random_in_forward", "weights_changed"}
-# How much the logits of a decode step may differ from a model's own, of which nothing is proved.
+# The relative RMS difference that a decode step may have from the logits of the same model without
+# a cache, where these are not proved to be GPT-2's.
 OWN_STEPS = 1e-3
 
 BY_HAND = (
@@ -113,7 +114,7 @@ BY_HAND = (
 
 Progress = Callable[[str], object]
 
-# The number of parameters up to which gradients are compared; beyond, that takes seconds.
+# The number of parameters up to which gradients are compared; for larger models it takes seconds.
 MOST_TRAINED = 50_000_000
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
@@ -585,7 +586,7 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         with suppress(CompatError):
             try:
                 adaptation = attempt()
-            except BatchFirst as found:  # beside parts that GPT-2 does not have
+            except BatchFirst as found:  # it has parts that GPT-2 does not have
                 adaptation = _judge_batch_first(run, found, partial=True)
             if adaptation:
                 return adaptation
@@ -761,7 +762,7 @@ def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
         try:
             with eval_mode(run.model):
                 own = run.call(run.model, ids)
-        except Exception:  # of the user's code, which the comparison of logits has reported
+        except Exception:  # the comparison of logits has reported it
             return None
         expected = reference.trace(ids)[0]["logits"][:, -own.shape[1] :]
         if relative_rms(own, expected) > DIFFERS:

@@ -175,7 +175,7 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
             divided: Tensor = (y * factor).norm(dim=axis) / run(x * factor).norm(dim=axis)
             return divided
 
-        r = root(1e7)  # beside which even an eps of a vocabulary's size is small
+        r = root(1e7)  # even an eps of a vocabulary's size is small beside it
         if not torch.allclose(run(x * 1e7) * r.unsqueeze(axis), y * 1e7, rtol=1e-6, atol=1):
             continue
         ratio = (r.square() / (var.squeeze(axis) * 1e14)).mean().item()

@@ -60,7 +60,7 @@ class LayerAttention:
         self.formula = self.context.attention_formulas[self.i]
         inner = self.context.inner_formulas[self.i]
         if self.formula is None and inner is not None and not self.unsplit:
-            # Of what is applied to q, k and v before their products, and of the rest.
+            # Something is applied to q, k and v before their products, whose formula is `inner`.
             self.formula = inner if self.is_normalized or self.shift is not None else None
 
     @cached_property
@@ -548,7 +548,7 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
 @detects("unexplained")
 @each_layer
 def added_term(layer: LayerAttention) -> Deviation | None:
-    if not layer.added_terms or not layer.is_normalized:  # else it is unknown_attention's
+    if not layer.added_terms or not layer.is_normalized:  # then unknown_attention reports it
         return None
     names = list(layer.added_terms)
     found = (

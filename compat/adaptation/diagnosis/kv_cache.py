@@ -332,8 +332,8 @@ def _causes(
     output = reference.model(ids.repeat(tried, 1), position_ids=positions)
     for position in explains(output.logits[:, -1]):
         yield Cause(f"the id after {N} cached ids gets position {position} instead of {N}", True)
-    shown = 1 - torch.eye(N + 1, dtype=torch.long)  # a row without each of the cached ids,
-    shown[-1] = 0  # and one without any of them
+    shown = 1 - torch.eye(N + 1, dtype=torch.long)  # each row hides one of the cached ids,
+    shown[-1] = 0  # and the last row hides all of them
     shown[:, -1] = 1
     for position in dict.fromkeys((N, N - 1, 0)):
         prefix = reference.model(ids[:, :-1].repeat(N + 1, 1), use_cache=True)

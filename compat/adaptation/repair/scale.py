@@ -94,7 +94,7 @@ def _own_head_sizes(
             root = next(n for n in ast.walk(node) if isinstance(n, ast.Name))
             if name is None and (root.id == "self" or node in inside):
                 found.append(source.code(node))
-    for name in sorted(_fields(site)):  # of the object that another attribute belongs to
+    for name in sorted(_fields(site)):  # attributes of the same object
         for node in [n for n in ast.walk(place) if isinstance(n, ast.Attribute)]:
             if HEAD_SIZE.match(name) and not is_self(node):
                 found.append(f"{source.code(node.value)}.{name}")

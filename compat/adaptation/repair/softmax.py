@@ -71,7 +71,7 @@ def softmax_of_scores(site: Site) -> Iterator[Edits]:
         name = statement.targets[0].id
         candidates.append([source.insert_after(statement, f"{name} = {softmax}({name}, dim=-1)")])
     yield from candidates
-    for edits in candidates:  # with a mask that the other function let multiply the weights
+    for edits in candidates:  # a mask may multiply the other function's weights
         changed = edited(site, edits)
         for moved in islice(mask_before_softmax(changed), 4):
             yield rewritten(site, changed, moved)

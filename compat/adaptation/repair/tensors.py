@@ -147,7 +147,7 @@ def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
             return is_number(site, left, depth) and is_number(site, right, depth)
         case ast.Subscript() | ast.Call() if is_size(node):
             return True
-        case ast.Subscript(_, ast.Constant(str())):  # of a config
+        case ast.Subscript(_, ast.Constant(str())):  # as in config["scale"]
             return True
         case ast.Call(func, values) if called(node) in NUMERIC:
             if isinstance(func, ast.Attribute) and name_of(func.value) not in site.imported:

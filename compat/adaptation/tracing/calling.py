@@ -25,10 +25,11 @@ from compat.user_models.usage import modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Convert = Callable[[Tensor], Tensor]
-Value = Callable[[nn.Module, Tensor], Any]  # of an argument, from the model and the ids (B, T)
+Value = Callable[[nn.Module, Tensor], Any]  # an argument, from the model and the ids (B, T)
 
-# The conventions for a mask (T, T): none, True to see, True to hide, 1 to see in code that computes
-# `1 - mask`, where infinities would be inexact, and one that is added.
+# The conventions for a mask (T, T): no mask; True where a query sees a key; True where the key is
+# hidden; 1 where it is seen, for code that computes `1 - mask`; and −∞ where it is hidden, for
+# code that adds the mask to the scores.
 MASKS: dict[str, Callable[[int], Tensor | None]] = {
     "None": lambda T: None,
     "torch.ones(T, T, dtype=torch.bool).tril()": lambda T: torch.ones(T, T).tril().bool(),

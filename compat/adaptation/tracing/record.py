@@ -161,7 +161,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.source = self._frames(sys._getframe(1))
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
         recorded = func
-        if func.overloadpacket.__name__ in LIKE:  # the second argument's shape alone counts
+        if func.overloadpacket.__name__ in LIKE:  # only the shape of the second argument matters
             recorded, node_args = LIKE[func.overloadpacket.__name__], (node_args[0], args[1].shape)
         if func.overloadpacket.__name__ in EXITS and self.source[0]:
             self.exits.append(self.source[0][-1])

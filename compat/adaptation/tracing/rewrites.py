@@ -135,7 +135,7 @@ def drop_zero_terms(graph: Graph) -> bool:
     for ids in (graph.example, graph.example.roll(1)):
         try:
             values = graph.run(zero, {graph.input: ids}, double=False)
-        except RuntimeError:  # of a graph for the example alone, as where ids choose experts
+        except RuntimeError:  # the graph runs on the example only, as where ids choose experts
             return False
         zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
     attention = {node for node in graph.nodes if kind(node) in {*SDPA, "softmax", "_softmax"}}
