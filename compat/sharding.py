@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
     from typing_extensions import TypeIs
 
-# GPT-2's tensors that are divided, by the end of their name: the axis along which they are, and the
-# number of equal pieces (q, k and v) each of which is divided among all ranks.
+# GPT-2's tensors that are divided, by the end of their name: the axis, and the number of equal
+# pieces along it (3 for q, k and v). Each piece is divided among all ranks.
 DIVIDED = {
     "attn.c_attn.weight": (1, 3),
     "attn.c_attn.bias": (0, 3),
@@ -380,7 +380,7 @@ def share_of(value: Tensor, parameter: Tensor, start: int = 0) -> Tensor:
     shape = [len(indices) for indices in held]
     if list(value.shape) == shape or not prod(shape):
         return value.contiguous()[: shape[0]]
-    # Not from the allocator, which cannot return temporary memory between shares that remain.
+    # The allocator could not return temporary memory that lies between shares that remain.
     memory = allocate(prod(shape) * value.element_size())
     share: Tensor = torch.frombuffer(memory, dtype=value.dtype).view(shape)
     for runs in product(*map(_runs, held)):

@@ -172,7 +172,7 @@ def generate_command(
     tokenizer = compat.load_tokenizer(checkpoint)
     texts = 8 if batch_size is None else batch_size
     if one_by_one or (prompt_file is None and n == 1):
-        texts = 1  # speculation decodes one text at a time; without a file or --n there is one
+        texts = 1  # speculation decodes one text at a time, and without a file or --n there is one
     runs: compat.PlainBlocks | compat.Engine
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))

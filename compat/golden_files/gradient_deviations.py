@@ -24,7 +24,7 @@ from compat.golden_files.deviations import NORMS, Proposal, Situation, hypothese
 from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
-# By the tap through which a share of the gradient arrives: the part of the model it comes from.
+# The part of the model that a share of the gradient comes from, by the tap it arrives through.
 BRANCHES = {
     "ln_1": "the attention branch",
     "resid_mid": "the residual connection past attention",

@@ -29,8 +29,7 @@ from compat.parity.trace import Trace
 from compat.tap import tap_names
 
 TOKENS = "token_embedding"  # stands for the rows of wte.weight that the ids select
-# By the name of the tap, the module of a projection in its block and, for q, k and v, the third of
-# the columns.
+# The projection in a block that computes a tap and, for q, k and v, which third of its columns.
 PROJECTIONS: Mapping[str, tuple[str, int | None]] = {
     "q": ("attn.c_attn", 0),
     "k": ("attn.c_attn", 1),

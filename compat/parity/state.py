@@ -46,7 +46,7 @@ _REFERENCES: dict[type, tuple[str, ...]] = {
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-# Attributes in which FSDP2 keeps what it gathered. It gathers by hooks, which are skipped as well.
+# FSDP2 keeps gathered tensors in attributes whose names begin so. Its hooks are skipped as well.
 _OF_FSDP = "__composable_api_state_key_"
 
 
@@ -86,7 +86,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
-        self.globals: list[tuple[str, Any]] = []  # that functions refer to, still to be added
+        self.globals: list[tuple[str, Any]] = []  # functions refer to them; to be added
         self._seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
 
     def add(self, name: str, value: Any) -> None:

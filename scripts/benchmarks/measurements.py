@@ -114,7 +114,7 @@ def weights_per_token(source: Path) -> int:
     config = json.loads((source / "config.json").read_text())
     C, V = config["n_embd"], config["vocab_size"]
     inner = config.get("n_inner") or 4 * C
-    block = 4 * C * C + 2 * C * inner + 9 * C + inner  # biases and norms among them
+    block = 4 * C * C + 2 * C * inner + 9 * C + inner  # 9 * C + inner: biases and norms
     return int(config["n_layer"] * block + V * C)
 
 
