@@ -193,7 +193,7 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
 
 
 def _has_no_eps(graph: Graph, norm: Norm) -> bool:
-    """Whether a norm is torch's RMSNorm without an eps, whose eps depends on the data type."""
+    """Return whether a norm is torch's RMSNorm whose eps is None and depends on the data type."""
     kernels = (n for n in graph.live_between([norm.end], [norm.start]) if kind(n) in RMS_NORMS)
     return any(n.kwargs.get("eps", dict(enumerate(n.args)).get(3)) is None for n in kernels)
 

@@ -474,10 +474,10 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
 
 
 def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | None:
-    """The channels (H, D) of a projection from which each head of an operand is computed.
+    """Return the channels (H, D) of a projection from which each head of an operand is computed.
 
-    None if they are not all of its heads' channels. Groups of heads may have their channels in
-    common.
+    Return None where a head is not computed from D channels. Heads of a group may have the same
+    channels.
     """
     _, H, _, D = operand.index.shape
     used = _used_channels(graph, source, operand)
