@@ -184,7 +184,7 @@ class _WithHead:
     """The call of a model that returns hidden states, with the token embedding as its head.
 
     Args:
-        call: of the model; returns hidden states.
+        call: calls the model and returns its hidden states.
         table: the name of the token embedding.
     """
 
@@ -754,7 +754,7 @@ def _target(cls: type) -> str | None:
 def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
     """Find ids of a length at which the logits differ, as with a sliding window.
 
-    None if they agree at all lengths up to `LONGEST`, or the model fails at one of them.
+    Return None if they agree at all lengths up to `LONGEST`, or the model fails at one of them.
     """
     length = 2 * run.ids.shape[1]
     while length <= min(LONGEST, run.config.n_positions):

@@ -49,8 +49,8 @@ class UnknownPart(AdaptError):
     Args:
         message: describes the unknown part, with its line.
         nodes: the part's nodes.
-        code: of the deviation that it is, if the deviation is known.
-        values: for the message of this deviation.
+        code: the code of its deviation, if that is known.
+        values: the values for the message of this deviation.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class NoHead(AdaptError):
     """A model that returns hidden states.
 
     Args:
-        message: says so.
+        message: the error message.
         table: the name of the token embedding's parameter.
-        node: of the hidden states.
+        node: the node of the hidden states.
     """
 
     def __init__(self, message: str, table: str, node: Node) -> None:
@@ -197,9 +197,9 @@ class Anatomy:
 
     Args:
         graph: the model's graph.
-    token_embedding: where the token table is looked up.
+        token_embedding: the node that looks up the token table.
         embed: the sum of token and position embeddings, before any norm.
-        layers: in their order.
+        layers: the blocks, in their order.
         xf: the input of the head, tap `ln_f`.
         head: the projection to the vocabulary.
         logits: the output.
@@ -353,13 +353,13 @@ def dissect(graph: Graph, partial: bool = False) -> Anatomy:
     """Recognise all parts of a GPT-2.
 
     Args:
-        graph: of the model.
+        graph: the model's graph.
         partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
             projections that GPT-2 does not have: those of cross-attention, the gate of a gated MLP,
             and others after the MLP.
 
     Raises:
-        AdaptError: a part is missing or ambiguous; says which, and on which line.
+        AdaptError: a part is missing or ambiguous. The message names it and its line.
     """
     return _Dissection(graph, partial).run()
 
@@ -747,7 +747,7 @@ class _Dissection:
     def _mlp(self, i: int, found: list[Node], until: list[Node]) -> list[Node | None]:
         """Return the MLP's projections: the first, a gate beside it, the last, and then others.
 
-        None of a structure that is not known, or of a block without an MLP.
+        The first three are None where a block lacks them, and for a branch of unknown structure.
         """
         sources = self.index.sources
         if self.partial and len(found) < 2:

@@ -30,7 +30,7 @@ class AttentionFormula:
     Args:
         allowed: (T, T), True where the query of a row attends to the key of a column.
         scale: the factor of q·k, the product over all operations.
-        axis: of (B, H, T, T), over which the softmax is computed; −1 in GPT-2.
+        axis: the axis of (B, H, T, T) over which the softmax is computed; −1 in GPT-2.
         after: whether the mask is applied after the softmax, without renormalization.
         total: what the probabilities of a query sum up to, if they are multiplied by a number.
         bias: (H, T, T), what is added to the scores; or None.
@@ -335,7 +335,7 @@ def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
 
     Args:
         graph: the model's graph.
-        attention: of one layer, whose views are the results of the projections.
+        attention: one layer's attention, whose views are the results of the projections.
         q: an operand of its first product.
     """
     B, H, T, D = attention.q.index.shape
@@ -363,7 +363,7 @@ def rotation_of(
 ) -> tuple[Tensor, Tensor] | None:
     """Measure the matrices by which q and k are multiplied at each position, (T, D, D) each.
 
-    They are measured on random inputs of the projections. None if there are no such matrices.
+    They are measured on random inputs of the projections. Return None if there are none.
 
     Args:
         graph: the model's graph, with the checkpoint's weights.

@@ -23,8 +23,8 @@ class Counterfactual:
     """The result of the runs.
 
     Args:
-        trusted: without changes, the reference computes what `transformers` computes.
-        explains: with all changes, it computes the logits of the model.
+        trusted: whether, without changes, the reference computes what `transformers` computes.
+        explains: whether, with all changes, it computes the logits of the model.
         error: max|Δlogits| between the two; the model runs in its own data type.
         alone: by how much each deviation alone changes the logits, as a relative RMS error.
         first: the first tap at which the model and the reference with all changes differ, and by

@@ -130,7 +130,7 @@ def _evidence(
 
     Args:
         deviation: the deviation.
-        severity: of the finding.
+        severity: the severity of the finding.
         alone: by how much the deviation alone moves the logits.
         counterfactual: the result with all deviations.
         changes: how many of the deviations change the reference.

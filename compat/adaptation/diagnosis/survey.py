@@ -36,7 +36,7 @@ def survey(
     Args:
         graph: the model's graph.
         model: the user's model.
-        config: of the checkpoint.
+        config: the checkpoint's config.
         unknown: the unknown part.
         attention: the lines that compute attention, if none of it is in the graph.
     """

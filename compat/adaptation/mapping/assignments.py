@@ -93,10 +93,10 @@ class UnknownProjection:
 
     Args:
         module: `h.0.attn.c_attn` or another projection of GPT-2 in its place.
-        node: of the projection.
-        parameters: of the projection.
-        code: of the finding that says why they cannot be loaded.
-        values: for the message of this finding.
+        node: the node of the projection.
+        parameters: its parameters.
+        code: the code of the finding that states why they cannot be loaded.
+        values: the values for the message of this finding.
         reasons: the nodes that are the reason.
     """
 
@@ -113,7 +113,7 @@ class Assignments:
     """Which parameters hold which tensor.
 
     Args:
-        by_tensor: by Hugging Face name, with all layers written out.
+        by_tensor: the parameters by Hugging Face name, with all layers written out.
         attentions: the attention of each layer.
         zeroed: biases that GPT-2 does not have, which are set to zero.
         output_softmax: the softmax that the model applies to the logits.
@@ -135,8 +135,8 @@ class Unmatched:
 
     Args:
         names: the names of all such tensors.
-        shapes: for tensors whose parameter has another shape: the found and the expected shape.
-        shared: for tensors whose parameters already hold another tensor: the other tensor's name.
+        shapes: the found and the expected shape, for tensors whose parameter has another shape.
+        shared: the other tensor's name, for tensors whose parameters already hold another one.
         nodes: parameters whose tensors do not fit, or whose layer the checkpoint does not have, and
             those of unknown projections, by the name of the tensor in their place.
         partly: fused biases that the model holds only in part.
@@ -550,10 +550,10 @@ def _contents(
     """Return which element of the fused tensor each element of every parameter is, or −1.
 
     Args:
-        graph: of the parameters.
+        graph: the graph of the parameters.
         maps: one or several.
-        numbers: of the elements in each map's columns. The fused tensor has all of them side by
-            side along the last axis.
+        numbers: the numbers of the elements in each map's columns. The fused tensor has all of
+            them side by side along the last axis.
     """
     found: dict[Node, Tensor] = {}
     width = sum(n.shape[-1] for n in numbers)

@@ -43,7 +43,7 @@ class Residual:
     """A sum of the residual stream and the output of a branch.
 
     Args:
-        statement: that computes the sum.
+        statement: the statement that computes the sum.
         sum: the sum; None if the statement is `x += branch` or `branch += x`.
         stream: the operand that carries the stream.
         branch: the other operand.

@@ -28,7 +28,7 @@ def fixes(*codes: str, unsafe: bool = False) -> Callable[[Fix], Fix]:
     """Add a fix for findings of these codes.
 
     Args:
-        codes: of the registry of deviations.
+        codes: codes in the registry of deviations.
         unsafe: the fix changes the signature of a constructor.
     """
 
@@ -47,10 +47,10 @@ class Site:
     """A finding and the code around its line.
 
     Args:
-        finding: with a file and a line.
+        finding: the finding, which has a file and a line.
         sources: the files of the user's model, by the names that findings use.
-        config: of the checkpoint that edits are tried on, which may be a small one.
-        user_config: of the user's checkpoint.
+        config: the config of the checkpoint on which edits are tried, which may be small.
+        user_config: the config of the user's checkpoint.
     """
 
     finding: Finding

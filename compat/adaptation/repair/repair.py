@@ -259,7 +259,7 @@ class Search:
     Args:
         target: the model.
         checkpoint: what the edited models are compared with.
-        user_config: of the checkpoint that the model is repaired for.
+        user_config: the config of the checkpoint that the model is repaired for.
         unsafe: also try edits that change the signature of a constructor.
     """
 

@@ -32,7 +32,7 @@ class Source:
 
     Args:
         file: as findings name it.
-        text: with line ends "\\n".
+        text: the text, with line ends "\\n".
     """
 
     def __init__(self, file: str, text: str) -> None:

@@ -39,7 +39,7 @@ class Product:
     Args:
         node: the whole expression.
         left, right: its operands.
-        subscripts: of einsum, otherwise "".
+        subscripts: the subscripts of einsum, or "".
     """
 
     node: ast.expr

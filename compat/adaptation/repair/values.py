@@ -230,7 +230,7 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
 
     Args:
         site: the finding.
-        source: of the constructor.
+        source: the file of the constructor.
         init: the constructor.
         role: see `compat.user_models.synonyms`.
     """
