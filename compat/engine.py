@@ -299,13 +299,14 @@ class Engine:
     ) -> Iterator[tuple[tuple[int, int], Score]]:
         """Yield the scores of continuations of several contexts, in the order of their computation.
 
-        Contexts of similar lengths are processed together. Otherwise as in `score_continuations`.
+        Contexts of similar lengths are processed together. Each score is as in
+        `score_continuations`.
 
         Args:
             requests: contexts with their continuations.
 
-        Returns:
-            Pairs of the indices of the request and of the continuation in it, and the score.
+        Yields:
+            A pair, the indices of the request and of the continuation in it, and the score.
         """
         checked = [self._checked_request(*request) for request in requests]
         yield from score_requests(self.transformer, checked)

@@ -106,7 +106,7 @@ def initialized(layer: Layer, n_layer: int | None = None) -> Layer:
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float, upcast: bool = False) -> Tensor:
-    """q·kᵀ · scale: queries (B, H, T, D) and keys (B, H, S, D) → scores (B, H, T, S).
+    """Return scores q·kᵀ · scale (B, H, T, S) of queries (B, H, T, D) and keys (B, H, S, D).
 
     With `upcast`, the config's `reorder_and_upcast_attn`, they are computed in float32, by the
     operations of `transformers`' `GPT2Attention._upcast_and_reordered_attn`.

@@ -70,7 +70,7 @@ class Place:
 
     Args:
         module: the module's name.
-        outputs: for each of its outputs, the index of the output in Hugging Face's weight.
+        outputs: the index in Hugging Face's weight of each of its outputs.
         inputs: the same for each of its inputs.
         in_out: whether it is stored as [in, out], as in Conv1D.
     """
@@ -265,7 +265,7 @@ def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | N
     """Return the outputs and inputs of each parameter, and whether it is stored as [in, out].
 
     Every element of Hugging Face's weight is labelled with its position, and the operation moves
-    the labels as it moves weights. None if the labels do not form whole rows and columns.
+    the labels as it moves weights. Return None if they do not form whole rows and columns.
     """
     labels = row.op.load(torch.arange(shape[0] * shape[1]).view(*shape))
     found: list[tuple[Tensor, Tensor, bool] | None] = []

@@ -171,7 +171,7 @@ def _scan_pickles(data: bytes, count: int) -> int:
 
 
 def _scan_pickle(data: bytes, max_opcodes: int) -> tuple[int, int]:
-    """Simulate the stack of the unpickler; returns the length in bytes and in opcodes.
+    """Simulate the stack of the unpickler, and return the length in bytes and in opcodes.
 
     In place of each value, the stack holds the number of tuples nested in it.
     """

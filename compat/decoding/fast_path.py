@@ -33,7 +33,7 @@ from compat.ops import Transpose
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:
-    """Return a decoder for a model: its own one, the fast path, or its `forward`.
+    """Return a decoder for a model: its own, the fast path, or one that calls its `forward`.
 
     An unmodified model of a dialect gets the fast path, which uses the model's own tensors without
     packing or copying them.

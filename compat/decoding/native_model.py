@@ -96,7 +96,8 @@ class NativeModel:
             module that is replaced is not noticed.
 
     Raises:
-        Unsupported: a module is of another type, or a tensor is not where or what it should be.
+        Unsupported: a module is of another type, or a tensor has another device, type or shape
+            than native.c reads.
         NativeError: The library cannot be built or loaded.
     """
 

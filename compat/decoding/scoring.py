@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: many texts, and many continuations of one text, in one pass.
 
-B rows of a pass, T tokens of a row, N scored tokens, C channels.
+Axes: B rows of a pass, T tokens of a row, N scored tokens, C channels.
 """
 
 from __future__ import annotations

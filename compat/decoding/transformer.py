@@ -1,6 +1,6 @@
 """The engine's forward pass: GPT-2 on packed weights with a preallocated KV cache.
 
-B batch, T tokens of a pass, S positions up to the last of them, N positions of the model,
+Axes: B batch, T tokens of a pass, S positions up to the last of them, N positions of the model,
 C channels, H heads, D head size, V vocabulary.
 """
 

@@ -3,7 +3,8 @@
 The operations and their order are those of `transformers`' eager GPT-2 (`modeling_gpt2.py`), so
 that the results are bit-identical.
 
-B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size, V vocabulary.
+Axes: B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The `linear` dialect of the notebooks: formulas written out, nn.Linear, separate q, k and v.
 
-B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size, V vocabulary.
+Axes: B batch, T tokens, S tokens with the cached past, C channels, H heads, D head size,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def decode_loop(
     Args:
         decoder: starts on the contexts. A sequence that has ended leaves its batch.
         contexts: token ids of each sequence, to which the new ones are appended.
-        choose: from logits (B, V) and the indices of their B sequences to new ids (B,).
+        choose: returns new ids (B,) for logits (B, V) and the indices of their B sequences.
         ends: whether a sequence, by its index, ends with this id. Called after the id was yielded.
         preview_sampling: predicts how the tokens of a single sequence will be chosen.
 

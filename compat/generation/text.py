@@ -94,7 +94,7 @@ def generate_text(
 
     Args:
         model: a dialect's model in eval mode, `PlainBlocks` of one, or an `Engine`.
-        tokenizer: that of the checkpoint.
+        tokenizer: the checkpoint's tokenizer.
         prompts: texts, or token ids. An empty text starts from the end-of-text token.
         n: samples of each prompt.
         batch_size: texts that are decoded together.

@@ -103,7 +103,7 @@ class Proposal:
 
     Args:
         code: the code of the deviation.
-        value: the tensor that the deviation gives.
+        value: the tensor with this deviation.
         values: the values for the placeholders of the code's message and fix.
     """
 

@@ -368,8 +368,8 @@ def random_ids(
         checkpoint: states the vocabulary and the number of positions.
         seed: the seed of the random number generator.
         batch: the number of sequences.
-        length: of each; by default 128, or 32 for models of 500M parameters and more, and at most
-            `n_positions`.
+        length: ids in each; by default 128, or 32 for models of 500M parameters and more, and at
+            most `n_positions`.
 
     Raises:
         ParityError: the batch or the length is not an integer of 1 or more, or the length is larger

@@ -61,7 +61,7 @@ def prove_logits(
 
     Args:
         model: the model, whose state is compared before and after.
-        reference: in the model's data type.
+        reference: the reference, in the model's data type.
         call: runs the model on ids (B, T); by default the model itself. No function of compat
             wraps the model then, so that its code cannot recognise the comparison by the stack.
         find: finds the logits in what `call` returned for these ids: (B, T, V), or (B, 1, V) of the

@@ -166,7 +166,7 @@ class Reference:
         """Compute the gradients of a loss by the checkpoint's tensors. A tied head has its own.
 
         Args:
-            loss: of logits (B, T, V).
+            loss: computes the loss from logits (B, T, V).
             ids: (B, T).
             exact: compute them in float64.
 

@@ -191,12 +191,12 @@ class ParityReport(HtmlPage):
     Args:
         source: the checkpoint, as it was passed to `check_parity`.
         model_name: the dialect, or the class of the user's model.
-        dtype: of both models, such as "float32".
+        dtype: the data type of both models, such as "float32".
         input_shape: (B, T) of the ids on which the taps were compared.
         calibrated: whether hidden states were judged against a float64 run of the reference.
         training: whether the model was in training mode, in which dropout is active.
         taps: one result per tap, in execution order.
-        versions: of compat, torch, transformers and Python.
+        versions: the versions of compat, torch, transformers and Python.
         logits: the comparison of logits on designed inputs.
         notes: facts that restrict the comparison, such as that compat translated the weights
             before `transformers` read them.

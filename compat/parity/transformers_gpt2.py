@@ -112,7 +112,7 @@ def in_float64(reference: nn.Module, by_module: bool = False) -> nn.Module:
     protects half precision and changes nothing in exact arithmetic.
 
     Args:
-        reference: from `load_reference`.
+        reference: the result of `load_reference`.
         by_module: share the reference's parameters, and convert those of a module only while the
             module runs. Memory is then needed for one matrix in float64 instead of the model.
     """

@@ -168,7 +168,7 @@ def _locked(folder: Path, create: bool = False) -> Iterator[None]:
 def _lock(folder: Path, wait: bool = False) -> int | None:
     """Lock a folder until the descriptor is closed or the process ends.
 
-    Returns None if another process holds the lock, or the system has no locks.
+    Return None if another process holds the lock, or the system has no locks.
     """
     descriptor = None
     try:

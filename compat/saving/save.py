@@ -185,7 +185,7 @@ def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[s
 def _tokenizer_files(
     tokenizer: str | Path | Checkpoint | Tokenizer | None, config: GPT2Config
 ) -> dict[str, str | Path]:
-    """Name → content, or the path of a file to copy.
+    """Return the content of each file by its name, or the path from which to copy it.
 
     A tokenizer_config.json is added if there is none: without its `model_max_length`, programs
     accept texts of any length.

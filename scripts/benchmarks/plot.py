@@ -1,4 +1,4 @@
-"""Bars of decoding speed as an SVG, in plain markup: one panel a model, one group a precision."""
+"""Bars of decoding speed as plain SVG: one panel per model, and one group per precision."""
 
 from __future__ import annotations
 

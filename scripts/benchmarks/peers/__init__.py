@@ -1,7 +1,7 @@
 """The measured libraries: one file for each, which converts a checkpoint and generates greedily.
 
-Such a file has `load(folder, kind, batch, threads)`, which gives a `Generate`, and where the
-library has files of its own `convert(source, kind, folder)`, which writes them.
+Such a file has `load(folder, kind, batch, threads)`, which returns a `Generate`. Where the library
+has a file format of its own, it also has `convert(source, kind, folder)`, which writes such files.
 """
 
 from __future__ import annotations
