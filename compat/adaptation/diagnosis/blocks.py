@@ -363,7 +363,7 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
-    """The sums of the result and the input of a block, by layer."""
+    """Return the sum of the result and the input of a block, by layer."""
     found = {}
     for i, layer in context.layers:
         ends = {layer.mlp_sum.node, layer.attn_sum.shortcut}
