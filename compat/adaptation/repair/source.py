@@ -41,7 +41,7 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its syntax, with magics left out; empty where it is no Python, as in a `%%bash` cell."""
+        """Its syntax, with magics left out; empty where it is not Python, as in a `%%bash` cell."""
         for text in map(older_syntax, (self.text, blanked_magics(self.text))):
             with suppress(SyntaxError):
                 return ast.parse(text)
