@@ -12,7 +12,7 @@ SECONDS = 30.0
 
 
 class _TimeIsUp(BaseException):
-    """Raised where the code runs. It is no `Exception`, because the code may catch all of these."""
+    """Raised where the code runs. It is not an `Exception`, because the code may catch those."""
 
 
 @contextlib.contextmanager
