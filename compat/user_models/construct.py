@@ -316,7 +316,7 @@ def _as_called(
     kwargs: Mapping[str, Any],
     names: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The arguments of the user's own calls with which the model runs, in the sizes of `config`.
+    """Yield the arguments of the user's own calls with which the model runs, in other sizes.
 
     Args:
         target: The user's class.

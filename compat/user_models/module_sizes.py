@@ -216,7 +216,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 
 def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:
-    """The roles of the global names in `self.position_table = nn.Embedding(rows, width)`."""
+    """Return the roles of the names in `self.position_table = nn.Embedding(rows, width)`."""
     found: dict[str, set[str]] = {}
     for module in modules:
         for node in ast.walk(tree_of(module)):

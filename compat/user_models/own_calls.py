@@ -66,11 +66,11 @@ class OwnCall:
 
     @property
     def numbers(self) -> list[str]:
-        """The names that may be numbers; a letter is no size that one of them denotes."""
+        """The names that may be numbers. A letter is not the size that one of them denotes."""
         return [name for name, value in self.names.items() if not isinstance(value, _OBJECTS)]
 
     def arguments(self, config: GPT2Config) -> dict[str, Any]:
-        """The arguments that can be computed, with the sizes of `config`."""
+        """Return the arguments that can be computed, with the sizes of `config`."""
         evaluation = _Evaluation(self, config)
         for _ in range(2):  # the first time finds which numbers are sizes
             found = evaluation.passed(self.node, self.target)
@@ -88,7 +88,7 @@ class _Evaluation:
     depth: int = 0
 
     def passed(self, node: ast.Call, callee: Any) -> dict[str, Any]:
-        """The arguments of a call that can be computed, by their names."""
+        """Return the arguments of a call that can be computed, by their names."""
         try:
             parameters = inspect.signature(callee).parameters.values()
         except (TypeError, ValueError):
@@ -107,7 +107,7 @@ class _Evaluation:
         return found
 
     def named(self, name: str, node: ast.expr, among: list[str]) -> Any:
-        """The value of an expression that is bound to a name, which may denote a size."""
+        """Return the value of an expression that is bound to a name, which may denote a size."""
         role = role_of(name, among)
         if role not in SIZES or role is None:
             return self.value(node)
@@ -124,7 +124,7 @@ class _Evaluation:
         return value_of(role, self.config)
 
     def _is_size(self, node: ast.expr) -> bool:
-        """Whether an expression is computed from the checkpoint's sizes, by its own names."""
+        """Return whether an expression has the checkpoint's sizes by the names in it."""
         match node:
             case ast.Name(name):
                 return role_of(name, self.call.numbers) in SIZES
@@ -135,7 +135,7 @@ class _Evaluation:
         return False
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression.
+        """Return the value of an expression.
 
         Raises:
             _Unknown: it cannot be computed.
@@ -191,7 +191,7 @@ class _Evaluation:
         raise _Unknown
 
     def _entry(self, owner: ast.expr, name: str) -> Any:
-        """`owner.name` or `owner["name"]`, or else a size or a default of the command line."""
+        """Return `owner.name` or `owner["name"]`, or else a size or an option's default."""
         with contextlib.suppress(_Unknown, AttributeError, LookupError, TypeError):
             value = self.value(owner)
             found = value[name] if isinstance(value, Mapping) else getattr(value, name)
@@ -204,7 +204,7 @@ class _Evaluation:
         raise _Unknown
 
     def _called(self, node: ast.Call, callee: Any) -> Any:
-        """What a call of a builtin, a class of torch.nn or a user's module or config returns."""
+        """Call a builtin, a class of torch.nn, or a user's module or config class."""
         if callee in _BUILTINS or str(getattr(callee, "__module__", "")).startswith("torch.nn."):
             named: dict[str, Any] = {}
             for keyword in node.keywords:
@@ -230,7 +230,7 @@ def _is_module_or_config(value: Any) -> bool:
 
 
 def own_calls(target: type[nn.Module]) -> list[OwnCall]:
-    """The calls of a class in the user's project, those in its own file first."""
+    """Return the calls of a class in the user's project, those in its own file first."""
     modules = user_modules(target)
     trees = {str(module.__file__): tree_of(module) for module in modules[:1]}
     values = {n: v for module in reversed(modules) for n, v in list(vars(module).items())}
@@ -248,7 +248,7 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
 
 
 def _files(target: type[nn.Module]) -> list[Path]:
-    """The Python files of the target's project, the nearest first.
+    """Return the Python files of the target's project, the nearest first.
 
     Subfolders are searched if a file such as pyproject.toml marks the top of the project: other
     folders may hold other projects.
@@ -266,7 +266,7 @@ def _files(target: type[nn.Module]) -> list[Path]:
 def _calls(
     node: ast.AST, name: str, names: Mapping[str, ast.expr]
 ) -> Iterator[tuple[ast.Call, Mapping[str, ast.expr]]]:
-    """The calls of a name below a node, with what is assigned to the names they can read."""
+    """Yield the calls of a name below a node, and what is assigned to names in their scopes."""
     if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
         names = {**names, **_assigned(node)}
     match node:
@@ -277,7 +277,7 @@ def _calls(
 
 
 def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
-    """The expressions assigned to names in a module or a function, and a function's defaults."""
+    """Return the expressions assigned to names in a scope, and a function's defaults."""
     found: dict[str, ast.expr] = {}
     if not isinstance(scope, ast.Module):
         defaults = scope.args.defaults
@@ -300,7 +300,7 @@ def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dic
 
 
 def _options(tree: ast.Module) -> dict[str, ast.expr]:
-    """The defaults of the options that a file adds to its command line."""
+    """Return the defaults of the options that a file adds to its command line."""
     found: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         match node:

@@ -191,7 +191,7 @@ def _only_role(short: str) -> str | None:
 
 
 def is_ambiguous_size(name: str) -> bool:
-    """Whether a name, such as `token_size`, may denote the vocabulary, the width or the context."""
+    """Return whether a name such as `token_size` may denote the vocabulary, width or context."""
     return _INPUT.fullmatch(plain(name)) is not None
 
 

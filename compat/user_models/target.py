@@ -102,7 +102,7 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
 
 
 def other_targets(target: str, chosen: str) -> list[str]:
-    """The other language models in a file of which the target names none, the last one first.
+    """Return the other language models in a file of which the target names none, the last first.
 
     Args:
         target: the file.
@@ -263,7 +263,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
 
 
 def _is_library(name: str, folder: Path) -> bool:
-    """Whether a module of this name that is imported lies elsewhere."""
+    """Return whether a module of this name was imported from elsewhere."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and folder not in Path(file).parents
 
@@ -318,7 +318,7 @@ def _importing(
             imported = sys.modules[name]
             places = getattr(imported, "__path__", ())  # of a package without __init__.py
             file = getattr(imported, "__file__", None) or next(iter(places), "<built-in>")
-            if is_users(file) and above.top in Path(file).parents:
+            if is_users(file) and above.top in (Path(file), *Path(file).parents):
                 SIBLINGS.add(name)
 
 
@@ -326,9 +326,9 @@ class _AboveFinder:
     """Finds modules in the folders above a file, up to the top folder of its project.
 
     A package with another name than its folder is found too: that of `from package.part import …`
-    in a file beside `part.py`. So are modules in the folders that the file adds to sys.path, as in
-    `sys.path.append("../part")`, which is meant for scripts that are run in the file's folder, and
-    the only module of its name in a folder below the file's.
+    in a file beside or below `part.py` or a folder `part`. So are modules in the folders that the
+    file adds to sys.path, as in `sys.path.append("../part")`, which is meant for scripts that are
+    run in the file's folder, and the only module of its name in a folder below the file's.
 
     Attributes:
         top: the top folder of the project.
@@ -340,7 +340,10 @@ class _AboveFinder:
         self.top = self._folders[-1]
         self._path = {*sys.path, *map(str, (*folders, Path.cwd()))}
         names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
-        self._renamed = {name for name, part in names if (folder / f"{part}.py").is_file()}
+        self._renamed = {
+            name: above for name, part in reversed(names) for above in reversed(self._folders)
+            if (above / f"{part}.py").is_file() or (above / part).is_dir()
+        }  # fmt: skip
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -359,7 +362,7 @@ class _AboveFinder:
         if name not in self._renamed:
             return None
         package = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        package.submodule_search_locations = [str(self._folders[0])]
+        package.submodule_search_locations = [str(self._renamed[name])]
         return package
 
 
@@ -603,7 +606,7 @@ def _only_trains(definition: ast.ClassDef) -> bool:
 def _unused(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]
 ) -> tuple[list[str], dict[str, ast.ClassDef]]:
-    """The classes that no other class uses, and all classes, without classifiers and trainers.
+    """Return the classes that no other class uses, and all, without classifiers and trainers.
 
     A function that builds a model of its parts uses the parts.
     """
@@ -630,7 +633,7 @@ def _unused(
 def _root(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt], place: str, notes: list[str]
 ) -> str:
-    """The class that no other class uses, without classifiers built on the model.
+    """Return the class that no other class uses, without classifiers built on the model.
 
     Of several the last is chosen, which in a lesson is the complete one, and a note says so.
     """

@@ -782,6 +782,20 @@ class KeysShifted(Block):
         return super().mix(q, F.pad(k, (0, 0, 1, -1)), v)
 
 
+class ForOneSequence(Block):
+    """The positions turn q and k of a single sequence, or of as many as there are heads."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, C // self.heads, 2) / C)
+        c, s = (t.repeat_interleave(2, -1).expand(B, -1, -1) for t in (angle.cos(), angle.sin()))
+        turned = [torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2) for t in (q, k)]
+        q, k = (t * c + other * s for t, other in zip((q, k), turned, strict=True))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
 class HalfAttention(Block):
     """Attention is computed in bfloat16."""
 
@@ -797,6 +811,7 @@ class HalfAttention(Block):
         (NormedKeysForTwo, "grouped_query_attention", ""),
         (NormedKeysForTwo, "qk_norm", "F.rms_norm(t.reshape("),
         (KeysShifted, "time_shift", "F.pad(k"),
+        (ForOneSequence, "rope", "turned = [torch.stack("),
         (HalfAttention, "low_precision", "self.qkv(x)"),
     ],
 )

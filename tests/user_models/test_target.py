@@ -607,9 +607,20 @@ def test_a_module_in_a_folder_that_the_authors_machine_has_on_its_path(tmp_path:
     assert load_target(f"{path}:GPT").w not in (8, 9)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("part", ["parts.py", "parts/sizes.py"])
+def test_a_package_whose_folder_has_another_name_and_parts(tmp_path: Path, part: str) -> None:
+    """The author's folder of the project is called Mine."""
+    write(tmp_path / part, "WIDTH = 8\n")
+    write(tmp_path / "pyproject.toml", "")
+    module = part.removesuffix(".py").replace("/", ".")
+    imports = f"from Mine.{module} import WIDTH\nfrom torch import nn\n"
+    path = write(tmp_path / "model" / "gpt.py", f"{imports}class GPT(nn.Linear):\n    w = WIDTH\n")
+    assert load_target(f"{path}:GPT").w == 8  # type: ignore[attr-defined]
+
+
 def test_a_folder_with_the_name_of_a_library(tmp_path: Path) -> None:
     write(tmp_path / "models" / "torch" / "layers.py", "WIDTH = 8\n")
-    text = "from torch import nn\nfrom .layers import WIDTH\nclass GPT(nn.Linear):\n    w = WIDTH\n"
+    text = "from torch import nn\nfrom .layers import WIDTH\nclass GPT(nn.Linear): w = WIDTH\n"
     target = load_target(f"{write(tmp_path / 'models' / 'torch' / 'gpt.py', text)}:GPT")
     assert target.w == 8  # type: ignore[attr-defined]
     assert not target.__module__.startswith("torch.")

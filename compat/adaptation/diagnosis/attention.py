@@ -324,7 +324,10 @@ def rope(layer: LayerAttention) -> Deviation | None:
     live = layer.graph.live_between([layer.core.q.node], layer.layer.qkv)
     usual = [n for n in live if kind(n) in ("mul", "neg", "cat")]
     if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
-        usual = [n for n in live if any(a not in layer.graph.live for a in n.all_input_nodes)]
+        graph = layer.graph
+        others = [(n, a) for n in live for a in n.all_input_nodes if a not in graph.live]
+        tables = [n for n, a in others if not graph.parameters_of[a]]
+        usual = tables or [n for n, _ in others]
     place = source.running(layer.graph, usual or live)
     changes, partial = _rotation(layer) if layer.attention.rotated else (layer.own_attention, False)
     if "wpe.weight" not in layer.context.mapping.by_tensor:
@@ -473,10 +476,15 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
     if layer.unsplit or not layer.is_normalized:
         return None
     kinds = ("layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm", "norm", "rsqrt")
-    place = source.running(layer.graph, [n for n in layer.before if kind(n) in kinds])
-    place = place or source.running(layer.graph, layer.before, "div", "mul", "sum", "mean")
-    found = layer.deviation(place or layer.scores_line, layer.own_attention, tap="probs")
-    return replace(found, lines=[found.place, *source.calls(layer.graph, layer.before, place)])
+    graph, model = layer.graph, layer.context.model
+    norms = [n for n in layer.before if kind(n) in kinds]
+    place = source.running(graph, norms)
+    place = place or source.running(graph, layer.before, "div", "mul", "sum", "mean")
+    of_modules = [source.submodule_call(graph, model, n, layer.core.product) for n in norms]
+    calls = [line for line in of_modules if line is not None]
+    lines = [*calls, place or layer.scores_line, *source.calls(graph, layer.before, place)]
+    found = layer.deviation(lines[0], layer.own_attention, tap="probs")
+    return replace(found, lines=lines)
 
 
 @deviation(

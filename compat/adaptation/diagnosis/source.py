@@ -78,6 +78,13 @@ def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     return frames[-2] if within and len(frames) > 1 else graph.place(node)
 
 
+def submodule_call(graph: Graph, model: nn.Module, node: Node, outer: Node) -> Place | None:
+    """Return the line that calls the submodule that computes a node, in the module of another."""
+    own, other = _module_paths(node)[:1], _module_paths(outer)[:1]
+    inside = bool(own and other) and own[0].startswith(f"{other[0]}.")
+    return module_call(graph, model, node) if inside else None
+
+
 def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """Return the line that calls a user's own linear layer, rather than the one inside it."""
     paths = _module_paths(node)

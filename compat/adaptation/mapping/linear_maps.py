@@ -205,7 +205,7 @@ def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> T
     channels = [0, 1 % K, d_head % K, K - 1]
     generator = torch.Generator().manual_seed(0)
     channels += torch.randint(K, (B * T,), generator=generator).tolist()
-    channels = channels[: B * T]
+    channels = channels[: max(4, B * T)]
     seen = _numbers(probe, bias, factor, channels, K)
     if seen is None:
         return None
@@ -214,25 +214,25 @@ def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> T
     weight = seen[0] + (k % d_head) * along + (k // d_head) * across
     if K > 1 and torch.equal(weight[channels], seen):
         return weight.long()
-    rows = []
-    for start in range(0, K, B * T):
-        row = _numbers(probe, bias, factor, list(range(K))[start : start + B * T], K)
-        if row is None:
-            return None
-        rows.append(row)
-    return torch.cat(rows)
+    return _numbers(probe, bias, factor, list(range(K)), K)
 
 
 def _numbers(
     probe: Probe, bias: Tensor, factor: float, channels: list[int], K: int
 ) -> Tensor | None:
-    """Return the numbers (len(channels), N), with another channel for every token."""
+    """Return the numbers (len(channels), N), as many channels at once as there are tokens."""
     B, T, _ = bias.shape
-    x = torch.zeros(B * T, K, dtype=torch.float64)
-    x[torch.arange(len(channels)), channels] = 1
-    out = probe(x.view(B, T, K), numbered=True) / factor - bias
-    found = _integers(out.reshape(B * T, -1)[: len(channels)])
-    return None if found is None else found.long()
+    rows = []
+    for start in range(0, len(channels), B * T):
+        part = channels[start : start + B * T]
+        x = torch.zeros(B * T, K, dtype=torch.float64)
+        x[torch.arange(len(part)), part] = 1
+        out = probe(x.view(B, T, K), numbered=True) / factor - bias
+        found = _integers(out.reshape(B * T, -1)[: len(part)])
+        if found is None:
+            return None
+        rows.append(found.long())
+    return torch.cat(rows)
 
 
 def _integers(x: Tensor) -> Tensor | None:

@@ -227,7 +227,7 @@ def without_normalization(site: Site) -> Iterator[Edits]:
     removed = [
         site.source.remove(node)
         for node in site.source.nodes(ast.Assign, site.function or site.statement)
-        if _normalizes(node.value)
+        if _normalizes(node.value) or (node is site.statement and _updates(node))
     ]
     if removed:
         yield removed
@@ -236,6 +236,17 @@ def without_normalization(site: Site) -> Iterator[Edits]:
         for call in site.source.nodes(ast.Call, site.function or site.statement)
         if call.args and NORM.search(called(call).lower())
     ]
+
+
+def _updates(node: ast.Assign) -> bool:
+    """Return whether a statement has the form `q, k = f(q), g(k)`."""
+
+    def items(value: ast.expr) -> list[ast.expr]:
+        return value.elts if isinstance(value, ast.Tuple) else [value]
+
+    names = [ast.unparse(target) for target in items(node.targets[0])]
+    calls = [item for item in items(node.value) if isinstance(item, ast.Call) and item.args]
+    return names == [ast.unparse(call.args[0]) for call in calls]
 
 
 def _normalizes(value: ast.expr) -> bool:

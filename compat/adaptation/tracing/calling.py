@@ -191,10 +191,12 @@ def _values(name: str) -> tuple[Value, ...]:
         return (lambda model, ids: 0,)
     if "pos" in name:
         return _positions, lambda model, ids: _positions(model, ids).expand_as(ids)
-    if re.search("cache|past|kv|mems?$|memory|state", name):
-        return _nothing, _nothing_for_each_layer
     if re.search("type|segment", name):
         return _nothing, lambda model, ids: torch.zeros_like(ids)
+    if name.endswith("ids"):
+        return _nothing, lambda model, ids: ids
+    if re.search("cache|past|kv|mems?$|memory|state", name):
+        return _nothing, _nothing_for_each_layer
     if "mask" in name:
         return _nothing, _ones
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
