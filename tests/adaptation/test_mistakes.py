@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compat import Adaptation, Finding, ParityError, adapt, open_checkpoint
-from compat.adaptation.repair.repair import Target
+from compat.adaptation.repair.repair import Search, Target
 from compat.summary import place
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
@@ -1218,6 +1218,17 @@ def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
     assert set(found) == {"rmsnorm", "gated_mlp"}
     assert "has no bias," in found["rmsnorm"].message
     assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
+
+
+def test_a_norm_with_one_weight_for_all_channels(tiny: Path, tmp_path: Path) -> None:
+    edits = [(f"torch.{kind}(dim))", f"torch.{kind}(1))") for kind in ("ones", "zeros")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only(adaptation, "unexplained")
+    assert "h.{0…2}.ln_1.weight" in found.message and "has shape [1] and not [24]" in found.message
+    assert (found.source_line or "").strip() == "self.norm1 = LayerNorm(dim)"
+    target = Target(f"{tmp_path / 'learner.py'}:GPT")
+    search = Search(target, open_checkpoint(tiny), open_checkpoint(tiny).config, unsafe=False)
+    assert search.run() is None and not search.has_untried_edits()
 
 
 @pytest.mark.parametrize(("eps", "found"), [(", eps=1e-6", "1e-06"), ("", "1.19e-07")])

@@ -172,8 +172,16 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
         others = [hf for hf in others if ".attn." not in hf]
     if others and context.anatomy.width == context.config.n_embd:
         own, expected = shapes[others[0]]
-        found = f"{listed(others)} cannot be loaded, because the parameter has shape {own} and not "
-        yield Deviation(None, None, {"found": f"{found}{expected}"})
+        tensors = listed(collapse_layers(others))
+        found = f"{tensors} cannot be loaded, because the parameter has shape {own} and not "
+        lines = []
+        for hf in others:
+            norm = context.places.named.get(hf.rpartition(".")[0])
+            if norm is not None:
+                node = norm.scale if hf.endswith(".weight") else norm.shift
+                name = context.graph.names.get(node) if node is not None else None
+                lines += [source.built(context.model, name)] if name else []
+        yield Deviation(None, None, {"found": f"{found}{expected}"}, lines=lines)
 
 
 def _unknown(code: str) -> Detector:

@@ -351,7 +351,8 @@ class Search:
         )
 
     def _edits(self, finding: Finding, texts: dict[str, str], unsafe: bool) -> Iterator[Edits]:
-        assert finding.file is not None
+        if finding.file is None:
+            return
         names = list(dict.fromkeys([*_sources(finding.file), *self.imported]))
         for name in names:
             if name not in self.old:
