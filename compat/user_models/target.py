@@ -92,7 +92,7 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
             return _from_file(path, choose)
     if not re.fullmatch(r"\w+(\.\w+)*", place):
         raise AdaptError(
-            f"{target!r} does not name a model; expected FILE.py:make_model (a function that "
+            f"{target!r} does not name a model. Pass FILE.py:make_model (a function that "
             "returns the model), FILE.py:Class, FILE.ipynb:Class or package.module:Class"
         )
     module = _package_module(place)
@@ -134,7 +134,7 @@ def load_forward(text: str) -> Forward:
         code = compile(text.strip(), "<forward>", "eval")
     except SyntaxError as error:
         raise AdaptError(
-            f"{text!r} is neither FILE.py:function nor a Python expression ({error.msg}); expected "
+            f"{text!r} is neither FILE.py:function nor a Python expression ({error.msg}). Pass "
             'one that returns the logits, for example "model(ids)[0]"'
         ) from None
 
@@ -172,8 +172,8 @@ def _check_file(path: Path, place: str) -> None:
         return
     near = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".py", ".ipynb"))
     close = difflib.get_close_matches(path.name, near, 1)
-    hint = f"did you mean {close[0]!r}?" if close else "check the path"
-    raise AdaptError(f"no file {place!r} ({path}); {hint}")
+    hint = f"Did you mean {close[0]!r}?" if close else "Check the path"
+    raise AdaptError(f"no file {place!r} ({path}). {hint}")
 
 
 # Importing.
@@ -473,8 +473,8 @@ def _chosen(
     except AttributeError:
         folded = {other.lower(): other for other in known}
         close = difflib.get_close_matches(name.lower(), list(folded), 1)
-        hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
-        raise AdaptError(f"no class or function {name!r} in {place}{hint}. {there_are}") from None
+        hint = f" Did you mean {folded[close[0]]!r}?" if close else ""
+        raise AdaptError(f"no class or function {name!r} in {place}.{hint} {there_are}") from None
     if isinstance(found, Unknown):
         with translated(f"{place} cannot be executed"):
             raise found.error()
@@ -488,7 +488,7 @@ def _chosen(
         return getattr(module, builder) if builder else found
     kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
     raise AdaptError(
-        f"{name!r} in {place} is {kind}; expected a function that returns the model, or an "
+        f"{name!r} in {place} is {kind}, but must be a function that returns the model or an "
         f"nn.Module class. {there_are}"
     )
 

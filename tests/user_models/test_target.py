@@ -527,17 +527,17 @@ def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
     refused(
         f"{path}:Gpt1",
         "no class or function 'Gpt1'",
-        "did you mean 'GPT'?",
+        "Did you mean 'GPT'?",
         "classes: Block and GPT",
     )
     refused(
         f"{path}:Config",
         "'Config' in ",
-        "is a class; expected a function that returns the model, or an nn.Module class. Its ",
+        "is a class, but must be a function that returns the model or an nn.Module class. Its ",
     )
     refused(
         f"{path}:GPTX",
-        "is of type int; expected a function that returns the model, or an nn.Module",
+        "is of type int, but must be a function that returns the model or an nn.Module",
     )
     refused(f"{path}:made", "is an instance of a model. Pass its class", ":GPT")
 
@@ -547,11 +547,11 @@ def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
 
 def test_target_that_does_not_exist(tmp_path: Path) -> None:
     write(tmp_path / "my_gpt.py", GPT)
-    refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "did you mean 'my_gpt.py'?")
-    refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "check the path")
+    refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "Did you mean 'my_gpt.py'?")
+    refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "Check the path")
     refused(
         "no/such:GPT",
-        "expected FILE.py:make_model",
+        "Pass FILE.py:make_model",
         "FILE.py:Class, FILE.ipynb:Class or package.module:Class",
     )
     refused(
