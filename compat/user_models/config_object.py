@@ -145,7 +145,7 @@ def _instance(
     numbers = {n for n, parameter in parameters.items() if is_number(parameter)}
     known = known_values(cls, names, config, numbers)
     arguments: dict[str, Any] = {}
-    missing: list[str] = []
+    missing, unread = list[str](), list[str]()
     sections: set[str] = set()
     read = set(parameters) if UNPACKED.search(modules_text(cls)) else {*usage.names}
     for name, parameter in parameters.items():
@@ -170,16 +170,24 @@ def _instance(
             continue
         elif required and name not in read - {*usage.sections}:
             arguments[name] = _unread(parameter.annotation)
+            unread.append(name)
         elif required:
             missing.append(name)
-    if missing:
+    in_file = _settings_in_files(cls, parameters) if [*missing, *unread] else {}
+    arguments |= {name: in_file[name] for name in (*missing, *unread) if name in in_file}
+    if missing := [name for name in missing if name not in in_file]:
         return None, missing
     for field in dataclasses.fields(template) if dataclasses.is_dataclass(template) else ():
         factory = field.default_factory  # a value in its place would be called
         if factory is not dataclasses.MISSING and not callable(factory):
             arguments.setdefault(field.name, factory)
     own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
-    made = _made(template, {**arguments, **own})
+    try:
+        made = _made(template, {**arguments, **own})
+    except Exception:  # a setting must have the value that it has in a file
+        if not in_file:
+            raise
+        made = _made(template, {**arguments, **in_file, **own})
     # Values in the body of a class without parameters, or of its constructor, are replaced as well.
     constants = _constants(template) - {*parameters, *entries}
     for name, value in (known if parameters else {**known, **entries}).items():
@@ -208,6 +216,12 @@ def _instance(
         with contextlib.suppress(*REFUSED):
             made.to_dict = lambda: exported
     return made, []
+
+
+def _settings_in_files(cls: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the values of names other than sizes in a config file of the project."""
+    table = (config_in_files(cls, names) or ("", {}))[1]
+    return {name: table[name] for name in names if name in table and role_of(name) not in SIZES}
 
 
 def _unread(annotation: Any) -> Any:

@@ -367,10 +367,13 @@ def _own_switches(
 def _replaceable(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """Return the user's switches of norms and positions, as `config.use_rope`, that are off."""
+    """Return the user's switches of norms and positions whose opposite is passed.
+
+    Examples are `use_rope=True` and `remove_rmsnorm=False`.
+    """
     own = _flat(_own_switches(target, config, kwargs))
     kinds = re.compile("rms|rope|rotary|alibi|sinus")
-    return {n: v for n, v in own.items() if v and kinds.search(plain(_last(n)))}
+    return {n: v for n, v in own.items() if kinds.search(plain(_last(n)))}
 
 
 def _inferred(

@@ -38,7 +38,7 @@ from compat.user_models.synonyms import (
     takes_sizes,
     value_of,
 )
-from compat.user_models.usage import is_users_class, source_of, tree_of, user_modules
+from compat.user_models.usage import is_users_class, modules_text, source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -74,6 +74,9 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
             for name, value in _undefined(module, config).items():
                 undo.callback(_write, vars(module), name, _ABSENT)
                 _write(vars(module), name, value)
+            for name, key, value in _undefined_entries(target, module, config):
+                undo.callback(_write, vars(module)[name], key, _ABSENT)
+                _write(vars(module)[name], key, value)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
@@ -83,7 +86,29 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
 def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dict[str, Any]:
     """Return values for the global names that the target's modules read and do not define."""
     modules = user_modules(target) if isinstance(target, type) else []
-    return {n: value for m in modules for n, value in _undefined(m, config).items()}
+    found = {n: value for m in modules for n, value in _undefined(m, config).items()}
+    for module in modules:
+        entries = _undefined_entries(target, module, config)
+        found |= {f'{name}["{key}"]': value for name, key, value in entries}
+    return found
+
+
+def _undefined_entries(
+    target: Callable[..., nn.Module], module: ModuleType, config: GPT2Config
+) -> list[tuple[str, str, Any]]:
+    """Return sizes that the code reads from a global dictionary that lacks them, with values.
+
+    A script may add them before it builds the model, as in `PARAMS["vocab_size"] = len(chars)`.
+    """
+    found: list[tuple[str, str, Any]] = []
+    for name, value in list(vars(module).items()):
+        if isinstance(value, dict) and takes_sizes([key for key in value if isinstance(key, str)]):
+            reading = rf"""\b{re.escape(name)}\[\s*["'](\w+)["']\s*\]"""
+            read = dict.fromkeys(re.findall(reading, modules_text(target)))
+            for key in read:
+                role = role_of_number(key, [*read, *value]) if key not in value else None
+                found += [(name, key, value_of(role, config))] if role and role in SIZES else []
+    return found
 
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:

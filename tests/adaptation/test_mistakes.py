@@ -1220,6 +1220,13 @@ def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
     assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
 
 
+def test_a_table_of_pairs_is_named_at_its_line(tiny: Path, tmp_path: Path) -> None:
+    table = f"        self.pairs = nn.Embedding(vocab_size, vocab_size)\n{HEAD}"
+    edits = [("        B, T = ids.shape\n", "        return self.pairs(ids)\n"), (HEAD, table)]
+    found = only(adapted(tiny, tmp_path, edits), "no_attention")
+    assert (found.source_line or "").strip() == "return self.pairs(ids)"
+
+
 def test_a_norm_with_one_weight_for_all_channels(tiny: Path, tmp_path: Path) -> None:
     edits = [(f"torch.{kind}(dim))", f"torch.{kind}(1))") for kind in ("ones", "zeros")]
     adaptation = adapted(tiny, tmp_path, edits)

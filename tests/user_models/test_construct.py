@@ -955,6 +955,37 @@ def test_a_config_that_lies_in_a_file(tmp_path: Path, where: str) -> None:
     assert built.other == "gelu" and f"your {file.name} has act='relu'" in described
 
 
+@pytest.mark.parametrize("check", ["", "assert self.activation == 'squared' and not self.bias"])
+def test_settings_of_a_config_class_without_defaults_lie_in_a_file(
+    tmp_path: Path, check: str
+) -> None:
+    """A value that the class insists on, although GPT-2 has another one, is that of the file."""
+    (tmp_path / "small.yaml").write_text(
+        "model:\n  vocab_size: 7\n  n_embd: 8\n  n_layer: 9\n  activation: squared\n"
+        "  style: mine\n  bias: false\n"
+    )
+    source = """
+@dataclass
+class Config:
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    style: str
+    activation: str
+    bias: bool
+
+    def __post_init__(self):
+        assert self.style == "mine"
+        CHECK
+
+class GPT(Core):
+    def __init__(self, config: Config):
+        super().__init__(config.vocab_size, config.n_embd, config.n_layer, 4, 5, config.bias)
+"""
+    model = build(tmp_path, source.replace("CHECK", check))
+    assert model.sizes[:3] == (97, 24, 3) and model.extra is not bool(check)
+
+
 def test_a_file_with_other_names_is_no_config_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('{"n_vocab": 5, "norm": {"eps": 1e-3}}')
     cls = load_target(str(_written(tmp_path / "own.py", IN_A_FILE)))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_target, resized
+from compat.user_models import construct, construct_with_call, load_target, resized
 from tests.adapt_project import GPT
 from tests.command_line import Cli
 
@@ -227,6 +227,26 @@ class Own(nn.Module):
 """
     path.write_text(text)
     assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
+
+
+def test_a_size_that_a_global_dictionary_lacks(tmp_path: Path) -> None:
+    """A script adds it before it builds the model."""
+    text = """
+from torch import nn
+
+PARAMS = {"embd": 384, "n_layers": 6}
+
+class GPT(nn.Embedding):
+    def __init__(self):
+        super().__init__(PARAMS["vocab_size"], PARAMS["embd"])
+"""
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    target = load_target(f"{path}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert (model.num_embeddings, model.embedding_dim) == (97, 24)
+    assert call.endswith('does not define, so compat set PARAMS["vocab_size"]=97')
+    assert vars(sys.modules[target.__module__])["PARAMS"] == {"embd": 384, "n_layers": 6}
 
 
 def test_names_of_the_rows_and_the_width_of_embeddings(tmp_path: Path) -> None:

@@ -299,3 +299,30 @@ def test_values_that_fit_an_annotation_or_a_name(
     path.write_text(source.replace("ROPE", f"[0.0] * int(2 * {name})"))
     _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     assert f"found by trying: {name}={value}" in call
+
+
+def test_switches_that_remove_a_part_which_nothing_replaces(tmp_path: Path) -> None:
+    """Without its RMSNorms and rotations, this model has no norms and no positions."""
+    source = """
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, n_layer, remove_rmsnorm=False, no_rope=False):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, n_embd)
+        kinds = [nn.Identity] if remove_rmsnorm else [nn.RMSNorm]
+        self.norms = nn.ModuleList([kinds[0](n_embd) for _ in range(n_layer)])
+        self.no_rope = no_rope
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for norm in self.norms:
+            x = norm(x)
+        return x @ self.tokens.weight.T
+"""
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    assert isinstance(model.norms[0], nn.RMSNorm)  # type: ignore[index]
+    assert "remove_rmsnorm=False" in call and "no_rope=False" in call

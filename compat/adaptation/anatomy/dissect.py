@@ -439,7 +439,7 @@ class _Dissection:
         return UnknownPart(
             "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a "
             f"GPT-2. It has {len(projections)} projections",
-            projections,
+            projections or [node for node in self.graph.nodes if node in self.graph.live][-1:],
             NO_ATTENTION,
         )
 
