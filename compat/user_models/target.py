@@ -299,7 +299,7 @@ def _importing(
     `sys.argv` contains only the file's name.
     """
     sys.modules[module.__name__] = module
-    before, argv = set(sys.modules), sys.argv
+    before, argv, folder = set(sys.modules), sys.argv, Path.cwd()
     sys.argv = [str(module.__file__)]
     above = _AboveFinder(folders, Path(str(module.__file__)))
     sys.meta_path.append(above)
@@ -312,6 +312,7 @@ def _importing(
         raise
     finally:
         sys.argv = argv
+        os.chdir(folder)  # the code may have called os.chdir
         sys.meta_path.remove(above)
         sys.meta_path.remove(deferred)
         for name in set(sys.modules) - before:

@@ -618,6 +618,18 @@ def test_a_package_whose_folder_has_another_name_and_parts(tmp_path: Path, part:
     assert load_target(f"{path}:GPT").w == 8  # type: ignore[attr-defined]
 
 
+def test_a_file_that_changes_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths relative to the working directory stay valid."""
+    monkeypatch.chdir(tmp_path)
+    change = "import os\nos.chdir(os.path.dirname(os.path.abspath(__file__)))\n"
+    write(tmp_path / "inner" / "gpt.py", change + GPT)
+    for _ in range(2):
+        assert load_target("inner/gpt.py:GPT").__name__ == "GPT"
+    assert Path.cwd() == tmp_path
+
+
 def test_a_folder_with_the_name_of_a_library(tmp_path: Path) -> None:
     write(tmp_path / "models" / "torch" / "layers.py", "WIDTH = 8\n")
     text = "from torch import nn\nfrom .layers import WIDTH\nclass GPT(nn.Linear): w = WIDTH\n"
