@@ -174,8 +174,13 @@ def project_folders(folder: Path) -> list[Path]:
     home folder, or the root of the file system.
     """
     above = [folder, *(each for each in folder.parents if each not in (Path.home(), Path("/")))]
-    tops = (i for i, each in enumerate(above) if any((each / f).exists() for f in PROJECT_FILES))
+    tops = (i for i, each in enumerate(above) if is_project_top(each))
     return above[: next(tops, 3) + 1]
+
+
+def is_project_top(folder: Path) -> bool:
+    """Return whether a folder has one of `PROJECT_FILES`."""
+    return any((folder / name).exists() for name in PROJECT_FILES)
 
 
 def live_cell(filename: str) -> str | None:

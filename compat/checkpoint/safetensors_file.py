@@ -53,7 +53,7 @@ class SafetensorsFile:
         self._path = path
         try:
             header, self._start = _read_header(path)
-            # The library checks offsets, sizes and types, and that there are no gaps.
+            # The library checks offsets, sizes and types, and reports gaps.
             checked = cast(Any, safe_open(path, framework="pt"))  # its stubs are incomplete
             self._opened = _identity(os.stat(path))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:

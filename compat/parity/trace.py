@@ -193,7 +193,7 @@ class _Traced:
         )
 
     def _patched(self, tap: Tap, state: Tensor) -> Tensor | None:
-        """Return the replacement of a hidden state, checked; None if there is no patch."""
+        """Return the checked replacement of a hidden state, or None if there is no patch."""
         patch = self.patches.get(tap.name)
         if patch is None:
             return None

@@ -177,10 +177,6 @@ def _instance(
     arguments |= {name: in_file[name] for name in (*missing, *unread) if name in in_file}
     if missing := [name for name in missing if name not in in_file]:
         return None, missing
-    for field in dataclasses.fields(template) if dataclasses.is_dataclass(template) else ():
-        factory = field.default_factory  # a value in its place would be called
-        if factory is not dataclasses.MISSING and not callable(factory):
-            arguments.setdefault(field.name, factory)
     own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
     try:
         made = _made(template, {**arguments, **own})
@@ -236,13 +232,17 @@ def _unread(annotation: Any) -> Any:
 def _made(template: type, arguments: Mapping[str, Any]) -> Any:
     """Return an instance of a config class.
 
-    After its fields are set, a data class may look for a file with data that the machine lacks.
+    After its fields are set, a data class may look for a file with data that the machine lacks. A
+    value in the place of a `default_factory` is the default.
     """
     if not dataclasses.is_dataclass(template):
         return template(**arguments)
     made = object.__new__(template)
+    factories = {field.name: field.default_factory for field in dataclasses.fields(template)}
+    values = {name: value for name, value in factories.items()
+              if value is not dataclasses.MISSING and not callable(value)}  # fmt: skip
     try:
-        inspect.getattr_static(template, "__init__")(made, **arguments)
+        inspect.getattr_static(template, "__init__")(made, **{**values, **arguments})
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.name == "__post_init__"]

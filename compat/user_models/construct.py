@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from itertools import chain
 from textwrap import shorten
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast, get_args
@@ -42,7 +41,7 @@ from compat.user_models.config_object import (
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized, undefined_sizes
-from compat.user_models.own_calls import OwnCall, own_calls
+from compat.user_models.own_calls import own_calls
 from compat.user_models.synonyms import (
     CONFIG_NAMES,
     SIZES,
@@ -62,6 +61,7 @@ from compat.user_models.trials import (
     constant,
     is_boolean,
     needed,
+    nested,
     reassigned,
     small_config,
     tried,
@@ -327,18 +327,20 @@ def _as_called(
     """
     small = small_config(config)
     for call in own_calls(target):
-
-        def passed(sizes: GPT2Config, call: OwnCall = call) -> dict[str, Any]:
-            own = call.arguments(sizes)
-            if not names:
-                return own
-            for name, value in list(own.items()):
-                own |= {f"{name}.{key}": entry for key, entry in _entries(value).items()}
-            return arguments_with({n: constant(own[n]) for n in names if n in own}, sizes)
-
         with contextlib.suppress(Exception, SystemExit):
-            if _tried(target, small, merged(passed(small), kwargs))[1]:
-                yield passed(config)
+            passed = _only(call.arguments(small), names)
+            if _tried(target, small, merged(passed, kwargs))[1]:
+                yield _only(call.arguments(config), names)
+
+
+def _only(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the arguments and entries `argument.entry` of these names; all without names."""
+    if not names:
+        return arguments
+    own = dict(arguments)
+    for name, value in arguments.items():
+        own |= {f"{name}.{key}": entry for key, entry in _entries(value).items()}
+    return nested({name: own[name] for name in names if name in own})
 
 
 def _own_switches(
@@ -400,8 +402,7 @@ def _inferred(
             return arguments_with({**chosen, **found}, config)
         chosen = tried(run, error.names, chosen, code, config)
         if not chosen:
-            calls = (_as_called(target, config, kwargs or {}, each) for each in (error.names, ()))
-            return next(chain.from_iterable(calls), {})
+            return next(_as_called(target, config, kwargs or {}, error.names), {})
         with contextlib.suppress(AdaptError):
             given = merged(arguments_with(chosen, small), kwargs or {})
             arguments = _found_arguments(target, small, given, None)

@@ -19,6 +19,7 @@ import re
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -38,7 +39,7 @@ from compat.user_models.synonyms import (
     takes_sizes,
     value_of,
 )
-from compat.user_models.usage import is_users_class, modules_text, source_of, tree_of, user_modules
+from compat.user_models.usage import is_users_class, source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -103,12 +104,23 @@ def _undefined_entries(
     found: list[tuple[str, str, Any]] = []
     for name, value in list(vars(module).items()):
         if isinstance(value, dict) and takes_sizes([key for key in value if isinstance(key, str)]):
-            reading = rf"""\b{re.escape(name)}\[\s*["'](\w+)["']\s*\]"""
-            read = dict.fromkeys(re.findall(reading, modules_text(target)))
-            for key in read:
-                role = role_of_number(key, [*read, *value]) if key not in value else None
+            trees = map(tree_of, user_modules(target))
+            read = {key for tree in trees for owner, key in _entries_read(tree) if owner == name}
+            for key in sorted(read - {*value}):
+                role = role_of_number(key, [*read, *value])
                 found += [(name, key, value_of(role, config))] if role and role in SIZES else []
     return found
+
+
+@lru_cache(maxsize=64)  # a module is parsed once, and a model is built many times
+def _entries_read(tree: ast.Module) -> frozenset[tuple[str, str]]:
+    """Return the names and keys of all `NAME["key"]`."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(ast.Name(name), ast.Constant(str(key))):
+                found.add((name, key))
+    return frozenset(found)
 
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_code import PROJECT_FILES, project_folders
+from compat.user_code import is_project_top, project_folders
 from compat.user_models.notebook import read_source
-from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, SIZES, role_of, value_of
-from compat.user_models.usage import is_users_class, tree_of, user_modules
+from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
+from compat.user_models.usage import assigned, is_users_class, tree_of, user_modules
 
 MOST_FILES = 200  # of a project
 MOST_BYTES = 200_000  # of a file
@@ -38,8 +38,8 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Pow: operator.pow,
 }  # fmt: skip
 _BUILTINS = (dict, list, tuple, set, int, float, len, range, partial, types.SimpleNamespace)
+_KNOWN = {"nn": nn, "torch": torch, **{each.__name__: each for each in _BUILTINS}}
 _OBJECTS = (ast.Call, ast.List, ast.ListComp, ast.Dict)
-_LIBRARIES = {"nn": nn, "torch": torch, "SimpleNamespace": types.SimpleNamespace}
 
 
 class _Unknown(Exception):
@@ -108,8 +108,8 @@ class _Evaluation:
 
     def named(self, name: str, node: ast.expr, among: list[str]) -> Any:
         """Return the value of an expression that is bound to a name, which may denote a size."""
-        role = role_of(name, among)
-        if role not in SIZES or role is None:
+        role = size_role(name, among)
+        if role is None:
             return self.value(node)
         try:
             value = self.value(node)
@@ -127,9 +127,9 @@ class _Evaluation:
         """Return whether an expression has the checkpoint's sizes by the names in it."""
         match node:
             case ast.Name(name):
-                return role_of(name, self.call.numbers) in SIZES
+                return size_role(name, self.call.numbers) is not None
             case ast.Attribute(_, name) | ast.Subscript(_, ast.Constant(str(name))):
-                return role_of(name) in SIZES
+                return size_role(name) is not None
             case ast.BinOp(left, _, right):
                 return self._is_size(left) or self._is_size(right)
         return False
@@ -183,10 +183,10 @@ class _Evaluation:
     def _of_name(self, name: str) -> Any:
         if name in self.call.names:
             return self.named(name, self.call.names[name], self.call.numbers)
-        for scope in (self.call.values, _LIBRARIES, {f.__name__: f for f in _BUILTINS}):
+        for scope in (self.call.values, _KNOWN):
             if name in scope:
                 return scope[name]
-        if (role := role_of(name, self.call.numbers)) in SIZES and role is not None:
+        if role := size_role(name, self.call.numbers):
             return value_of(role, self.config)  # an argument of a function, or a length of data
         raise _Unknown
 
@@ -195,11 +195,11 @@ class _Evaluation:
         with contextlib.suppress(_Unknown, AttributeError, LookupError, TypeError):
             value = self.value(owner)
             found = value[name] if isinstance(value, Mapping) else getattr(value, name)
-            role = role_of(name) if type(found) is int else None
-            return value_of(role, self.config) if role in SIZES and role is not None else found
+            role = size_role(name) if type(found) is int else None
+            return value_of(role, self.config) if role else found
         if name in self.call.options:
             return self.named(name, self.call.options[name], [*self.call.options])
-        if (role := role_of(name)) in SIZES and role is not None:
+        if role := size_role(name):
             return value_of(role, self.config)
         raise _Unknown
 
@@ -256,8 +256,8 @@ def _files(target: type[nn.Module]) -> list[Path]:
     found: dict[Path, None] = {}
     for module in user_modules(target)[:1]:
         for folder in project_folders(Path(str(module.__file__)).resolve().parent):
-            marked = any((folder / name).exists() for name in PROJECT_FILES)
-            for pattern in ("*.py", "*/*.py", "*/*/*.py")[: 3 if marked else 1]:
+            depth = 3 if is_project_top(folder) else 1
+            for pattern in ("*.py", "*/*.py", "*/*/*.py")[:depth]:
                 found |= dict.fromkeys(sorted(folder.glob(pattern)))
     small = (file for file in found if file.stat().st_size <= MOST_BYTES)
     return [file for file, _ in zip(small, range(MOST_FILES), strict=False)]
@@ -285,17 +285,9 @@ def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dic
         found = {arg.arg: value for arg, value in zip(last, defaults, strict=True)}
     inner = [*scope.body]
     for node in inner:  # grows
-        match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
-                ast.Name(name), _, ast.expr() as value
-            ):
-                found[name] = value
-            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
-                pairs = zip(targets, values, strict=False)
-                found |= {t.id: v for t, v in pairs if isinstance(t, ast.Name)}
-            case ast.If() | ast.With() | ast.For() | ast.Try():
-                inner += [child for child in ast.iter_child_nodes(node)
-                          if isinstance(child, ast.stmt)]  # fmt: skip
+        found |= {t.id: value for t, value in assigned(node) if isinstance(t, ast.Name)}
+        if isinstance(node, (ast.If, ast.With, ast.For, ast.Try)):
+            inner += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
     return found
 
 

@@ -181,6 +181,12 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
     return _only_role(short)
 
 
+def size_role(name: str, among: Collection[str] = ()) -> str | None:
+    """Return the role of a name if it is a size, or None."""
+    role = role_of(name, among)
+    return role if role in SIZES else None
+
+
 @lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
 def _only_role(short: str) -> str | None:
     """Return the role of a plain name that has at most one."""

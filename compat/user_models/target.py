@@ -109,7 +109,7 @@ def other_targets(target: str, chosen: str) -> list[str]:
         chosen: the name of the class that `load_target` chose.
     """
     place, name = _parsed(target)
-    path = Path(place)
+    path = Path(place).expanduser().absolute()
     if name is not None or path.suffix not in (".py", ".ipynb"):
         return []
     lazy = LazyModule("others", path)

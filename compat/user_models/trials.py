@@ -266,13 +266,18 @@ def needed(
 
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
     """Return the arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
+    return nested({name: value(config) for name, value in values.items()})
+
+
+def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"config.n": 1, "dim": 2}` as `{"config": {"n": 1}, "dim": 2}`."""
     found: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in entries.items():
         *owners, last = name.split(".")
         inner = found
         for owner in owners:
             inner = inner.setdefault(owner, {})
-        inner[last] = value(config)
+        inner[last] = value
     return found
 
 

@@ -107,19 +107,23 @@ def _sections(cls: Callable[..., Any]) -> set[str]:
         nodes = list(ast.walk(tree_of(module)))
         variables: dict[str, str] = {}
         for node in nodes:
-            match node:
-                case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
-                    pairs = zip(targets, values, strict=False)
-                case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
-                    pairs = zip([target], [value], strict=True)
-                case _:
-                    continue
+            pairs = assigned(node)
             variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(v)[1])}
         for node in nodes:
             owner, name = _read(node)
             if owner is not None and len(name) > 1 and role_of(name):
                 found.add(variables.get(ast.unparse(owner)) or _read(owner)[1])
     return found
+
+
+def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets and values of a statement: two of `a, b = 1, 2`; none of other nodes."""
+    match node:
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+            return [*zip(targets, values, strict=False)]
+        case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
+            return [(target, value)]
+    return []
 
 
 def _read(node: ast.AST) -> tuple[ast.expr | None, str]:

@@ -1334,7 +1334,7 @@ class Config:
 
 
 def test_an_attribute_that_the_config_class_lacks(tmp_path: Path) -> None:
-    """The attributes of tensors, as of `x.ndim`, are no names of sizes."""
+    """An attribute of a tensor, such as `x.ndim`, is not the name of a size."""
     source = """
 @dataclass
 class GPTConfig:

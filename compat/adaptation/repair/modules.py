@@ -240,19 +240,19 @@ def without_normalization(site: Site) -> Iterator[Edits]:
 
 def _updates(node: ast.Assign) -> bool:
     """Return whether a statement has the form `q, k = f(q), g(k)`."""
-
-    def items(value: ast.expr) -> list[ast.expr]:
-        return value.elts if isinstance(value, ast.Tuple) else [value]
-
-    names = [ast.unparse(target) for target in items(node.targets[0])]
-    calls = [item for item in items(node.value) if isinstance(item, ast.Call) and item.args]
+    names = [ast.unparse(target) for target in _items(node.targets[0])]
+    calls = [item for item in _items(node.value) if isinstance(item, ast.Call) and item.args]
     return names == [ast.unparse(call.args[0]) for call in calls]
 
 
 def _normalizes(value: ast.expr) -> bool:
     """Return whether a value, or every item of a tuple, calls something named like a norm."""
-    items = value.elts if isinstance(value, ast.Tuple) else [value]
+    items = _items(value)
     return all(isinstance(item, ast.Call) and NORM.search(called(item).lower()) for item in items)
+
+
+def _items(value: ast.expr) -> list[ast.expr]:
+    return value.elts if isinstance(value, ast.Tuple) else [value]
 
 
 @fixes("gated_mlp", "rope", "no_pos", "rmsnorm")
