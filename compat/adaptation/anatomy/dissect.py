@@ -97,7 +97,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Core:
+class AttentionOp:
     """softmax(q·kᵀ)·v, for all heads or for one.
 
     Args:
@@ -143,7 +143,7 @@ class Layer:
     their input and the result of the branch are set.
     """
 
-    cores: list[Core]
+    attention_ops: list[AttentionOp]
     qkv: list[Node]  # the projections that compute q, k and v
     qkv_ends: list[Node]  # their results, with biases that are added in operations of their own
     x1: Node  # ln_1: their input
@@ -164,7 +164,7 @@ class Layer:
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
     unknown: list[Node]  # projections in place of the MLP, in a structure that is not known
-    cross: list[Core]  # attention to another sequence, between attention and the MLP
+    cross: list[AttentionOp]  # attention to another sequence, between attention and the MLP
     cross_sum: Sum | None  # where its result is added to the residual stream
 
     @property
@@ -297,7 +297,7 @@ class GraphIndex:
         return table not in self.graph.live and bool(self.graph.parameters_of[table])
 
 
-def fused_core(node: Node) -> Core:
+def fused_attention(node: Node) -> AttentionOp:
     """Return the operands of a fused attention kernel."""
     q, k, v = tensor_inputs(node)[:3]
     out = node
@@ -308,10 +308,12 @@ def fused_core(node: Node) -> Core:
         n = len(size(q if x is out else x))
         return Operand(x, tuple(range(n - 2)), n - 2, n - 1)
 
-    return Core(operand(q), operand(k), operand(v), operand(out), node, None, None)
+    return AttentionOp(operand(q), operand(k), operand(v), operand(out), node, None, None)
 
 
-def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) -> Core | None:
+def split_attention(
+    first: Contraction, second: Contraction, probs: Node, v: Node
+) -> AttentionOp | None:
     """Return the operands of attention that is written as two products.
 
     The second product sums over the time of v, which is also the time of k. This distinguishes k
@@ -338,7 +340,7 @@ def split_core(first: Contraction, second: Contraction, probs: Node, v: Node) ->
         places = tuple(axes.index(x) for x in groups if x in axes)
         return Operand(node, places, axes.index(time), axes.index(d))
 
-    return Core(
+    return AttentionOp(
         q=operand(q, first.axes(q), first_groups, query_time, first.summed[0]),
         k=operand(k, first.axes(k), first_groups, key_time, first.summed[0]),
         v=operand(v, v_axes, groups, summed, d_v[0]),
@@ -370,24 +372,24 @@ class _Dissection:
     def __init__(self, graph: Graph, partial: bool) -> None:
         self.graph, self.partial = graph, partial
         self.index = GraphIndex(graph)
-        self.cross: list[Core] = []
+        self.cross: list[AttentionOp] = []
 
     def run(self) -> Anatomy:
         graph = self.graph
-        levels = self._levels(self._cores())
+        levels = self._levels(self._attention_ops())
         tokens, embed = self._embedding()
         self.width = size(tokens)[-1]
         head = self._head(tokens)
         between = graph.parameters_between([self.index.input_of(head)], [embed])
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
-        inputs = [self._inputs(i, cores) for i, cores in enumerate(levels)]
+        inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
         layers = []
-        for i, cores in enumerate(levels):
+        for i, attention_ops in enumerate(levels):
             last = i + 1 == len(levels)
-            until = [head] if last else [core.product for core in levels[i + 1]]
+            until = [head] if last else [op.product for op in levels[i + 1]]
             after = {head} if last else {head, *inputs[i + 1][0]}
-            layers.append(self._layer(i, cores, *inputs[i], until, after))
+            layers.append(self._layer(i, attention_ops, *inputs[i], until, after))
         rows = prod(size(self._table(tokens))) // self.width
         xf = self.index.input_of(head)
         first = set() if not layers else {*graph.between([layers[0].x1], [embed])}
@@ -396,30 +398,30 @@ class _Dissection:
             graph, tokens, embed, layers, xf, head, graph.output, self.width, rows, leading
         )
 
-    def _cores(self) -> list[Core]:
-        found: list[Core] = []
+    def _attention_ops(self) -> list[AttentionOp]:
+        found: list[AttentionOp] = []
         for node in self.index.live:
             if kind(node) in SDPA:
-                found.append(self._with_own_operands(fused_core(node)))
+                found.append(self._with_own_operands(fused_attention(node)))
             elif node in self.index.mixers:
-                core = self._core(self.index.products[node])
-                found += [self._with_own_operands(core)] if core is not None else []
+                op = self._attention_op(self.index.products[node])
+                found += [self._with_own_operands(op)] if op is not None else []
         if not found and not self.partial:
             raise self._no_attention()
         if self.partial:
-            own = [core for core in found if not self._is_cross(core)]
-            self.cross = [core for core in found if core not in own] if own else []
+            own = [op for op in found if not self._is_cross(op)]
+            self.cross = [op for op in found if op not in own] if own else []
             found = own or found
         return found
 
-    def _is_cross(self, core: Core) -> bool:
+    def _is_cross(self, op: AttentionOp) -> bool:
         """Return whether keys and values are projected from another tensor than the queries."""
-        if core.k.node not in self.graph.live:
+        if op.k.node not in self.graph.live:
             return True
         q, k, v = (
             {self.index.input_of(n) for n in self.index.frontier(operand.node)
              if n in self.index.projections}
-            for operand in (core.q, core.k, core.v)
+            for operand in (op.q, op.k, op.v)
         )  # fmt: skip
         return bool(q) and bool(k) and q.isdisjoint(k | v)
 
@@ -443,30 +445,30 @@ class _Dissection:
             NO_ATTENTION,
         )
 
-    def _with_own_operands(self, core: Core) -> Core:
+    def _with_own_operands(self, op: AttentionOp) -> AttentionOp:
         """Copy a node that is several of q, k and v, so that each of them can be set."""
-        core = self._with_copy(core, "k") if core.k.node is core.q.node else core
-        return self._with_copy(core, "v") if core.v.node in (core.q.node, core.k.node) else core
+        op = self._with_copy(op, "k") if op.k.node is op.q.node else op
+        return self._with_copy(op, "v") if op.v.node in (op.q.node, op.k.node) else op
 
-    def _with_copy(self, core: Core, name: str) -> Core:
-        """Return the core with a copy of one operand, which only its product reads."""
-        operand: Operand = getattr(core, name)
-        product = core.product
-        if core.scores is not None and name == "k":
-            return core  # the product of q with itself
+    def _with_copy(self, op: AttentionOp, name: str) -> AttentionOp:
+        """Return the operation with a copy of one operand, which only its product reads."""
+        operand: Operand = getattr(op, name)
+        product = op.product
+        if op.scores is not None and name == "k":
+            return op  # the product of q with itself
         with product.graph.inserting_before(product):
             copy = product.graph.call_function(aten.clone.default, (operand.node,))
         copy.meta = dict(operand.node.meta)
-        if core.scores is None:
+        if op.scores is None:
             product.update_arg("qkv".index(name), copy)
         else:
             product.replace_input_with(operand.node, copy)
         self.graph.invalidate()
         self.index = GraphIndex(self.graph)
         changed: dict[str, Any] = {name: replace(operand, node=copy)}
-        return replace(core, **changed)
+        return replace(op, **changed)
 
-    def _core(self, product: Contraction) -> Core | None:
+    def _attention_op(self, product: Contraction) -> AttentionOp | None:
         """Return the attention whose second product this is: probabilities times v."""
         index = self.index
         for probs, v in ((product.a, product.b), (product.b, product.a)):
@@ -478,19 +480,19 @@ class _Dissection:
                 continue  # not the scores of an earlier layer
             first = index.products.get(last)
             if first is not None:
-                return split_core(first, product, probs, v)
+                return split_attention(first, product, probs, v)
         return None
 
-    def _levels(self, cores: list[Core]) -> list[list[Core]]:
-        """Return cores by layer; the heads of one layer do not depend on each other."""
+    def _levels(self, attention_ops: list[AttentionOp]) -> list[list[AttentionOp]]:
+        """Return the operations by layer; the heads of a layer do not depend on each other."""
         above = self.graph.ancestors
         level: dict[Node, int] = {}
-        for core in cores:
-            before = [level[c.product] for c in cores if c.product in above[core.product]]
-            level[core.product] = max(before, default=-1) + 1
-        levels: list[list[Core]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for core in cores:
-            levels[level[core.product]].append(core)
+        for op in attention_ops:
+            before = [level[c.product] for c in attention_ops if c.product in above[op.product]]
+            level[op.product] = max(before, default=-1) + 1
+        levels: list[list[AttentionOp]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
+        for op in attention_ops:
+            levels[level[op.product]].append(op)
         return levels
 
     def _embedding(self) -> tuple[Node, Node]:
@@ -544,16 +546,16 @@ class _Dissection:
     def _layer(
         self,
         i: int,
-        cores: list[Core],
+        attention_ops: list[AttentionOp],
         qkv: list[Node],
         x1: Node,
         raw: Node | None,
         until: list[Node],
         after: set[Node],
     ) -> Layer:
-        """Build the layer of these cores, before the products `until` and projections `after`."""
+        """Build a layer, which ends before the products `until` and the projections `after`."""
         index, above = self.index, self.graph.ancestors
-        products = {core.product for core in cores}
+        products = {op.product for op in attention_ops}
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
         out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
@@ -565,7 +567,7 @@ class _Dissection:
             joined = next(n for n in index.live if wanted <= above[n] | {n})
             projected = self._with_bias(self._summed(joined))
         else:
-            projected = self._joined_heads(cores)
+            projected = self._joined_heads(attention_ops)
         attn = self._with_bias(second[-1]) if second else projected
         attn_sum = self._with_own_input(self._sum(attn, products, until), x1)
         x2 = act = fc_end = end = attn_sum.node
@@ -584,9 +586,9 @@ class _Dissection:
             x2 = act = fc_end = index.input_of(unknown[0])
             mlp_sum = self._sum(unknown[0], set(unknown), until)
             end = mlp_sum.branch
-        cross_products = {core.product for core in cross}
+        cross_products = {op.product for op in cross}
         return Layer(
-            cores=cores,
+            attention_ops=attention_ops,
             cross=cross,
             cross_sum=self._sum(cross[-1].product, cross_products, until) if cross else None,
             qkv=qkv,
@@ -663,8 +665,8 @@ class _Dissection:
     def _of_cross_attention(self) -> set[Node]:
         """Return the projections of cross-attention."""
         index = self.index
-        products = {core.product for core in self.cross}
-        operands = [o.node for core in self.cross for o in (core.q, core.k, core.v)]
+        products = {op.product for op in self.cross}
+        operands = [o.node for op in self.cross for o in (op.q, op.k, op.v)]
         found = set().union(*(index.frontier(n) for n in operands if n in self.graph.live))
         own = {n for n in index.projections if index.sources(n) and index.sources(n) <= products}
         return (found & index.projections) | own
@@ -676,15 +678,17 @@ class _Dissection:
             return self._activated(end) is not end
         return following == 1 and size(projection)[-1] != self.width
 
-    def _inputs(self, i: int, cores: list[Core]) -> tuple[list[Node], Node, Node | None]:
+    def _inputs(
+        self, i: int, attention_ops: list[AttentionOp]
+    ) -> tuple[list[Node], Node, Node | None]:
         """Return the projections that compute q, k and v, and the one tensor that they project.
 
         Some may project the tensor from which the others' input is computed, as without the norm.
         """
         index = self.index
-        qkv = set().union(*(index.frontier(o.node) for c in cores for o in (c.q, c.k, c.v)))
+        qkv = set().union(*(index.frontier(o.node) for c in attention_ops for o in (c.q, c.k, c.v)))
         ordered = sorted(qkv, key=self.graph.order.__getitem__)
-        operands = [o.node for c in cores for o in (c.q, c.k, c.v)]
+        operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
         others = [n for n in ordered if n not in index.projections]
         if others and self.partial:  # terms that are added to the projections, as by an embedding
             qkv -= {*others}
@@ -797,9 +801,9 @@ class _Dissection:
             [node] = users
         return node
 
-    def _joined_heads(self, cores: list[Core]) -> Node:
+    def _joined_heads(self, attention_ops: list[AttentionOp]) -> Node:
         """Return the concatenated heads, the result of attention without an output projection."""
-        node = max((core.out.node for core in cores), key=self.graph.order.__getitem__)
+        node = max((op.out.node for op in attention_ops), key=self.graph.order.__getitem__)
         while True:
             users = live_users(self.graph, node)
             if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:

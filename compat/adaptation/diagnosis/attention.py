@@ -55,7 +55,7 @@ class LayerAttention:
     def __post_init__(self) -> None:
         self.graph = self.context.graph
         self.layer = self.context.anatomy.layers[self.i]
-        self.core = self.layer.cores[0]
+        self.op = self.layer.attention_ops[0]
         self.attention = self.context.mapping.attentions[self.i]
         self.formula = self.context.attention_formulas[self.i]
         inner = self.context.inner_formulas[self.i]
@@ -66,13 +66,13 @@ class LayerAttention:
     @cached_property
     def inside(self) -> list[Node]:
         """The nodes from q, k and v to the heads."""
-        core = self.core
-        return self.graph.between([core.out.node], [core.q.node, core.k.node, core.v.node])
+        op = self.op
+        return self.graph.between([op.out.node], [op.q.node, op.k.node, op.v.node])
 
     @cached_property
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
-        operands = [o.node for core in self.layer.cores for o in (core.q, core.k, core.v)]
+        operands = [o.node for op in self.layer.attention_ops for o in (op.q, op.k, op.v)]
         ends = self.layer.qkv_ends
         if self.attention.indirect:  # without projections of gates
             ends = [*self.attention.q.nodes, *self.attention.k.nodes, *self.attention.v.nodes]
@@ -108,18 +108,18 @@ class LayerAttention:
             n for n in self.inside
             if n in self.graph.live and contraction(n) is not None and size(n).count(T) > 1
             and len(live_inputs(self.graph, n)) == 1
-            and self.core.scores in self.graph.ancestors[n]
+            and self.op.scores in self.graph.ancestors[n]
         ]  # fmt: skip
 
     @cached_property
     def added_scores(self) -> Node | None:
         """The operation on the scores that reads those of an earlier layer."""
-        above, core = self.graph.ancestors, self.core
+        above, op = self.graph.ancestors, self.op
         layers = self.context.anatomy.layers[: self.i]
-        others = {c.scores for layer in layers for c in layer.cores if c.scores is not None}
-        operands = {core.q.node, core.k.node, core.v.node}
+        others = {c.scores for layer in layers for c in layer.attention_ops if c.scores is not None}
+        operands = {op.q.node, op.k.node, op.v.node}
         for n in self.inside:
-            if n in self.graph.live and core.scores in above[n]:
+            if n in self.graph.live and op.scores in above[n]:
                 for a in live_inputs(self.graph, n):
                     own = operands & (above[a] | {a})
                     if not own and others & (above[a] | {a}):
@@ -133,7 +133,7 @@ class LayerAttention:
         if not self.attention.indirect:
             return found
         above, graph = self.graph.ancestors, self.graph
-        for name, operand in zip("qkv", (self.core.q, self.core.k, self.core.v), strict=True):
+        for name, operand in zip("qkv", (self.op.q, self.op.k, self.op.v), strict=True):
             ends = {*getattr(self.attention, name).nodes}
             for n in graph.on_paths(ends, [operand.node]):
                 terms = [a for a in live_inputs(graph, n) if not ends & (above[a] | {a})]
@@ -231,9 +231,9 @@ class LayerAttention:
         start = anatomy.layers[self.i - 1].out if self.i else anatomy.embed
         for name, begin, target in (
             ("the input of attention", start, Operand(self.layer.x1, (), 1, 2)),
-            ("the query", self.layer.x1, self.core.q),
-            ("the key", self.layer.x1, self.core.k),
-            ("the value", self.layer.x1, self.core.v),
+            ("the query", self.layer.x1, self.op.q),
+            ("the key", self.layer.x1, self.op.k),
+            ("the value", self.layer.x1, self.op.v),
         ):
             moving = [n for n in graph.live_between([target.node], [begin]) if kind(n) in SHIFTS]
             distance = shifted_tokens(graph, begin, target) if moving else 0
@@ -249,7 +249,7 @@ class LayerAttention:
     def is_turned(self) -> bool:
         """Whether q is rotated by its position after operations like a norm of q and k."""
         indirect = self.attention.indirect and not self.unsplit
-        return indirect and turns_with_position(self.graph, self.attention, self.core.q)
+        return indirect and turns_with_position(self.graph, self.attention, self.op.q)
 
     @property
     def own_attention(self) -> Changes:
@@ -264,7 +264,7 @@ class LayerAttention:
 
     @property
     def scores_line(self) -> Place | None:
-        products = [n for n in (self.core.scores, self.core.product) if n is not None]
+        products = [n for n in (self.op.scores, self.op.product) if n is not None]
         return source.running(self.graph, products)
 
     @property
@@ -321,7 +321,7 @@ def with_formula(
 def rope(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.rotated and not layer.is_turned:
         return None
-    live = layer.graph.live_between([layer.core.q.node], layer.layer.qkv)
+    live = layer.graph.live_between([layer.op.q.node], layer.layer.qkv)
     usual = [n for n in live if kind(n) in ("mul", "neg", "cat")]
     if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
         graph = layer.graph
@@ -392,7 +392,7 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
         return None
     end = layer.layer.out_proj or layer.layer.attn
     place = source.running(
-        layer.graph, layer.graph.live_between([end], [layer.core.out.node]), *VIEWS
+        layer.graph, layer.graph.live_between([end], [layer.op.out.node]), *VIEWS
     )
     changes = Changes(unmerged_heads={layer.i})
     return layer.deviation(place or layer.scores_line, changes, tap="attn")
@@ -404,7 +404,7 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.changed_heads:
         return None
     graph, start, end = layer.graph, merged(layer.attention.heads), layer.layer.heads
-    ends = [core.out.node for core in layer.layer.cores]
+    ends = [op.out.node for op in layer.layer.attention_ops]
     nodes = [n for n in graph.on_paths(ends, [end]) if kind(n) not in MOVES | JOINS]
     view = token_view(graph, end)
     if view is None:
@@ -438,7 +438,7 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
         )
     if not layer.unsplit:
         return None
-    operand = {"q": layer.core.q, "k": layer.core.k, "v": layer.core.v}[layer.unsplit[0]]
+    operand = {"q": layer.op.q, "k": layer.op.k, "v": layer.op.v}[layer.unsplit[0]]
     path = layer.graph.ancestors[operand.node] | {operand.node}
     place = source.running(layer.graph, [n for n in layer.before if n in path], *VIEWS)
     return layer.deviation(place or layer.scores_line, layer.own_attention, tap="heads")
@@ -453,8 +453,8 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
 def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.kv_heads:
         return None
-    place = source.running(layer.graph, [layer.core.k.node]) or layer.scores_line
-    keys = layer.graph.between([layer.core.k.node], [layer.layer.x1])
+    place = source.running(layer.graph, [layer.op.k.node]) or layer.scores_line
+    keys = layer.graph.between([layer.op.k.node], [layer.layer.x1])
     projections = [n for n in layer.layer.qkv if n in keys]
     weights = layer.graph.parameters_between(projections, [layer.layer.x1])
     lines = [place, source.running(layer.graph, projections)]
@@ -480,7 +480,7 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
     norms = [n for n in layer.before if kind(n) in kinds]
     place = source.running(graph, norms)
     place = place or source.running(graph, layer.before, "div", "mul", "sum", "mean")
-    of_modules = [source.submodule_call(graph, model, n, layer.core.product) for n in norms]
+    of_modules = [source.submodule_call(graph, model, n, layer.op.product) for n in norms]
     calls = [line for line in of_modules if line is not None]
     lines = [*calls, place or layer.scores_line, *source.calls(graph, layer.before, place)]
     found = layer.deviation(lines[0], layer.own_attention, tap="probs")
@@ -685,7 +685,7 @@ def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation
 def relative_scores(layer: LayerAttention) -> Deviation | None:
     if not layer.adds_relative_scores:
         return None
-    above, key = layer.graph.ancestors, layer.core.k.node
+    above, key = layer.graph.ancestors, layer.op.k.node
     sums = [n for n in layer.live(frozenset({"add"})) if len(live_inputs(layer.graph, n)) == 2]
     of_key = {n: [key in above[a] | {a} for a in live_inputs(layer.graph, n)] for n in sums}
     adding = [n for n in sums if sum(of_key[n]) == 1]
@@ -732,7 +732,7 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
     masks = [node for node, _ in _masks_like_gpt2(layer)]
     late = [node for node in masks if context.graph.ancestors[node] & softmaxes]
-    if layer.core.scores is not None and late == masks and late:  # none hides them before it
+    if layer.op.scores is not None and late == masks and late:  # none hides them before it
         values = {"effect": "and the rows are divided by their sums, which is equivalent"}
         yield Deviation(None, source.running(context.graph, late), values, severity="info")
 
@@ -855,8 +855,8 @@ def _scale_deviation(code: str) -> Detector:
 
 def _scale_line(layer: LayerAttention) -> Place | None:
     """Return the line that multiplies scores, q or k by a number, or else that of the scores."""
-    graph, core = layer.graph, layer.core
-    before = graph.between([core.q.node, core.k.node], layer.layer.qkv)
+    graph, op = layer.graph, layer.op
+    before = graph.between([op.q.node, op.k.node], layer.layer.qkv)
     numbers = [
         n for n in [*before, *layer.inside]
         if n in graph.live and kind(n) in ("mul", "div")
@@ -896,9 +896,9 @@ for _code, _message, _fix in (
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect a cast of the scores, which only the source shows in a float32 model."""
     graph, first = context.graph, context.anatomy.layers[:1]
-    cores = [core for layer in first for core in layer.cores]
-    operands = [operand.node for core in cores for operand in (core.q, core.k, core.v)]
-    ends = [core.out.node for core in cores]
+    attention_ops = [op for layer in first for op in layer.attention_ops]
+    operands = [operand.node for op in attention_ops for operand in (op.q, op.k, op.v)]
+    ends = [op.out.node for op in attention_ops]
     for node in graph.between([*ends, *operands], [n for layer in first for n in layer.qkv]):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
@@ -912,7 +912,7 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = context.n_head, context.config.n_head
     if found is not None and found != expected:
-        place = source.running(context.graph, [context.anatomy.layers[0].cores[0].q.node])
+        place = source.running(context.graph, [context.anatomy.layers[0].attention_ops[0].q.node])
         heads = "1 head" if found == 1 else f"{found} heads"
         values = {"found": found, "heads": heads, "expected": expected}
         pattern = rf"(\w+) *= *{found}\b"
@@ -946,7 +946,7 @@ def _fused(context: DiagnosisContext) -> Fused | None:
 def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
     """Return the line that splits the projection into q, k and v, or else that builds it."""
     graph, layer = context.graph, context.anatomy.layers[0]
-    ends = [operand.node for core in layer.cores for operand in (core.q, core.k, core.v)]
+    ends = [operand.node for op in layer.attention_ops for operand in (op.q, op.k, op.v)]
     live = graph.live_between(ends, layer.qkv)
     return source.running(graph, live, *kinds) or context.owner_of("h.0.attn.c_attn.weight")
 
@@ -968,7 +968,7 @@ def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
             yield Deviation(None, _split_line(context, *SPLITS), message=message)
         named = _named_roles(context)
         if named.get(one) == other or named.get(other) == one:
-            operand = {"q": layer.cores[0].q, "k": layer.cores[0].k}[one]
+            operand = {"q": layer.attention_ops[0].q, "k": layer.attention_ops[0].k}[one]
             path = context.graph.between([operand.node], [layer.x1])
             yield Deviation(
                 None, source.running(context.graph, [n for n in layer.qkv if n in path])
@@ -982,7 +982,9 @@ def _named_roles(context: DiagnosisContext) -> dict[str, str]:
     graph, layer = context.graph, context.anatomy.layers[0]
     parameters = {
         role: set(
-            graph.parameters_between([getattr(c, role).node for c in layer.cores], [layer.x1])
+            graph.parameters_between(
+                [getattr(c, role).node for c in layer.attention_ops], [layer.x1]
+            )
         )
         for role in "qkv"
     }

@@ -240,7 +240,7 @@ def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
     found = {i: layer.cross[0] for i, layer in context.layers if layer.cross}
     if found:
-        products = [core.product for core in found.values()]
+        products = [op.product for op in found.values()]
         lines = [source.torch_built(context.model, [node]) for node in products]
         lines += [graph.place(node) for node in products]
         tap, place = f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1]
@@ -258,7 +258,7 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.mid])
         if layer.attn_sum.shortcut is None:
-            place = source.module_call(context.graph, context.model, layer.cores[0].product)
+            place = source.module_call(context.graph, context.model, layer.attention_ops[0].product)
         changes = Changes(no_mlp=set(layers))
         yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=layers)
 

@@ -120,7 +120,7 @@ class DiagnosisContext:
         return any(
             attention.rotated
             or (attention.indirect
-                and turns_with_position(self.graph, attention, layer.cores[0].q))
+                and turns_with_position(self.graph, attention, layer.attention_ops[0].q))
             for layer, attention in attentions
         )  # fmt: skip
 
@@ -191,7 +191,7 @@ class DiagnosisContext:
         taps = [("embed", anatomy.embed)]
         for i, layer in self.layers:
             nodes = {
-                "ln_1": layer.x1, "q": layer.cores[0].q.node, "heads": layer.heads,
+                "ln_1": layer.x1, "q": layer.attention_ops[0].q.node, "heads": layer.heads,
                 "attn": layer.attn, "resid_mid": layer.mid, "ln_2": layer.x2, "fc": layer.fc_end,
                 "act": layer.act, "mlp": layer.mlp, "out": layer.out,
             }  # fmt: skip

@@ -229,7 +229,7 @@ def branch_line(context: DiagnosisContext, i: int, is_mlp: bool) -> Place | None
     """Return the line that calls attention or the MLP of a block."""
     layer = context.anatomy.layers[i]
     if layer.fc is None:
-        return source.module_call(context.graph, context.model, layer.cores[0].product)
+        return source.module_call(context.graph, context.model, layer.attention_ops[0].product)
     branch, other = (layer.mlp, layer.attn) if is_mlp else (layer.attn, layer.mlp)
     return source.calling(context.graph, context.model, branch, other)
 

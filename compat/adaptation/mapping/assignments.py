@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Anatomy, Core, Layer, Operand, UnknownPart
+from compat.adaptation.anatomy.dissect import Anatomy, AttentionOp, Layer, Operand, UnknownPart
 from compat.adaptation.anatomy.norms import Norm, NormPlaces
 from compat.adaptation.mapping.linear_maps import (
     LinearMap,
@@ -198,13 +198,13 @@ def find_assignments(
 
 def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
     graph = anatomy.graph
-    cores = [_with_tokens_as_time(core, *graph.shape) for core in layer.cores]
+    attention_ops = [_with_tokens_as_time(op, *graph.shape) for op in layer.attention_ops]
     q, k, v, heads = (
-        head_view(cores, [getattr(core, name) for core in cores], graph.shape)
+        head_view(attention_ops, [getattr(op, name) for op in attention_ops], graph.shape)
         for name in ("q", "k", "v", "out")
     )
     B, T = graph.shape
-    where = graph.at(cores[0].product)
+    where = graph.at(attention_ops[0].product)
     joined = _joined_tokens(anatomy, layer)
     if joined is not None:
         raise UnknownPart(
@@ -212,11 +212,11 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
             "prompt tuning, but GPT-2 reads nothing but the embeddings of the ids",
             [joined],
         )
-    if size(cores[0].q.node)[cores[0].q.time] == B != T:
+    if size(attention_ops[0].q.node)[attention_ops[0].q.time] == B != T:
         raise BatchFirst(
             f"layer {i}: attention{where} runs over the sequences of the batch, not over the "
             "tokens. Pass batch_first=True to nn.MultiheadAttention for tensors (B, T, C).",
-            [cores[0].product],
+            [attention_ops[0].product],
             "batch_first",
         )
     if q is None or k is None or v is None or heads is None:
@@ -224,9 +224,9 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
             f"layer {i}: q, k and v of the attention{where} do not have the same heads and "
             "lengths, as with keys that several heads share or with a cache. GPT-2 has as many "
             "keys and values as queries",
-            [cores[0].product],
+            [attention_ops[0].product],
         )
-    return Attention(q, k, v, heads, over_heads=cores != layer.cores)
+    return Attention(q, k, v, heads, over_heads=attention_ops != layer.attention_ops)
 
 
 def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:
@@ -241,8 +241,8 @@ def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:
     return None
 
 
-def _with_tokens_as_time(core: Core, B: int, T: int) -> Core:
-    """Exchange the core's axes of heads and tokens, if attention runs over the heads."""
+def _with_tokens_as_time(op: AttentionOp, B: int, T: int) -> AttentionOp:
+    """Exchange the operation's axes of heads and tokens, if attention runs over the heads."""
 
     def exchanged(operand: Operand) -> Operand:
         batch, *others = operand.groups
@@ -250,11 +250,11 @@ def _with_tokens_as_time(core: Core, B: int, T: int) -> Core:
             return operand
         return replace(operand, groups=(batch, operand.time), time=others[0])
 
-    operands = core.q, core.k, core.v, core.out
+    operands = op.q, op.k, op.v, op.out
     q, k, v, out = (exchanged(operand) for operand in operands)
-    if size(core.q.node)[core.q.time] == T or any(map(eq, operands, (q, k, v, out))):
-        return core
-    return replace(core, q=q, k=k, v=v, out=out)
+    if size(op.q.node)[op.q.time] == T or any(map(eq, operands, (q, k, v, out))):
+        return op
+    return replace(op, q=q, k=k, v=v, out=out)
 
 
 def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | None:
@@ -346,7 +346,7 @@ def _assign_layer(
 
     def out_proj(node: Node) -> dict[str, Assignment]:
         end = view(layer.projected, "the result of attention")
-        ends = {core.out.node for core in layer.cores}
+        ends = {op.out.node for op in layer.attention_ops}
         between = graph.live_between([layer.heads], ends)
         joins = [n for n in graph.live_between([node], ends) if kind(n) in JOINS]
         for join in joins:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Core, Operand
+from compat.adaptation.anatomy.dissect import AttentionOp, Operand
 from compat.adaptation.tracing.graph import Graph, size
 from compat.errors import NameMapError
 from compat.ops import Fused, Op, Part, Rearrange, Same, Split, Transpose
@@ -86,18 +86,18 @@ def token_view(graph: Graph, node: Node) -> View | None:
 
 
 def head_view(
-    cores: Sequence[Core], operands: Sequence[Operand], shape: tuple[int, int]
+    attention_ops: Sequence[AttentionOp], operands: Sequence[Operand], shape: tuple[int, int]
 ) -> View | None:
-    """Return one operand of all cores as (B, H, T, D).
+    """Return one operand of all attention operations as (B, H, T, D).
 
-    The groups of a core are its batch and head axes, merged or not. The batch comes first, as in
-    (B, H, T, D) and (B·H, T, D), or alone, as in (B, T, D).
+    The groups of an operation are its batch and head axes, merged or not. The batch comes first,
+    as in (B, H, T, D) and (B·H, T, D), or alone, as in (B, T, D).
     """
     B, T = shape
     pieces: list[tuple[int, Tensor]] = []  # of each head of each sequence: which sequence, (T, D)
     offset = 0
-    for core, operand in zip(cores, operands, strict=True):
-        groups = prod(size(core.out.node)[axis] for axis in core.out.groups)
+    for op, operand in zip(attention_ops, operands, strict=True):
+        groups = prod(size(op.out.node)[axis] for axis in op.out.groups)
         if groups % B:
             return None
         sizes = size(operand.node)
