@@ -1203,7 +1203,7 @@ def test_an_attention_that_is_called_again_is_not_a_layer(tiny: Path, tmp_path: 
     assert {"shared_parameters", "no_mlp"} <= codes and "n_layer_mismatch" not in codes
 
 
-def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
+def test_missing_biases_are_a_deviation_of_a_gated_mlp_but_not_of_an_rmsnorm(
     tiny: Path, tmp_path: Path
 ) -> None:
     edits = [
@@ -1215,9 +1215,10 @@ def test_an_rmsnorm_and_a_gated_mlp_without_biases_are_one_deviation_each(
         (GELU, "F.silu(self.up(x)) * self.gate(x)"),
     ]  # fmt: skip
     found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
-    assert set(found) == {"rmsnorm", "gated_mlp"}
+    assert set(found) == {"rmsnorm", "gated_mlp", "no_mlp_bias"}
     assert "has no bias," in found["rmsnorm"].message
-    assert "has no biases," in found["gated_mlp"].message and found["gated_mlp"].tap == "h.0.fc"
+    assert found["gated_mlp"].tap == "h.0.act" and found["no_mlp_bias"].tap == "h.0.fc"
+    assert "self.up = " in (found["no_mlp_bias"].source_line or "")
 
 
 def test_a_table_of_pairs_is_named_at_its_line(tiny: Path, tmp_path: Path) -> None:
@@ -1276,7 +1277,8 @@ def test_a_rotation_of_all_heads_together_is_named(
         [] if positions == "wpe" else [("+ self.pos_emb(torch.arange(T, device=ids.device))", "")]
     )
     adaptation = adapted(tiny, tmp_path, edits)
-    assert {f.code for f in adaptation.deviations} == {"rope"}
+    missing = set() if positions == "wpe" else {"no_pos"}
+    assert {f.code for f in adaptation.deviations} == {"rope"} | missing
     assert "a * c" in (only(adaptation, "rope").source_line or "")
 
 

@@ -480,7 +480,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
          ("        scores = queries @", "        if self.heads:\n"
           "            queries = rope(queries)\n            keys = rope(keys)\n"
           "        scores = queries @"), ("class GPT(", ROPE)],
-        ["rope", "no_pos"],
+        ["no_pos", "rope"],
         "transpose(1, 2)\n        scores = queries @",
     ),
     "rotations of both in one line": (
@@ -488,7 +488,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
          ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
          ("        scores = queries @", "        q, k = rope(queries), rope(keys)\n"
           "        scores = q @"), ("@ keys.tr", "@ k.tr"), ("class GPT(", ROPE)],
-        ["rope", "no_pos"],
+        ["no_pos", "rope"],
         "        q, k = queries, keys\n",
     ),
     "a gated MLP": (
@@ -507,7 +507,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
          ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
           "        gate = F.silu(self.gate(x))\n        up = self.up(x)\n"
           "        return self.down(gate * up)")],
-        ["gated_mlp", "no_mlp_bias", "silu", "no_mlp_bias"],
+        ["no_mlp_bias", "gated_mlp", "silu", "no_mlp_bias"],
         "        return self.down(gate)\n",
     ),
     "an option that names another MLP": (

@@ -313,9 +313,8 @@ def with_formula(
 
 
 @deviation(
-    "q and k are rotated by their position (RoPE), but GPT-2 adds learned position embeddings to "
-    "the token embeddings",
-    "x = wte(ids) + wpe(torch.arange(T))",
+    "q and k are rotated by their position (RoPE), but GPT-2 computes q·kᵀ without a rotation",
+    "Remove the rotation. GPT-2's only positions are those of wpe.weight.",
 )
 @each_layer
 def rope(layer: LayerAttention) -> Deviation | None:
@@ -329,29 +328,24 @@ def rope(layer: LayerAttention) -> Deviation | None:
         tables = [n for n, a in others if not graph.parameters_of[a]]
         usual = tables or [n for n, _ in others]
     place = source.running(layer.graph, usual or live)
-    changes, partial = _rotation(layer) if layer.attention.rotated else (layer.own_attention, False)
-    if "wpe.weight" not in layer.context.mapping.by_tensor:
-        changes.weights["wpe.weight"] = None
-    known = changes if changes.weights or not partial else None
-    return Deviation(f"h.{layer.i}.q", place, changes=known, partial=partial)
+    changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
+    return Deviation(f"h.{layer.i}.q", place, changes=changes)
 
 
-def _rotation(layer: LayerAttention) -> tuple[Changes, bool]:
-    """Return the measured rotation, and whether it is left out because the heads share it.
+def _rotation(layer: LayerAttention) -> Changes | None:
+    """Return the measured rotation; None if it could not be measured.
 
-    It is left out as well if the heads are not as wide as the checkpoint's.
+    It is left out if the heads are not as wide as the checkpoint's.
     """
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
     if math.prod(layer.attention.q.index.shape[1::2]) != context.config.n_embd:
-        return Changes(), False
+        return Changes()
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:
         bias = torch.zeros(3 * context.config.n_embd, dtype=torch.float64)
     rotation = rotation_of(layer.graph, layer.attention, layer.layer.x1, weight, bias)
-    if rotation is None:
-        return Changes(), True
-    return Changes(rotation={layer.i: rotation}), False
+    return None if rotation is None else Changes(rotation={layer.i: rotation})
 
 
 @deviation(

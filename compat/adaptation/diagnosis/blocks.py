@@ -157,7 +157,7 @@ def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
 
 
 @deviation(
-    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU){no_bias}, but "
+    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU), but "
     "GPT-2's MLP has one projection before the activation",
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
@@ -165,11 +165,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if layer.is_gated:
             last = layer.gate or _product_before(context, layer)
-            missing = context.unmatched.lacks(f"h.{i}.mlp.c_fc.bias")
-            values = {"no_bias": " and has no biases" if missing else ""}
-            tap = f"h.{i}.fc" if missing else f"h.{i}.act"
-            line = source.projecting(context.graph, context.model, last)
-            yield Deviation(tap, line, values)
+            yield Deviation(f"h.{i}.act", source.projecting(context.graph, context.model, last))
             return
 
 

@@ -16,7 +16,6 @@ from compat.adaptation.diagnosis.activations import Activation, activation_of, c
 from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     attention_of,
-    turns_with_position,
 )
 from compat.adaptation.mapping.assignments import (
     Assignments,
@@ -112,17 +111,6 @@ class DiagnosisContext:
             None if attention.inner is None else attention_of(self.graph, attention.inner)
             for attention in self.mapping.attentions
         ]
-
-    @cached_property
-    def has_rotations(self) -> bool:
-        """Whether q and k depend on the position in a layer, as with rotary embeddings."""
-        attentions = zip(self.anatomy.layers, self.mapping.attentions, strict=True)
-        return any(
-            attention.rotated
-            or (attention.indirect
-                and turns_with_position(self.graph, attention, layer.attention_ops[0].q))
-            for layer, attention in attentions
-        )  # fmt: skip
 
     @property
     def n_head(self) -> int | None:

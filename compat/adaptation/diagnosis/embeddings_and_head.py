@@ -113,7 +113,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         changes = Changes(weights={"wpe.weight": None}, added=added)
         line = source.running(context.graph, lookups)
         yield Deviation("embed", line or position_line(context), {}, changes, message=message)
-    elif not context.has_rotations:
+    else:
         line = source.running(context.graph, [context.anatomy.token_embedding])
         lines = [line, context.owner_of("wte.weight")]
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)

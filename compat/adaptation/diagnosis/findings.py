@@ -175,7 +175,7 @@ def leftovers(
     tap, error = counterfactual.first or ("logits", 0.0)
     places = {name: place for place, name in enumerate(tap_names(len(context.layers)))}
     breaking = [f for f in findings if f.severity == "breaks"]
-    unmodelled = {(d.code, d.tap) for d in found if d.changes is None or d.partial}
+    unmodelled = {(d.code, d.tap) for d in found if d.changes is None}
     # A difference may be due to a deviation that the reference cannot be changed to reproduce.
     due = any((f.code, f.tap) in unmodelled for f in breaking)
     due = due and any(places.get(f.tap or "", 0) <= places[tap] for f in breaking)

@@ -297,8 +297,6 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         layer = context.anatomy.layers[int(parts[1])]
         if layer.fc is None or (layer.mlp_proj is None and parts[3] == "c_proj"):
             return None
-        if layer.is_gated and unmatched.lacks(f"h.{parts[1]}.mlp.c_fc.bias"):
-            return None
     norm, placed = context.norm_formulas.get(module), context.places.named.get(module)
     if placed is not None and norm is None:
         has = placed.scale if parts[-1] == "weight" else placed.shift

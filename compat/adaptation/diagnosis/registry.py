@@ -34,7 +34,6 @@ class Deviation:
         lines: the lines of all nodes or layers with the deviation, None where a line is unknown.
         layers: the layers with the deviation, which are named if there are others without it.
         message: replaces the message of the entry.
-        partial: the changes are only a part of the deviation.
     """
 
     tap: str | None
@@ -47,7 +46,6 @@ class Deviation:
     lines: Sequence[Place | None] = ()
     layers: Sequence[int] = ()
     message: str = ""
-    partial: bool = False
 
 
 Detector = Callable[[DiagnosisContext], Iterable[Deviation]]

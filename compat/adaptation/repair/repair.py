@@ -67,8 +67,8 @@ AREAS = (
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
 MAX_TRIALS = 120  # models that are built and compared in one search
 # Deviations that hide others, which are found after their repair: a gated MLP may have other biases
-# and widths, and another activation; a rotation stands for the positions.
-HIDING = {"gated_mlp": 4, "rope": 2}
+# and widths, and another activation.
+HIDING = {"gated_mlp": 4}
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
 
