@@ -55,8 +55,9 @@ SECTIONS = set(
 UNREAD = {"int": 1, "float": 1.0, "str": "", "bool": False}
 # Code that passes all entries of a config on, as `**asdict(config)` does.
 UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_dump\())")
-# The number of heads that share keys; its default of None means one that the code computes.
-_KV = re.compile("kv|key|group")
+# The number of heads that share keys, and factors of widths. With a default of None, the code
+# computes the number, or needs no factor.
+_COMPUTED = re.compile("kv|key|group|multiplier")
 # A line that asks for a file, as `assert Path(corpus).exists()` does.
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
@@ -296,7 +297,7 @@ def accepts(parameter: Parameter, value: Any) -> bool:
         return (
             parameter.name.lower() not in AMBIGUOUS
             and is_number
-            and not _KV.search(plain(parameter.name))
+            and not _COMPUTED.search(plain(parameter.name))
         )
     if default is parameter.empty or isinstance(value, str):
         return default is parameter.empty or (value == "cpu" and isinstance(default, str))

@@ -348,7 +348,8 @@ def _own_switches(
 ) -> dict[str, Any]:
     """Return the user's values of the booleans that are passed with the opposite value.
 
-    They are those of the config in the class's module, or the defaults.
+    They are those of the config in the class's module, or the defaults. Without a default, either
+    value may be the user's.
     """
     found: dict[str, Any] = {}
     configs = list(vars(sys.modules[target.__module__]).values())
@@ -356,6 +357,8 @@ def _own_switches(
     with contextlib.suppress(AdaptError):
         for name, value in _found_arguments(target, config, kwargs, None).items():
             default = parameters[name].default if name in parameters else None
+            if default is Parameter.empty and isinstance(value, bool):
+                default = not value
             mine = next((c for c in configs if type(c) is type(value) and _entries(c)), type(value))
             defaults = {key: getattr(mine, key, None) for key in _entries(value)}
             passed: dict[str, Any] = {name: value, **_entries(value)}

@@ -100,6 +100,14 @@ RIGHT = {
     "returned": RETURNED, "kept": KEPT, "explicit positions": EXPLICIT, "only new": ONLY_NEW,
 }  # fmt: skip
 
+SCORES = """        mask = torch.ones(T, k.shape[2], dtype=torch.bool).tril(k.shape[2] - T)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+"""
+FUSED = """        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+"""
+
 # A model, an edit, what the finding says, and its line.
 WRONG = {
     "positions restart": (RETURNED, START, "start = 0", "gets position 0 instead of 10"),
@@ -111,6 +119,7 @@ WRONG = {
         "does not attend to the one at 0",
     ),
     "not counted": (KEPT, "self.current += T", "pass", "gets position 0 instead of 10"),
+    "causal step": (KEPT, SCORES, FUSED, "attend to the first cached key alone"),
     "not used": (KEPT, "if self.cache_k is not None", "if False", "does not attend to any of them"),
 }  # fmt: skip
 
@@ -219,6 +228,21 @@ def test_a_cache_off_by_one_is_repaired(tmp_path: Path, small: Checkpoint, kind:
     assert repaired is not None and repaired.fixed == ["kv_cache"]
     [changed] = [line for line in repaired.diff.splitlines() if line.startswith("+ ")]
     assert changed.strip("+ ") in (START, START.replace("[2]", "[-2]"))
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "none"])
+def test_a_causal_mask_of_steps_is_named_at_its_line_and_repaired(
+    tmp_path: Path, small: Checkpoint, gelu: str
+) -> None:
+    """This cause is found by running the model's own code, which need not be a GPT-2."""
+    text = KEPT.replace(SCORES, FUSED).replace('approximate="tanh"', f'approximate="{gelu}"')
+    own = target(tmp_path, text)
+    [found] = about_the_cache(own.adapt(small, {}))
+    assert found.severity == "breaks" and "is_causal=True" in (found.source_line or "")
+    if gelu == "tanh":
+        repaired = Search(own, small, GPT2Config(), unsafe=False).run()
+        assert repaired is not None and repaired.fixed == ["kv_cache"]
+        assert "is_causal=q.shape[-2] == k.shape[-2])" in repaired.diff
 
 
 def test_positions_without_a_start_are_repaired(tmp_path: Path, small: Checkpoint) -> None:

@@ -882,8 +882,7 @@ for _code, _message, _fix in (
 
 
 @deviation(
-    "the attention scores are computed in {found}, but GPT-2 computes them in the model's data "
-    "type",
+    "{what} are computed in {found}, but GPT-2 computes them in the model's data type",
     "Keep the cast, which improves the accuracy in half precision.",
     severity="info",
 )
@@ -893,12 +892,16 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     attention_ops = [op for layer in first for op in layer.attention_ops]
     operands = [operand.node for op in attention_ops for operand in (op.q, op.k, op.v)]
     ends = [op.out.node for op in attention_ops]
-    for node in graph.between([*ends, *operands], [n for layer in first for n in layer.qkv]):
+    starts = [n for layer in first for n in layer.qkv]
+    if any(context.mapping.attentions[i].rotated for i, _ in enumerate(first)):
+        starts = operands  # a rotation in float32 may return the model's type
+    for node in graph.between([*ends, *operands], starts):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
         if cast:
             dtype = cast[2] or {"float": "float32", "double": "float64"}[cast[1]]
-            yield Deviation(None, place, {"found": dtype})
+            what = "the attention weights" if "softmax" in cast.string else "the attention scores"
+            yield Deviation(None, place, {"found": dtype, "what": what})
             return
 
 

@@ -26,6 +26,7 @@ from compat.adaptation.tracing.calling import (
     plain_kernels,
 )
 from compat.adaptation.tracing.graph import Place
+from compat.adaptation.tracing.watched import AlignedCausalMask
 from compat.parity.outputs import find_logits
 from compat.parity.reference import Reference
 from compat.user_models.eval_mode import eval_mode
@@ -98,8 +99,9 @@ def wrong_cache(
         if largest <= bound:
             return _wrong_chunk(model, call, protocol, ids, whole, passed, bound)
         step = ids[:1, : known + 1]
-        causes = _causes(model, call, reference, step, found[:1, 0]) if reference else iter(())
-        cause = next(causes, None)
+        cause = _causal_mask(model, call, protocol, ids, whole, passed, bound)
+        if cause is None and reference:
+            cause = next(_causes(model, call, reference, step, found[:1, 0]), None)
     differs = f"its logits differ from those of the whole sequence by {largest:.2g} of their norm"
     severity: Severity
     place, evidence, severity = _first_use(model, protocol), "", "limit"
@@ -112,8 +114,8 @@ def wrong_cache(
         )
     else:
         what, severity = cause.text, "breaks"
-        evidence = f"confirmed: the reference reproduces the step, and {differs}"
-        place = (position_line(context) if cause.is_position else None) or place
+        evidence = f"confirmed: {cause.evidence}, and {differs}"
+        place = cause.place or (position_line(context) if cause.is_position else None) or place
     deviation = Deviation(
         "logits",
         place,
@@ -306,6 +308,29 @@ class Cause:
 
     text: str
     is_position: bool = False
+    place: Place | None = None
+    evidence: str = "the reference reproduces the step"
+
+
+def _causal_mask(
+    model: nn.Module,
+    call: CallSignature,
+    protocol: Protocol,
+    ids: Tensor,
+    whole: Tensor,
+    positions: bool,
+    bound: float,
+) -> Cause | None:
+    """Return the cause if the steps are right with causal masks aligned with the last key."""
+    with AlignedCausalMask() as masks:
+        found, _ = _decoded(model, call, protocol, ids, ids.shape[1] - STEPS, positions)
+    if not masks.places or found is None or _largest_error(found, whole) > bound:
+        return None
+    return Cause(
+        "is_causal=True lets the only query of a step attend to the first cached key alone",
+        place=masks.places[0],
+        evidence="with a causal mask that is aligned with the last key, the steps are right",
+    )
 
 
 def _causes(

@@ -137,6 +137,9 @@ def _inner_width(context: DiagnosisContext) -> int | None:
     if weight is None:
         return None
     found = prod(shapes[weight][0]) // C
+    layer = context.anatomy.layers[int(weight.split(".")[1])]
+    if layer.is_gated and layer.gate is None:
+        found //= 2  # one projection computes the gate too
     follows = C != config.n_embd and found * config.n_embd == config.d_inner * C
     return None if found == config.d_inner or follows else found
 
@@ -478,7 +481,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         if context.mapping.attentions[i].changed_heads:
             projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
             known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
-        own_finding = [layer.gate] if layer.gate else []  # gated_mlp
+        # gated_mlp; without further projections, with a bias that is added to the gate
+        own_finding = [layer.gate if layer.extra else layer.act] if layer.gate else []
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))
     if context.anatomy.leading:  # extra_projection, or an MLP before attention

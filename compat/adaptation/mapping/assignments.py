@@ -339,6 +339,12 @@ def _assign_layer(
                 graph, i, "q, k or v", layer.qkv[0]
             )
         q, k, v = maps
+        order = _order_within_heads(q, k, n_head)
+        if order is not None:
+            attention.q, attention.k = (
+                replace(view, index=view.index[..., order]) for view in (attention.q, attention.k)
+            )
+            q, k = (_with_heads_in_order(one, n_head, order) for one in (q, k))
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
         attention.kv_heads = _kv_heads(k, n_head) if partial else 0
@@ -410,6 +416,27 @@ def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] |
             return None
         maps.append(found)
     return maps
+
+
+def _order_within_heads(q: LinearMap, k: LinearMap, n_head: int) -> Tensor | None:
+    """Return the order of a head's channels in the parameters, if all heads of q and k share it.
+
+    Rotary embeddings may turn neighbouring channels and return them in two halves. q·kᵀ is the
+    same in any order. Return None if the order is that of the result.
+    """
+    heads = torch.cat([one.weight[0].view(n_head, -1) for one in (q, k)])
+    order = heads[0].argsort()
+    ascending = heads[:, order].diff(dim=1) > 0
+    return order if ascending.all() and not (order.diff() > 0).all() else None
+
+
+def _with_heads_in_order(found: LinearMap, n_head: int, order: Tensor) -> LinearMap:
+    """Return a projection whose channels are in this order within each head."""
+    weight, bias = (
+        numbers.view(*numbers.shape[:-1], n_head, -1)[..., order].flatten(-2)
+        for numbers in (found.weight, found.bias)
+    )
+    return replace(found, weight=weight, bias=bias)
 
 
 def _maps_of_two_inputs(

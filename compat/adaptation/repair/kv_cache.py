@@ -1,4 +1,4 @@
-"""Fixes of the positions in a model's KV cache."""
+"""Fixes of the positions and the causal mask in a model's KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit
-from compat.adaptation.repair.syntax import called
+from compat.adaptation.repair.syntax import argument, called
 
 
 @fixes("kv_cache")
@@ -28,6 +28,20 @@ def cached_positions(site: Site) -> Iterator[Edits]:
         statement = source.parent(positions.node, ast.stmt)
         if statement is not None:
             yield [source.insert_before(statement, f"{name} = {past}"), *positions.edits]
+
+
+@fixes("kv_cache")
+def causal_without_a_cache(site: Site) -> Iterator[Edits]:
+    """Apply the causal mask of fused attention only where there are as many queries as keys."""
+    source = site.source
+    for call in site.calls:
+        causal = argument(call, 5, "is_causal")
+        query, key = argument(call, 0, "query"), argument(call, 1, "key")
+        if called(call) == "scaled_dot_product_attention" and causal and query and key:
+            same = f"{source.operand(query)}.shape[-2] == {source.operand(key)}.shape[-2]"
+            always = isinstance(causal, ast.Constant)
+            new = same if always else f"({source.code(causal)}) and {same}"
+            yield [source.replace(causal, new)]
 
 
 def _without_ones(site: Site, function: ast.FunctionDef) -> Iterator[Edits]:

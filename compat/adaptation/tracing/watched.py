@@ -1,7 +1,7 @@
 """Lines of a user's code, found by watching its calls of torch while the model runs.
 
-These are lines where hidden states leave autograd, and lines of attention that a graph, which has
-only what reaches the logits, does not show.
+These are lines where hidden states leave autograd, lines of attention that a graph, which has only
+what reaches the logits, does not show, and causal masks that do not fit a KV cache.
 """
 
 from __future__ import annotations
@@ -64,6 +64,27 @@ class _Attention(_Watch):
         if (weights or name in ATTENTION) and (place := _users_line()) is not None:
             self.places.append(place)
         return result
+
+
+class AlignedCausalMask(_Watch):
+    """Aligns the causal masks of fused attention with the last key, and records their lines.
+
+    `is_causal=True` aligns the mask with the first key, so that the only query of a decode step
+    attends to the first cached key alone.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            passed = {**dict(zip(names, args, strict=False)), **kwargs}
+            T, S = passed["query"].shape[-2], passed["key"].shape[-2]
+            if passed.get("is_causal") and T < S and (place := _users_line()) is not None:
+                self.places.append(place)
+                allowed = torch.ones(T, S, dtype=torch.bool, device=passed["key"].device)
+                passed |= {"is_causal": False, "attn_mask": allowed.tril(S - T)}
+                args, kwargs = (), passed
+        return func(*args, **kwargs)
 
 
 class _Detached(_Watch):
