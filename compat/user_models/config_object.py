@@ -13,6 +13,7 @@ import traceback
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +170,8 @@ def _instance(
             missing += [f"{name}.{key}" for key in unknown]
         elif name in entries:
             continue
+        elif required and "Path" in str(parameter.annotation):  # of data, which no layer reads
+            arguments[name] = Path(name)
         elif required and name not in read - {*usage.sections}:
             arguments[name] = _unread(parameter.annotation)
             unread.append(name)
@@ -297,6 +300,7 @@ def accepts(parameter: Parameter, value: Any) -> bool:
         return (
             parameter.name.lower() not in AMBIGUOUS
             and is_number
+            and not re.search(r"\b([Ll]ist|[Tt]uple|Sequence)\b", str(parameter.annotation))
             and not _COMPUTED.search(plain(parameter.name))
         )
     if default is parameter.empty or isinstance(value, str):

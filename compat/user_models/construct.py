@@ -70,6 +70,7 @@ from compat.user_models.trials import (
 )
 from compat.user_models.usage import (
     counts,
+    embedding_widths,
     forwarded,
     is_users_class,
     items_of,
@@ -480,8 +481,15 @@ def _alternatives(
     target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """Return the arguments and config entries with ambiguous names, and their roles."""
-    sizes = _sizes_named(arguments, given)
-    return {name: roles for name in sizes if (roles := meanings(_last(name)))}
+    sizes, widths = _sizes_named(arguments, given), embedding_widths(target)
+    ambiguous = {name: roles for name in sizes if (roles := meanings(_last(name)))}
+    found = {name: roles for name, roles in ambiguous.items() if _last(name) not in widths}
+    if any(role_of(_last(name)) == "n_embd" for name in sizes.keys() - ambiguous.keys()):
+        # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
+        text, heads = modules_text(target), r"[\w.]*head\w*"
+        product = rf"{heads} *\* *[\w.]*\b{{0}}\b|\b{{0}} *\* *{heads}"
+        found = {n: r for n, r in found.items() if re.search(product.format(_last(n)), text)}
+    return found
 
 
 def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
@@ -535,6 +543,9 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
     if other := _different(defaults, arguments):
         text += f"; your default is {listed(other)}"
     configs = list(vars(sys.modules.get(target.__module__, target)).items())
+    for made in filter(dataclasses.is_dataclass, arguments.values()):
+        fields = {each.name: each.default for each in dataclasses.fields(made)}
+        configs.append((type(made).__name__, fields))
     for name in arguments if isinstance(target, type) else ():
         configs += [found] if (found := config_in_files(target, reads(target, name).names)) else []
     for name, value in configs:
@@ -545,11 +556,16 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
 
 
 def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
-    """Return the entries whose values are not those that were passed, as `name=value`."""
+    """Return the entries whose values are not those that were passed, as `name=value`.
+
+    Sizes are left out, except a number of key heads that is not the number of heads.
+    """
+    heads = {key: value for key, value in own.items() if role_of(key) == "n_head"}
+    grouped = {key for key in heads if "kv" in plain(key)} if len({*heads.values()}) > 1 else set()
     return [
         f"{key}={value!r}" for key, value in own.items()
         if isinstance(value, PLAIN) and isinstance(passed.get(key), PLAIN)
-        and role_of(key) not in UNTOLD and passed[key] != value
+        and (role_of(key) not in UNTOLD or key in grouped) and passed[key] != value
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ _N = r"(n|num|number(of)?|max|total)?"
 _SIZE = r"(d|dims?|dimensions?|size|width)"
 _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 # Not the end of `cutoff`, `diff`, `buff` or `coeff`.
-_MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd|mlp|feedforward|inner|intermediate)"
+_MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
 _PATTERNS = {
     "embd_pdrop": rf"({_EMB}|pos).*drop.*|.*drop.*{_EMB}",
@@ -51,14 +51,14 @@ _PATTERNS = {
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
-    r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)",
+    r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
     r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
-    rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)position{_EMB}"
+    rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     r"|.*(num)?maxpos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
@@ -108,11 +108,12 @@ _NEUTRAL: dict[str, Any] = {
     "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
     "tokenizer": None, "tokeniser": None, "logger": None,
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
-    "ropebase": 10000.0, "ropetheta": 10000.0, "theta": 10000.0,
+    "theta": 10000.0,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
 )
+_ROPE_BASE = re.compile("rope.*(base|theta)")
 # With one expert, a mixture of experts is an MLP.
 _EXPERTS = re.compile(
     r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
@@ -279,4 +280,6 @@ def neutral(name: str) -> tuple[bool, Any]:
         return True, -1e9  # finite, for code that multiplies it by the mask
     if _EXPERTS.fullmatch(plain(name)) or _TRAINING.fullmatch(plain(name)):
         return True, 1
+    if _ROPE_BASE.fullmatch(plain(name)):
+        return True, 10000.0
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

@@ -406,7 +406,15 @@ def _candidates(entry: str, code: Code) -> list[Value]:
             return [*values]
     if re.search(r"(layer|block|attn|attention)_?(types|kinds)$", name):  # one for each layer
         found = dict.fromkeys(re.findall(r"[\"'](\w*(?:full|global|attn|attention)\w*)[\"']", text))
-        usual = sorted(found, key=lambda kind: re.search("full|global|causal", kind) is None)
+        if any(kind.endswith("_attention") for kind in found):
+            found |= {"full_attention": None}  # transformers' name, which code may not spell out
+        usual = sorted(
+            found,
+            key=lambda kind: (
+                kind not in ("full_attention", "global_attention"),
+                re.search("full|global|causal", kind) is None,
+            ),
+        )
         return [partial(_per_layer, each) for each in usual]
     near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
     texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]

@@ -24,7 +24,8 @@ _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
-_TABLE = re.compile(r"""\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
+# The first branch consumes the `in` of loops.
+_TABLE = re.compile(r"""\bfor\s[\w\s,()]+\sin\b|\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
@@ -94,7 +95,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     return Usage(
         frozenset(items),
         frozenset(attributes),
-        frozenset(_TABLE.findall(text)),
+        frozenset(_TABLE.findall(text)) - {""},
         frozenset(optional),
         frozenset(_sections(cls) & {*items, *attributes}),
     )
@@ -185,6 +186,13 @@ def modules_text(cls: Callable[..., Any]) -> str:
     files = [str(module.__file__) for module in user_modules(cls)]
     linecache.checkcache()
     return "\n".join("".join(linecache.getlines(file)) for file in files)
+
+
+def embedding_widths(cls: Callable[..., Any]) -> set[str]:
+    """Return the names of widths in the user's code, such as C in `nn.Embedding(V, config.C)`."""
+    text = modules_text(cls)
+    width = r"(?:embedding_dim\s*=\s*)?(?:[\w.]+[.])?(?:\w+\[[\"'])?(\w+)[\"'\]]*"
+    return {*re.findall(rf"\bnn\.Embedding\([^,()]+,\s*{width}\s*[,)]", text)}
 
 
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:

@@ -1282,6 +1282,72 @@ def test_a_rotation_of_all_heads_together_is_named(
     assert "a * c" in (only(adaptation, "rope").source_line or "")
 
 
+@pytest.mark.parametrize("halves", ["both", "queries"])
+def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
+    tiny: Path, tmp_path: Path, halves: str
+) -> None:
+    """q·kᵀ is the same if both are reordered, and another product if only one of them is."""
+    scores = "        scores = queries @"
+    pairs = TURNED.replace("x.chunk(2, -1)", "x[..., ::2], x[..., 1::2]")
+    keys = "turned" if halves == "both" else "flat"
+    flat = (
+        pairs.split("class GPT")[0]
+        .replace("turned", "flat")
+        .replace("torch.cat([", "torch.stack([")
+    )
+    flat = flat.replace("], -1)", "], -1).flatten(-2)")
+    edits = [
+        (scores, f"        queries, keys = turned(queries), {keys}(keys)\n{scores}"),
+        ("class GPT(", flat + pairs),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = {f.code for f in adaptation.deviations}
+    assert (found == {"rope"}) is (halves == "both")
+    if halves == "both":
+        rope = only(adaptation, "rope")
+        assert "a * c" in (rope.source_line or "") and rope.evidence.startswith("confirmed")
+
+
+def test_a_cast_inside_a_rotation_is_not_one_of_the_scores(tiny: Path, tmp_path: Path) -> None:
+    scores = "        scores = queries @"
+    turned = TURNED.replace("x.chunk(2, -1)", "x.float().chunk(2, -1)")
+    edits = [
+        (scores, f"        queries, keys = turned(queries), turned(keys)\n{scores}"),
+        ("class GPT(", turned),
+    ]
+    assert "attn_upcast" not in {f.code for f in adapted(tiny, tmp_path, edits).findings}
+    edits.append(("torch.softmax(scores, dim=-1)", "torch.softmax(scores.float(), dim=-1)"))
+    found = only(adapted(tiny, tmp_path, edits), "attn_upcast")
+    assert found.message.startswith("the attention weights are computed in float32")
+    assert "softmax" in (found.source_line or "")
+
+
+@pytest.mark.parametrize("width", [4, 3])
+def test_the_inner_width_of_a_projection_that_computes_the_gate_too(
+    tiny: Path, tmp_path: Path, width: int
+) -> None:
+    edits = [
+        ("self.up = nn.Linear(dim, 4 * dim)", f"self.up = nn.Linear(dim, 2 * {width} * dim)"),
+        ("nn.Linear(4 * dim, dim)", f"nn.Linear({width} * dim, dim)"),
+        (f"return self.down({GELU})",
+         "a, b = self.up(x).chunk(2, -1)\n        return self.down(F.silu(a) * b)"),
+    ]  # fmt: skip
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert ("inner_dim" in found) is (width == 3) and "gated_mlp" in found
+    if width == 3:
+        assert "the MLP is 72 wide" in found["inner_dim"].message
+
+
+def test_a_bias_that_is_added_to_a_gate_belongs_to_it(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.down", "        self.gate = nn.Linear(dim, 4 * dim, bias=False)\n"
+         "        self.shift = nn.Parameter(torch.ones(4 * dim))\n        self.down"),
+        (GELU, "F.silu(self.up(x)) * (self.gate(x) + self.shift)"),
+    ]  # fmt: skip
+    found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found == {"gated_mlp"}
+
+
 def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: Path) -> None:
     scores = "        scores = queries @"
     edits = [

@@ -526,3 +526,101 @@ class Tokenizer(Protocol):
     source = SIZED.format(signature=", vocab_size, n_embd, n_layer, tokenizer: Tokenizer")
     model = build(tmp_path, interface + source + "        self.tokenizer = tokenizer\n")
     assert model.tokenizer is None and model.wte.weight.shape == (97, 24)
+
+
+def test_switches_without_defaults_that_would_remove_a_part(tmp_path: Path) -> None:
+    source = """
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd, n_layer, remove_norm_rms, remove_rope, no_bias):
+        super().__init__()
+        self.rope, norm = not remove_rope, nn.Identity if remove_norm_rms else nn.RMSNorm
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.h = nn.ModuleList(nn.Linear(n_embd, n_embd, bias=not no_bias) for _ in range(n_layer))
+        self.norm = norm(n_embd)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        for layer in self.h:
+            x = layer(x)
+        return self.norm(x) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source.replace("remove_norm_rms", "remove_rmsnorm"))
+    assert model.rope is True and isinstance(model.norm, nn.RMSNorm)
+    assert model.h[0].bias is not None
+
+
+CONFIGURED = """
+from dataclasses import dataclass
+from pathlib import Path
+from torch import nn
+
+@dataclass
+class Config:
+    data_dir: Path
+    vocab_size: int = 5
+    n_embd: int = 4
+    n_layer: int = 1
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    qkv_bias: bool = False
+    ffn_dim_multiplier: float | None = None
+    moe_layers: list[int] | None = None
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config, self.file = config, config.data_dir / "text"
+        self.kv = config.n_kv_heads, config.ffn_dim_multiplier, config.moe_layers
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        width = config.n_embd
+        self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(config.n_layer))
+"""
+
+
+def test_a_path_a_factor_and_a_list_of_a_config(tmp_path: Path) -> None:
+    """Data are not read. A default of None is kept where the code computes the value."""
+    model = build(tmp_path, CONFIGURED)
+    assert model.file == Path("data_dir/text") and model.kv == (4, None, None)
+
+
+def test_what_is_replaced_in_a_config_class_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CONFIGURED)
+    _, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert call.endswith("; your Config has n_kv_heads=2 and qkv_bias=False")
+    (tmp_path / "own.py").write_text(
+        CONFIGURED.replace("n_kv_heads: int = 2", "n_kv_heads: int = 4")
+    )
+    _, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert call.endswith("; your Config has qkv_bias=False")
+
+
+@pytest.mark.parametrize("named", ["", '        assert kind in ("full_attention", "local")\n'])
+def test_the_kinds_of_the_layers_in_a_dictionary(tmp_path: Path, named: str) -> None:
+    source = f"""
+from torch import nn
+
+class Layer(nn.Linear):
+    def __init__(self, width, kind):
+        super().__init__(width, width)
+{named}        self.local = kind == "sliding_attention"
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        assert len(cfg["layer_types"]) == cfg["n_layers"]
+        self.wte = nn.Embedding(cfg["vocab_size"], cfg["emb_dim"])
+        self.scale, self.base = cfg["query_pre_attn_scalar"] ** -0.5, cfg["rope_local_base"]
+        self.h = nn.ModuleList(Layer(cfg["emb_dim"], kind) for kind in cfg["layer_types"])
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        for layer in self.h:
+            x = layer(x)
+        return x @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert len(model.h) == 3 and not any(layer.local for layer in model.h)
+    assert model.scale == 6**-0.5 and model.base == 10000.0

@@ -326,3 +326,22 @@ class GPT(nn.Module):
     model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     assert isinstance(model.norms[0], nn.RMSNorm)  # type: ignore[index]
     assert "remove_rmsnorm=False" in call and "no_rope=False" in call
+
+
+@pytest.mark.parametrize(
+    ("width", "inner"), [("n_embd", "cfg.hidden_dim"), ("hidden_size", "4 * width")]
+)
+def test_an_ambiguous_name_whose_role_the_code_shows(
+    tmp_path: Path, width: str, inner: str
+) -> None:
+    """Larger or additional matrices elsewhere do not change what a name stands for."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace(
+        "nn.Embedding(cfg.vocab_size, width)", "nn.Embedding(cfg.vocab_size, cfg.WIDTH)"
+    )
+    source = source.replace(
+        "nn.LayerNorm(width)]", "nn.LayerNorm(width)] + 9 * [nn.Linear(width, width)]"
+    )
+    model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
+    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
+    assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
