@@ -329,18 +329,19 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("width", "inner"), [("n_embd", "cfg.hidden_dim"), ("hidden_size", "4 * width")]
+    ("width", "inner", "more"), [("n_embd", "cfg.hidden_dim", 9), ("hidden_size", "4 * width", 60)]
 )
 def test_an_ambiguous_name_whose_role_the_code_shows(
-    tmp_path: Path, width: str, inner: str
+    tmp_path: Path, width: str, inner: str, more: int
 ) -> None:
-    """Larger or additional matrices elsewhere do not change what a name stands for."""
+    """Additional matrices elsewhere do not change what a name stands for."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace(
         "nn.Embedding(cfg.vocab_size, width)", "nn.Embedding(cfg.vocab_size, cfg.WIDTH)"
     )
     source = source.replace(
-        "nn.LayerNorm(width)]", "nn.LayerNorm(width)] + 9 * [nn.Linear(width, width)]"
+        "nn.LayerNorm(width)]",
+        f"nn.LayerNorm(width)] + [nn.Linear(width, width) for _ in range({more})]",
     )
     model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
     assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
