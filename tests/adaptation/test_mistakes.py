@@ -1152,6 +1152,37 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "grouped_query_attention",
         ["keys = self.W_key(x)", "self.W_key = nn.Linear"],
     ),
+    "a mask that adds 1": (
+        [
+            (
+                'scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))',
+                "scores += self.mask[:T, :T].bool()",
+            )
+        ],
+        "mask_value",
+        ["scores += self.mask"],
+    ),
+    "a softmax of a softmax": (
+        [
+            (
+                "        weights = self.drop",
+                "        weights = torch.softmax(weights, dim=-1)\n        weights = self.drop",
+            )
+        ],
+        "other_softmax",
+        ["torch.softmax(weights"],
+    ),
+    "a softmax of a softmax without a mask": (
+        [
+            (
+                "        weights = self.drop",
+                "        weights = torch.softmax(weights, dim=-1)\n        weights = self.drop",
+            ),
+            ("scores = scores.masked_fill(", "scores.masked_fill("),
+        ],
+        "no_mask",
+        ["torch.softmax(scores"],
+    ),
     "sums that are divided": (
         [("        x = x + shortcut\n", "        x = (x + shortcut) / 2\n")],
         "residual_weights",
@@ -1334,6 +1365,7 @@ def test_the_inner_width_of_a_projection_that_computes_the_gate_too(
     ]  # fmt: skip
     found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
     assert ("inner_dim" in found) is (width == 3) and "gated_mlp" in found
+    assert "unexplained" not in found
     if width == 3:
         assert "the MLP is 72 wide" in found["inner_dim"].message
 

@@ -171,6 +171,51 @@ class LayerAttention:
         return None
 
     @cached_property
+    def added_mask(self) -> tuple[Node, float] | None:
+        """The node that adds a number to the scores of later tokens, and this number."""
+        if self.formula is not None or self.attention.indirect:
+            return None
+        masks = [
+            (node, a) for node in self.live(frozenset({"add"})) for a in node.all_input_nodes
+            if a not in self.graph.live and size(a)[-2:] == (self.graph.shape[1],) * 2
+        ]  # fmt: skip
+        for node, mask in masks:
+            [value] = self.graph.run([mask], {})
+            later = torch.ones(value.shape[-2:], dtype=torch.bool).triu(1)
+            numbers = torch.unique(value[..., later])
+            if len(numbers) == 1 and numbers.isfinite().all() and not value[..., ~later].any():
+                return node, numbers.item()
+        return None
+
+    @cached_property
+    def is_softmaxed_twice(self) -> bool:
+        """Whether a softmax of attention reads the result of another one."""
+        if self.formula is not None or self.attention.indirect:
+            return False
+        softmaxes = self.live(SOFTMAXES)
+        return any(self.graph.ancestors[n] & {*softmaxes} - {n} for n in softmaxes)
+
+    @cached_property
+    def is_unknown(self) -> bool:
+        """Whether attention has no known formula, and nothing else explains why."""
+        if self.formula is not None or self.unsplit or self.is_normalized:
+            return False
+        if self.attention.over_heads or self.mixing or self.added_scores:
+            return False
+        known = (self.mask_value, self.added_mask, self.shift, self.pairwise)
+        return not self.adds_relative_scores and all(each is None for each in known)
+
+    @cached_property
+    def attends_to_later_tokens(self) -> bool:
+        """Whether the values of the last token change what the tokens before it compute."""
+        piece = AttentionPiece(self.graph, self.attention)
+        q, k, v = piece.random(0), piece.keys(1), piece.random(2)
+        other = v.clone()
+        other[..., -1, :] += 1
+        one, two = (piece.heads(q, k, values)[..., :-1, :] for values in (v, other))
+        return not torch.allclose(one, two)
+
+    @cached_property
     def masked(self) -> list[Node]:
         """The operations that combine the scores with a mask (T, T)."""
         graph = self.graph
@@ -488,12 +533,20 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
 )
 @each_layer
 def mask_value(layer: LayerAttention) -> Deviation | None:
-    if layer.mask_value is None:
+    found = layer.mask_value or layer.added_mask
+    if found is None:
         return None
-    node, value = layer.mask_value
+    node, value = found
     place = source.running(layer.graph, [node])
     changes = layer.own_attention if layer.formula is None else None
-    return layer.deviation(place, changes, found=value)
+    deviation = layer.deviation(place, changes, found=value)
+    if layer.mask_value is not None:
+        return deviation
+    message = (
+        "the mask adds {found:g} to the scores of later tokens, which the softmax does not "
+        "exclude, but GPT-2 sets them to the lowest value of the data type"
+    )
+    return replace(deviation, message=message)
 
 
 @deviation(
@@ -530,13 +583,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 @detects("unexplained")
 @each_layer
 def unknown_attention(layer: LayerAttention) -> Deviation | None:
-    if layer.formula is not None or layer.unsplit or layer.is_normalized:
-        return None
-    if layer.attention.over_heads or layer.mixing or layer.added_scores:
-        return None
-    if layer.mask_value is not None or layer.shift is not None or layer.pairwise is not None:
-        return None
-    if layer.adds_relative_scores:
+    if not layer.is_unknown or layer.is_softmaxed_twice:
         return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
     if layer.attention.indirect:
@@ -588,6 +635,26 @@ def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     lines = [place, *source.calls(layer.graph, ends, place)]
     found = layer.deviation(place, found="the softmax adds 1 to the sum of exponentials")
     return replace(found, lines=lines)
+
+
+@detects("other_softmax")
+@each_layer
+def repeated_softmax(layer: LayerAttention) -> Deviation | None:
+    """Detect a softmax of attention weights."""
+    if not layer.is_unknown or not layer.is_softmaxed_twice:
+        return None
+    place = source.running(layer.graph, layer.live(SOFTMAXES)[-1:])
+    found = layer.deviation(place, layer.own_attention)
+    message = "a softmax is applied to the result of a softmax, but GPT-2 applies one softmax"
+    return replace(found, message=message)
+
+
+@detects("no_mask")
+@each_layer
+def no_mask_of_unknown_attention(layer: LayerAttention) -> Deviation | None:
+    if not layer.is_unknown or layer.attention.indirect or not layer.attends_to_later_tokens:
+        return None
+    return layer.deviation(layer.softmax_line, layer.own_attention)
 
 
 @detects("other_softmax")

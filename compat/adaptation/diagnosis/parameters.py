@@ -137,9 +137,8 @@ def _inner_width(context: DiagnosisContext) -> int | None:
     if weight is None:
         return None
     found = prod(shapes[weight][0]) // C
-    layer = context.anatomy.layers[int(weight.split(".")[1])]
-    if layer.is_gated and layer.gate is None:
-        found //= 2  # one projection computes the gate too
+    if _computes_gate(context, weight):
+        found //= 2
     follows = C != config.n_embd and found * config.n_embd == config.d_inner * C
     return None if found == config.d_inner or follows else found
 
@@ -166,11 +165,21 @@ def _head_width(context: DiagnosisContext) -> int | None:
     return None if width in (found * context.n_head, found * context.config.n_head) else found
 
 
+def _computes_gate(context: DiagnosisContext, hf: str) -> bool:
+    """Return whether the projection in the place of c_fc computes the gate of the MLP as well."""
+    parts = hf.split(".")
+    if parts[2:4] != ["mlp", "c_fc"]:
+        return False
+    layer = context.anatomy.layers[int(parts[1])]
+    return layer.is_gated and layer.gate is None
+
+
 @detects("unexplained")
 def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect shapes that differ although width, inner width and number of heads agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
+    others = [hf for hf in others if not _computes_gate(context, hf)]  # gated_mlp
     if context.n_head not in (None, context.config.n_head) or _head_width(context):
         others = [hf for hf in others if ".attn." not in hf]
     if others and context.anatomy.width == context.config.n_embd:
