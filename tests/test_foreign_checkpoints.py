@@ -13,7 +13,7 @@ import torch
 from compat import check_parity, load_pretrained
 from compat.checkpoint import foreign, open_checkpoint
 from compat.errors import CheckpointError, ConfigError
-from tests.checkpoint_files import holds
+from tests.checkpoint_files import check_contents
 from tests.conftest import State, Write, noisy_reference
 from tests.foreign_files import (
     ARGS,
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_nanogpt_is_read(nano: Make, state: State, wrapped: str)
     folder = nano(prefix=f"{wrapped}transformer.")
     for source in (folder, folder / "ckpt.pt"):
         checkpoint = open_checkpoint(source)
-        holds(checkpoint, state)
+        check_contents(checkpoint, state)
         config = checkpoint.config
         assert (config.n_layer, config.n_head, config.n_embd) == (3, 4, 24)
         assert (config.n_positions, config.vocab_size) == (32, 97)
@@ -111,7 +111,7 @@ def test_biases_that_nanogpt_leaves_out_are_zero(nano: Make, dialect: str) -> No
             if name.endswith(".bias"):
                 parameter.zero_()
     folder = nano(without_biases(plain_state(reference)), bias=False)
-    holds(open_checkpoint(folder), plain_state(reference))
+    check_contents(open_checkpoint(folder), plain_state(reference))
     found = logits_of(load_pretrained(folder, dialect))
     assert torch.allclose(found, logits_of(reference), atol=1e-4)
     assert check_parity(dialect, folder).passed
@@ -130,7 +130,7 @@ def test_missing_biases_are_reported(nano: Make, state: State) -> None:
 def test_a_vocabulary_padded_by_nanogpt(nano: Make, state: State) -> None:
     state["wte.weight"] = torch.randn(50304, 24)
     checkpoint = open_checkpoint(nano(state, vocab_size=50304))
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert (checkpoint.config.vocab_size, checkpoint.config.eos_token_id) == (50304, 50256)
 
 
@@ -180,7 +180,7 @@ def test_a_complete_hugging_face_config_beside_a_nanogpt_file(
     folder = nano()
     (folder / "config.json").write_bytes((tiny / "config.json").read_bytes())
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.config.activation_function == "gelu_new"
 
 
@@ -213,7 +213,7 @@ def test_hugging_faces_layout_needs_its_config(write: Write, state: State) -> No
 
 
 def test_n_head_must_agree_with_hugging_faces_config(tiny: Path, state: State) -> None:
-    holds(open_checkpoint(tiny, n_head=4), state)
+    check_contents(open_checkpoint(tiny, n_head=4), state)
     with pytest.raises(ConfigError, match=r"n_head is passed as 6, but .*config\.json has 4"):
         load_pretrained(tiny, n_head=6)
 
@@ -226,7 +226,7 @@ def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((tiny / name).read_bytes())
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.notes == ["model.safetensors is used, and ckpt.pt beside it is not"]
 
 
@@ -234,7 +234,7 @@ def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
     folder = write(state)
     (folder / "model.safetensors.index.json").write_text("{}")
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.notes == [
         "model.safetensors is used, and model.safetensors.index.json beside it is not"
     ]

@@ -22,7 +22,7 @@ from tests.pages import (
     EXACT,
     GOOD,
     GOOD_LOGITS,
-    UNJUDGED,
+    UNCALIBRATED,
     Document,
     adaptation,
     evil_page,
@@ -63,7 +63,7 @@ def test_reports_of_both_dialects_share_a_page(passing: ParityReport, tiny: Path
 
 
 def test_without_float64_nothing_accumulated_is_judged() -> None:
-    taps = [TapResult(name, UNJUDGED, GOOD) for name in tap_names(2)]
+    taps = [TapResult(name, UNCALIBRATED, GOOD) for name in tap_names(2)]
     page = Document(parity_page(report_of(taps=taps, calibrated=False)))
     assert page.count("path", **{"class": "band"}) == 1
     assert "not judged" in page.text and "no float64 run" in page.text

@@ -15,7 +15,15 @@ from safetensors.torch import load_file
 from compat import HubError, load_pretrained
 from compat.checkpoint.hub import fetch
 from tests.conftest import noisy_reference
-from tests.hub_client import Ask, Outcome, fetch_all, files_of, hash_of, is_error, start
+from tests.hub_client import (
+    FetchRequest,
+    Outcome,
+    check_hub_error,
+    fetch_all,
+    files_of,
+    hash_of,
+    start,
+)
 from tests.hub_server import HubServer
 
 NAMES = (
@@ -61,7 +69,7 @@ class Session:
     root: Path
     hub: HubServer
     pinned: str
-    outcomes: dict[Ask, Outcome]
+    outcomes: dict[FetchRequest, Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +85,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         hub.faults["org/pushed", ""] = "push"
         pinned = hub.push("org/pinned", root / "org/pinned", "v1")
         hub.push("org/pinned", root / "gpt2")  # main has moved on
-        asks: list[Ask] = [(name, None) for name in NAMES if name != "org/pinned"]
+        asks: list[FetchRequest] = [(name, None) for name in NAMES if name != "org/pinned"]
         asks += [("org/pinned", "v1"), ("org/nowhere", None), ("org/both", "no-such-branch")]
         found = fetch_all(home, asks, url=hub.url, load=True, HF_TOKEN="hf_letmein")
         yield Session(home, root, hub, pinned, dict(zip(asks, found, strict=True)))
@@ -139,9 +147,9 @@ def test_the_token_of_the_environment_is_sent_with_every_request(session: Sessio
     ],
 )
 def test_an_unknown_repository_or_revision_is_named(
-    session: Session, ask: Ask, fragments: tuple[str, ...]
+    session: Session, ask: FetchRequest, fragments: tuple[str, ...]
 ) -> None:
-    is_error(session.outcomes[ask], *fragments, session.hub.url)
+    check_hub_error(session.outcomes[ask], *fragments, session.hub.url)
 
 
 def test_a_second_fetch_makes_one_request_and_downloads_nothing(
@@ -156,7 +164,11 @@ def test_a_second_fetch_makes_one_request_and_downloads_nothing(
 
 
 def test_offline_and_unreachable_use_the_cache_at_that_revision(session: Session) -> None:
-    asks: list[Ask] = [("gpt2", None), ("org/pinned", "v1"), ("org/pinned", session.pinned)]
+    asks: list[FetchRequest] = [
+        ("gpt2", None),
+        ("org/pinned", "v1"),
+        ("org/pinned", session.pinned),
+    ]
     asks += [("org/only-bin", None), ("org/sharded", None)]
     offline = start(session.home, asks, url=session.hub.url, load=True, HF_HUB_OFFLINE="1")
     away = start(session.home, asks, load=True)
@@ -168,20 +180,22 @@ def test_offline_and_unreachable_use_the_cache_at_that_revision(session: Session
 
 def test_offline_a_revision_that_the_cache_does_not_know_is_an_error(session: Session) -> None:
     """`main` of org/pinned was never fetched, although another revision was."""
-    asks: list[Ask] = [("org/pinned", None), ("org/never", "v1"), ("gpt2", "../../x")]
+    asks: list[FetchRequest] = [("org/pinned", None), ("org/never", "v1"), ("gpt2", "../../x")]
     offline = start(session.home, asks, HF_HUB_OFFLINE="1")
     away = start(session.home, asks)
     found = [process.outcomes() for process in (offline, away)]
     for outcome in found[0]:
-        is_error(outcome, "HF_HUB_OFFLINE is set", "lacks config.json and weights")
+        check_hub_error(outcome, "HF_HUB_OFFLINE is set", "lacks config.json and weights")
     for outcome in found[1]:
-        is_error(outcome, "refused", "lacks config.json and weights", "Check the name and the conn")
+        check_hub_error(
+            outcome, "refused", "lacks config.json and weights", "Check the name and the conn"
+        )
 
 
 def test_progress_is_printed_to_stderr_and_can_be_disabled(
     session: Session, tmp_path: Path
 ) -> None:
-    ask: list[Ask] = [("org/both", None)]
+    ask: list[FetchRequest] = [("org/both", None)]
     # Where stderr is not a terminal, the client shows progress only with this variable.
     settings = {"url": session.hub.url, "TQDM_POSITION": "-1"}
     shown = start(tmp_path / "a", ask, **settings)

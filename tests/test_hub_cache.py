@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.hub_client import Outcome, fetch_all, files_of, is_error, start
+from tests.hub_client import Outcome, check_hub_error, fetch_all, files_of, start
 from tests.hub_server import HubServer
 
 NOBODY = 65534
@@ -94,7 +94,9 @@ def test_an_empty_read_only_cache_is_an_error_with_its_path(
 ) -> None:
     open_home.mkdir()
     outcome = as_nobody(open_home, hub, tiny)
-    is_error(outcome, f"the cache at {open_home}/hub cannot be written", "Permission", "HF_HOME")
+    check_hub_error(
+        outcome, f"the cache at {open_home}/hub cannot be written", "Permission", "HF_HOME"
+    )
 
 
 def test_a_cache_behind_a_link_is_used(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
@@ -111,7 +113,9 @@ def test_a_cache_without_links_is_used_but_has_no_hashes(
     outcome = fetch_one(tmp_path, hub, verify=True, HF_HUB_DISABLE_SYMLINKS="1")
     assert outcome["files"] == files_of(tiny)
     assert not any(path.is_symlink() for path in Path(outcome["folder"]).iterdir())
-    is_error(offline(tmp_path, hub, verify=True), "cannot be verified", WEIGHTS, "without verify")
+    check_hub_error(
+        offline(tmp_path, hub, verify=True), "cannot be verified", WEIGHTS, "without verify"
+    )
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
@@ -119,8 +123,8 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
 ) -> None:
     (outcome,) = fetch_all(tmp_path, [(REPO, None)], url=hub.url, largest=50_000)
     where = f"the cache at {tmp_path}/hub cannot be written"
-    is_error(outcome, f"{WEIGHTS} of '{REPO}'", where, "File too large", "Free space")
-    is_error(offline(tmp_path, hub), "lacks config.json and weights")
+    check_hub_error(outcome, f"{WEIGHTS} of '{REPO}'", where, "File too large", "Free space")
+    check_hub_error(offline(tmp_path, hub), "lacks config.json and weights")
     assert fetch_one(tmp_path, hub, verify=True)["files"] == files_of(tiny)
 
 
@@ -132,7 +136,7 @@ def test_a_complete_cache_is_used_when_the_hub_fails_but_not_when_it_refuses(
     hub.faults[REPO, ""] = fault
     outcome = fetch_one(tmp_path, hub)
     if fault == "gated":
-        is_error(outcome, "403, access is restricted", "HF_TOKEN")
+        check_hub_error(outcome, "403, access is restricted", "HF_TOKEN")
     else:
         assert outcome["files"] == files_of(tiny)
         assert "Using commit" in outcome["stderr"]
@@ -143,7 +147,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(
 ) -> None:
     folder = Path(fetch_one(tmp_path, hub)["folder"])
     os.truncate(folder / WEIGHTS, 1000)
-    is_error(offline(tmp_path, hub, verify=True), WEIGHTS, "SHA-256 is", "Delete")
+    check_hub_error(offline(tmp_path, hub, verify=True), WEIGHTS, "SHA-256 is", "Delete")
     assert fetch_one(tmp_path, hub, verify=True)["files"] == files_of(tiny)
 
 
@@ -168,7 +172,7 @@ def test_offline_an_incomplete_cache_is_an_error_that_lists_missing_files(
     found = fetch_all(home, asks, url=hub.url, HF_HUB_OFFLINE="1")
     gaps["d"] = ["weights (model.safetensors or pytorch_model.bin, whole or in shards)"]
     for outcome, gap in zip(found, gaps.values(), strict=True):
-        is_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {' and '.join(gap)}.")
+        check_hub_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {' and '.join(gap)}.")
     for outcome in fetch_all(home, asks, url=hub.url):
         assert outcome["files"] == files_of(tmp_path / "sharded")
 

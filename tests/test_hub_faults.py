@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import noisy_reference
-from tests.hub_client import Outcome, fetch_all, files_of, is_error
+from tests.hub_client import Outcome, check_hub_error, fetch_all, files_of
 from tests.hub_server import HubServer
 
 WEIGHTS = "model.safetensors"
@@ -84,7 +84,7 @@ def test_a_fault_is_one_complete_error_in_bounded_time(
     repo = repo_of(file, fault)
     outcome = session.faulty[repo]
     what = f"{file} of {repo!r}" if file else repr(repo)
-    is_error(outcome, f"{what} at revision 'main'", *fragments)
+    check_hub_error(outcome, f"{what} at revision 'main'", *fragments)
     assert session.url in outcome["message"] or fault == "listed larger"
     assert outcome["seconds"] < 40
 
@@ -141,7 +141,9 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.mark.parametrize("name", GAPS)
 def test_missing_files_of_a_repository_are_listed(gaps: dict[str, Outcome], name: str) -> None:
     next_step = "Use another repository or revision."
-    is_error(gaps[f"org/{name}"], f"'org/{name}' at revision 'main'", GAPS[name][1], next_step)
+    check_hub_error(
+        gaps[f"org/{name}"], f"'org/{name}' at revision 'main'", GAPS[name][1], next_step
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from compat import HubError
 from compat.checkpoint.hub import check_hashes
 from tests.conftest import noisy_reference
-from tests.hub_client import Ask, Outcome, fetch_all, files_of, is_error
+from tests.hub_client import FetchRequest, Outcome, check_hub_error, fetch_all, files_of
 from tests.hub_server import HubServer
 
 WEIGHTS = "model.safetensors"
@@ -75,7 +75,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         hub.faults["org/unstated", WEIGHTS] = "listed without hash"
 
         def fetched(verify: bool, **settings: str) -> dict[str, Outcome]:
-            asks: list[Ask] = [(repo, None, verify) for repo in hub.repos]
+            asks: list[FetchRequest] = [(repo, None, verify) for repo in hub.repos]
             return dict(zip(hub.repos, fetch_all(home, asks, url=hub.url, **settings), strict=True))
 
         plain, online = fetched(False), fetched(True)
@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_found_online_and_offline_and_can_be_repaired(
     assert "files" in session.plain[repo]  # nothing was verified
     kind = "git's SHA-1 is" if repo == "org/config" else "SHA-256 is"
     for outcome in (session.online[repo], session.offline[repo]):
-        is_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")
+        check_hub_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")
     folder = session.folder / ("shards" if repo == "org/shard" else "whole")
     assert session.again[repo]["files"] == files_of(folder)
 

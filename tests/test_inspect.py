@@ -12,7 +12,7 @@ import torch
 
 from compat import CompatError, HubError, inspect_checkpoint, load_pretrained, load_tokenizer
 from compat.checkpoint.contents import Stored
-from tests.checkpoint_files import sharded
+from tests.checkpoint_files import save_sharded
 from tests.command_line import Cli
 from tests.conftest import State, Write
 from tests.foreign_files import ARGS, linear, masks
@@ -67,7 +67,7 @@ def demo_model() -> Any:
 
 
 def test_shards(tiny: Path, tmp_path: Path) -> None:
-    found = inspect_checkpoint(sharded(tmp_path, tiny))
+    found = inspect_checkpoint(save_sharded(tmp_path, tiny))
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert found.format == f"Hugging Face safetensors, {len(shards)} shards"
     index = tmp_path / "model.safetensors.index.json"

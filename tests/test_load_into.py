@@ -25,7 +25,7 @@ from compat import (
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.loading_common import both_dialects, identical, ids, saved
+from tests.loading_common import both_dialects, check_identical, ids, save
 from tests.own_gpt2 import MyGPT2, my_map
 
 
@@ -45,7 +45,7 @@ def untouched(
         assert fragment in str(caught.value)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
-    identical({name: parameter.detach() for name, parameter in after.items()}, values)
+    check_identical({name: parameter.detach() for name, parameter in after.items()}, values)
 
 
 # A module of one's own.
@@ -73,7 +73,7 @@ def test_load_into_a_users_module(
     expected = reference.state_dict()
     if tied:
         del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model, name_map), expected)
+    check_identical(to_hf_state_dict(model, name_map), expected)
 
 
 def test_load_into_keeps_dtype_mode_and_frozen_parameters(tiny: Path) -> None:
@@ -205,7 +205,7 @@ def test_load_into_changes_nothing_when_the_last_tensor_is_not_finite(tmp_path: 
     reference = noisy_reference()
     with torch.no_grad():
         reference.transformer.h[2].mlp.c_proj.bias[7] = float("nan")
-    folder = saved(tmp_path, reference)
+    folder = save(tmp_path, reference)
     untouched(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
 
 
@@ -247,13 +247,13 @@ def test_zero_biases_that_the_model_lacks_are_dropped_and_written_back(
         for name, parameter in reference.named_parameters():
             if name.endswith(biases):
                 parameter.zero_()
-    folder = saved(tmp_path, reference)
+    folder = save(tmp_path, reference)
     config = GPT2Config.from_dict({**open_checkpoint(folder).config.to_hf_dict(), field: False})
     model = DIALECTS[dialect].model_class(config).eval()
     load_into(model, DIALECTS[dialect].name_map, folder)
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
     with torch.no_grad():
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
 
@@ -277,4 +277,4 @@ def test_a_map_without_an_embedding_can_be_written() -> None:
     model = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False)})
     name_map = NameMap((Row("lm_head.weight", ("head.weight",), Same()),))
     written = to_hf_state_dict(model, name_map)
-    identical(written, {"lm_head.weight": model["head"].weight.detach()})
+    check_identical(written, {"lm_head.weight": model["head"].weight.detach()})

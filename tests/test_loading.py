@@ -13,7 +13,7 @@ from compat import CompatError, ConfigError, load_block, load_pretrained, to_hf_
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.loading_common import both_dialects, identical, ids, saved
+from tests.loading_common import both_dialects, check_identical, ids, save
 
 HEADS = {"linear": ("out_head", "tok_emb"), "conv1d": ("lm_head", "wte")}
 
@@ -25,7 +25,7 @@ HEADS = {"linear": ("out_head", "tok_emb"), "conv1d": ("lm_head", "wte")}
 def test_a_tied_checkpoint_is_restored_bit_by_bit(tiny: Path, dialect: str) -> None:
     expected = noisy_reference().state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(load_pretrained(tiny, dialect)), expected)
+    check_identical(to_hf_state_dict(load_pretrained(tiny, dialect)), expected)
 
 
 @both_dialects
@@ -40,7 +40,7 @@ def test_an_untied_checkpoint_is_restored_bit_by_bit(
     make_checkpoint: MakeCheckpoint, dialect: str, fields: dict[str, int]
 ) -> None:
     model = load_pretrained(make_checkpoint(seed=3, **fields), dialect)
-    identical(to_hf_state_dict(model), noisy_reference(seed=3, **fields).state_dict())
+    check_identical(to_hf_state_dict(model), noisy_reference(seed=3, **fields).state_dict())
 
 
 @both_dialects
@@ -48,8 +48,8 @@ def test_an_untied_head_that_equals_the_embedding_is_kept(tmp_path: Path, dialec
     reference = noisy_reference(tie_word_embeddings=False)
     with torch.no_grad():
         reference.lm_head.weight.copy_(reference.transformer.wte.weight)
-    model = load_pretrained(saved(tmp_path, reference), dialect)
-    identical(to_hf_state_dict(model), reference.state_dict())
+    model = load_pretrained(save(tmp_path, reference), dialect)
+    check_identical(to_hf_state_dict(model), reference.state_dict())
 
 
 @both_dialects
@@ -84,7 +84,7 @@ def test_twelve_layers_are_not_mixed_up(make_checkpoint: MakeCheckpoint, dialect
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
 # What load_pretrained hands out.
@@ -112,7 +112,7 @@ def test_a_stored_head_that_differs_is_loaded_untied(
     state["lm_head.weight"] = state["transformer.wte.weight"] + 1
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    identical(to_hf_state_dict(load_pretrained(tmp_path, dialect)), state)
+    check_identical(to_hf_state_dict(load_pretrained(tmp_path, dialect)), state)
 
 
 @both_dialects
@@ -143,7 +143,7 @@ def test_views_in_a_pickle_are_loaded_contiguously(
     model = load_pretrained(tmp_path, dialect)
     assert [k for k, v in model.named_parameters() if not v.is_contiguous()] == []
     save_file(to_hf_state_dict(model), tmp_path / "written.safetensors")
-    identical(load_file(tmp_path / "written.safetensors"), state)
+    check_identical(load_file(tmp_path / "written.safetensors"), state)
 
 
 @both_dialects
@@ -152,7 +152,7 @@ def test_dtype_is_that_of_every_parameter(tiny: Path, dialect: str, dtype: torch
     model = load_pretrained(tiny, dialect, dtype=dtype)
     expected = noisy_reference().to(dtype).state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
 @both_dialects
@@ -161,11 +161,11 @@ def test_without_dtype_that_of_the_checkpoint_is_kept(
     tmp_path: Path, dialect: str, dtype: torch.dtype
 ) -> None:
     reference = noisy_reference().to(dtype)
-    model = load_pretrained(saved(tmp_path, reference), dialect)
+    model = load_pretrained(save(tmp_path, reference), dialect)
     assert {p.dtype for p in model.parameters()} == {dtype}
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
 def test_weights_beyond_the_data_type_are_refused(tmp_path: Path, tiny: Path) -> None:
@@ -190,7 +190,7 @@ def test_two_models_from_one_open_checkpoint_share_nothing(tiny: Path) -> None:
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.zero_()
-    identical(to_hf_state_dict(second), to_hf_state_dict(load_pretrained(tiny)))
+    check_identical(to_hf_state_dict(second), to_hf_state_dict(load_pretrained(tiny)))
 
 
 def test_an_unknown_dialect_is_refused(tiny: Path) -> None:
@@ -211,7 +211,7 @@ def test_load_block_is_that_block_of_the_model(
     for i in range(3):
         block = load_block(folder, i, dialect)
         whole = model.get_submodule(DIALECTS[dialect].block_path.format(i=i))
-        identical(block.state_dict(), whole.state_dict())
+        check_identical(block.state_dict(), whole.state_dict())
         assert not any(module.training for module in block.modules())
         with torch.no_grad():
             outputs.append(block(x))

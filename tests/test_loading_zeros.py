@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from compat import CompatError, NameMap, NameMapError, load_into, to_hf_state_dict
-from tests.loading_common import identical
+from tests.loading_common import check_identical
 from tests.own_gpt2 import MyGPT2, my_map
 
 ZEROS = ("head_bias", "stack.{i}.gate_bias")
@@ -43,7 +43,7 @@ def refused(
         yield
     for text in words:
         assert text in str(caught.value)
-    identical(model.state_dict(), before)
+    check_identical(model.state_dict(), before)
 
 
 def test_names_are_written_out_for_every_layer() -> None:
@@ -79,7 +79,9 @@ def test_loading_fills_them_on_the_meta_device_too(tiny: Path) -> None:
 def test_saving_leaves_them_out(tiny: Path) -> None:
     model = WithBiases()
     load_into(model, with_zeros(*ZEROS), tiny)
-    identical(to_hf_state_dict(model, with_zeros(*ZEROS)), load_file(tiny / "model.safetensors"))
+    check_identical(
+        to_hf_state_dict(model, with_zeros(*ZEROS)), load_file(tiny / "model.safetensors")
+    )
 
 
 @pytest.mark.parametrize("name", ["head_bias", "stack.1.gate_bias"])

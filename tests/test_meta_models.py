@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compat import NameMapError, load_into, load_pretrained
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
-from tests.loading_common import both_dialects, identical, ids
+from tests.loading_common import both_dialects, check_identical, ids
 from tests.own_gpt2 import MyGPT2, my_map
 
 
@@ -193,4 +193,4 @@ def test_ordinary_models_with_buffers_load(tiny: Path, model: Callable[[], MyGPT
     buffers = {name: buffer.clone() for name, buffer in built.named_buffers()}
     load_into(built, my_map(), tiny)
     load_into(built, my_map(), tiny)  # and again
-    identical(dict(built.named_buffers()), buffers)
+    check_identical(dict(built.named_buffers()), buffers)

@@ -18,7 +18,7 @@ from compat.checkpoint import foreign, open_checkpoint
 from compat.checkpoint.layout import HEAD, expected_shapes
 from compat.dialects import Model
 from compat.errors import CheckpointError, ConfigError
-from tests.checkpoint_files import holds
+from tests.checkpoint_files import check_contents
 from tests.conftest import State, noisy_reference
 from tests.foreign_files import NANO_GPT, linear, logits_of, masks, plain_state
 from tests.loading_common import both_dialects
@@ -101,7 +101,7 @@ def test_a_state_dict_of_mingpt_is_read(
     mini: Make, state: State, config: object, n_head: int | None
 ) -> None:
     checkpoint = open_checkpoint(mini(config), n_head=n_head)
-    holds(checkpoint, {**state, "lm_head.weight": state["wte.weight"] + 1})
+    check_contents(checkpoint, {**state, "lm_head.weight": state["wte.weight"] + 1})
     found = checkpoint.config
     assert (found.n_layer, found.n_head, found.n_embd) == (3, 4, 24)
     assert (found.n_positions, found.vocab_size) == (32, 97)
@@ -147,7 +147,7 @@ def test_linear_layout_in_safetensors(tmp_path: Path, state: State) -> None:
     head = {"lm_head.weight": state["wte.weight"] + 1}
     save_file(linear({**state, **head, **masks()}), tmp_path / "model.safetensors")
     for mmap in (False, True):
-        holds(open_checkpoint(tmp_path, n_head=4, mmap=mmap), {**state, **head})
+        check_contents(open_checkpoint(tmp_path, n_head=4, mmap=mmap), {**state, **head})
     assert check_parity("linear", open_checkpoint(tmp_path, n_head=4)).passed
 
 

@@ -33,13 +33,13 @@ from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
 from tests.native_common import (
-    MORE,
-    by,
+    ERROR_LIMIT,
     by_torch,
     each_kernel,
     needs_compiler,
     needs_panels,
     plant_outliers,
+    transformer_with,
 )
 
 pytestmark = needs_compiler
@@ -78,9 +78,9 @@ def passes(transformer: Transformer) -> list[Tensor]:
 
 @each_kernel
 def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: str, pack: Pack) -> None:
-    transformer = by(pack, source, dtype)
+    transformer = transformer_with(pack, source, dtype)
     expected = passes(by_torch(source, "float64"))
-    bound = MORE[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
+    bound = ERROR_LIMIT[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
     transformer.wpe = transformer.wpe.roll(1, 0)
@@ -104,7 +104,7 @@ def test_every_field_of_the_config_has_an_effect(
     folder = make_checkpoint(n_positions=64, n_layer=1, **config)
     transformer = native(Engine.from_pretrained(folder))
     expected = passes(by_torch(folder, "float64"))
-    bound = MORE["float32"] * max(map(relative, passes(by_torch(folder)), expected))
+    bound = ERROR_LIMIT["float32"] * max(map(relative, passes(by_torch(folder)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
 
@@ -113,7 +113,7 @@ def test_every_field_of_the_config_has_an_effect(
 def test_logits_depend_on_neither_threads_nor_other_rows(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = by(pack, source, dtype), torch.get_num_threads()
+    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 4):
@@ -138,8 +138,10 @@ def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) ->
     folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
     plant_outliers(folder)
     expected = passes(by_torch(folder, "float64"))
-    bound = MORE["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
-    assert max(map(relative, passes(by(NativeInt8, folder, "int8")), expected)) < bound
+    bound = ERROR_LIMIT["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
+    assert (
+        max(map(relative, passes(transformer_with(NativeInt8, folder, "int8")), expected)) < bound
+    )
     one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # of 8 bits for all channels
     assert max(map(relative, passes(one_scale), expected)) > bound
 
@@ -149,7 +151,7 @@ def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) ->
 def test_non_finite_values_reach_the_logits(
     source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
-    transformer = by(pack, source, dtype)
+    transformer = transformer_with(pack, source, dtype)
     cache = transformer.new_cache(1)
     assert transformer.next_logits(TEXT[:1], cache, 0).isfinite().all()
     transformer.wpe[1, 95] = value

@@ -27,13 +27,13 @@ from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
 from tests.native_common import (
-    MORE,
-    by,
+    ERROR_LIMIT,
     by_torch,
     each_prompt_kernel,
     needs_compiler,
     needs_panels,
     plant_outliers,
+    transformer_with,
 )
 
 pytestmark = needs_compiler
@@ -76,8 +76,13 @@ def test_logits_of_prompts_are_those_of_torch(
     source: Path, native_rows: list[int], dtype: str, pack: Pack, length: int
 ) -> None:
     texts = [TEXT[:length].tolist()]
-    transformer, exact = by(pack, source, dtype), logits_of(by_torch(source, "float64"), texts)
-    bound = MORE[dtype] * relative(logits_of(by_torch(source, dtype, Emulated), texts), exact)
+    transformer, exact = (
+        transformer_with(pack, source, dtype),
+        logits_of(by_torch(source, "float64"), texts),
+    )
+    bound = ERROR_LIMIT[dtype] * relative(
+        logits_of(by_torch(source, dtype, Emulated), texts), exact
+    )
     assert relative(logits_of(transformer, texts), exact) < bound
     assert native_rows == [length, length]
     transformer.wpe = transformer.wpe.roll(1, 0)
@@ -118,17 +123,17 @@ def test_activations_have_8_bits_and_those_with_outliers_16(
     plant_outliers(folder)
     texts = [TEXT[:33].tolist()]
     # The cache is float32: torch would round queries, too, to a cache of bfloat16.
-    expected = logits_of(by(Emulated, folder, "float32"), texts)
-    found = logits_of(by(NativeInt8Prompts, folder, "float32"), texts)
+    expected = logits_of(transformer_with(Emulated, folder, "float32"), texts)
+    found = logits_of(transformer_with(NativeInt8Prompts, folder, "float32"), texts)
     assert relative(found, expected) < 1e-5
-    assert relative(logits_of(by(OneTerm, folder, "float32"), texts), expected) > 0.1
+    assert relative(logits_of(transformer_with(OneTerm, folder, "float32"), texts), expected) > 0.1
 
 
 @each_prompt_kernel
 def test_logits_of_prompts_depend_on_neither_threads_nor_other_texts(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = by(pack, source, dtype), torch.get_num_threads()
+    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
     texts = TEXT[: 3 * 230].view(3, 230).tolist()  # more than are computed at once
     assert 3 * 230 > ROWS_AT_ONCE
     found = []
@@ -149,7 +154,7 @@ def test_logits_of_prompts_depend_on_neither_threads_nor_other_texts(
 def test_values_that_are_not_finite_reach_the_positions_from_theirs_on(
     source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
-    transformer = by(pack, source, dtype)
+    transformer = transformer_with(pack, source, dtype)
     transformer.wpe[22, 100] = value
     finite = logits_of(transformer, [TEXT[:33].tolist()])[0].isfinite()
     assert finite[:22].all() and not finite[22:].any()
@@ -159,7 +164,9 @@ def test_values_that_are_not_finite_reach_the_positions_from_theirs_on(
 def test_prompts_with_activations_that_native_c_computes_one_by_one_are_for_torch(
     make_checkpoint: MakeCheckpoint, native_rows: list[int], dtype: str, pack: Pack
 ) -> None:
-    transformer = by(pack, make_checkpoint(**SIZES, activation_function="gelu"), dtype)
+    transformer = transformer_with(
+        pack, make_checkpoint(**SIZES, activation_function="gelu"), dtype
+    )
     assert isinstance(transformer, NativeTransformer)
     logits_of(transformer, [TEXT[: FEW_ROWS + 1].tolist()])
     assert native_rows == []

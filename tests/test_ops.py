@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compat import Fused, NameMapError, Part, Rearrange, Rows
-from tests.loading_common import identical
+from tests.loading_common import check_identical
 
 SIZE = st.integers(1, 4)
 
@@ -28,7 +28,7 @@ def there_and_back(op: Rearrange | Fused | Rows, tensor: Tensor) -> tuple[Tensor
     assert all(part.is_contiguous() for part in made)
     back = op.save(made)
     assert back.is_contiguous()
-    identical({"tensor": back}, {"tensor": tensor})
+    check_identical({"tensor": back}, {"tensor": tensor})
     return made
 
 

@@ -16,7 +16,7 @@ from compat.decoding.matrices import Blas, Pack, WithOutliers
 from compat.decoding.native import NativeInt8, NativeInt8Prompts
 from compat.decoding.outliers import MOST, inputs_with_outliers
 from tests.conftest import MakeCheckpoint
-from tests.native_common import by, needs_compiler, needs_panels, plant_outliers
+from tests.native_common import needs_compiler, needs_panels, plant_outliers, transformer_with
 
 SIZES: dict[str, Any] = {"n_positions": 64, "n_embd": 96, "n_layer": 2}
 TEXT = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(2))
@@ -76,7 +76,9 @@ def test_outliers_do_not_cost_precision(
 
     def error(folder: Path) -> float:
         engine = Engine.from_pretrained(folder, dtype="int8")
-        return relative(logits(engine.transformer), logits(by(Blas, folder, "float64")))
+        return relative(
+            logits(engine.transformer), logits(transformer_with(Blas, folder, "float64"))
+        )
 
     usual = error(make_checkpoint(**SIZES))
     assert error(planted[0]) < 1.3 * usual

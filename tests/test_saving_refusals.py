@@ -22,9 +22,9 @@ from compat import (
 )
 from compat.checkpoint import open_checkpoint
 from compat.dialects import Model, get_dialect
-from tests.loading_common import both_dialects, identical
+from tests.loading_common import both_dialects, check_identical
 from tests.own_gpt2 import MyGPT2, my_map
-from tests.saving_common import stored
+from tests.saving_common import stored_tensors
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_config_that_contradicts_the_models_own_is_refused(old: Path, tiny: Pa
     model = load_pretrained(tiny)
     refused(old, ConfigError, "contradicts", model, config=replace(model.config, n_head=2))
     save_pretrained(model, old, config=model.config)
-    identical(stored(old), stored(tiny))
+    check_identical(stored_tensors(old), stored_tensors(tiny))
 
 
 def test_an_invalid_size_is_refused(old: Path, tiny: Path) -> None:
@@ -195,7 +195,7 @@ def test_other_weights_of_the_folder_are_removed_and_other_files_stay(
     assert sorted(path.name for path in old.iterdir()) == sorted([*KEPT, *(f.name for f in files)])
     assert all((old / name).read_text() == name for name in KEPT if name != "runs")
     assert (old / "runs" / "model.safetensors").read_text() == "a checkpoint of its own"
-    identical(stored(old), {**stored(tiny)})
+    check_identical(stored_tensors(old), {**stored_tensors(tiny)})
 
 
 def test_a_sharded_save_over_a_single_file_and_back(tmp_path: Path, tiny: Path) -> None:
@@ -204,5 +204,5 @@ def test_a_sharded_save_over_a_single_file_and_back(tmp_path: Path, tiny: Path) 
         save_pretrained(model, tmp_path / "folder", max_shard_size=limit)
         names = [path.name for path in (tmp_path / "folder").glob("model*.safetensors")]
         assert len(names) == count
-        identical(stored(tmp_path / "folder"), stored(tiny))
+        check_identical(stored_tensors(tmp_path / "folder"), stored_tensors(tiny))
         assert open_checkpoint(tmp_path / "folder").notes == []

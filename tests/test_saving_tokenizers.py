@@ -16,7 +16,7 @@ from compat import Tokenizer, TokenizerError, load_pretrained, load_tokenizer, s
 from compat.checkpoint import open_checkpoint
 from compat.vocabulary import build_vocabulary, vocabulary_tables
 from tests.conftest import MakeCheckpoint
-from tests.saving_common import silence
+from tests.saving_common import no_warnings
 from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
 DEMO = Path(compat.__file__).parent / "demo"
@@ -89,7 +89,7 @@ def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "vocab.json").read_text()) == json.loads(
         (DEMO / "vocab.json").read_text()
     )
-    with silence():
+    with no_warnings():
         theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (type(theirs).__name__, theirs.model_max_length) == ("GPT2Tokenizer", 256)
     again = load_tokenizer(tmp_path)

@@ -183,7 +183,7 @@ def test_parity_at_every_tap(
     ("name", "first"),
     [
         ("wrong split factor", "h.1.q"),
-        ("heads are not whole", "h.1.q"),
+        ("heads are split", "h.1.q"),
         ("bias on every rank", "h.1.attn"),
     ],
 )

@@ -17,8 +17,8 @@ from compat import ConfigError, load_pretrained, save_pretrained
 from compat.export_view import hf_tensors
 from compat.saving.shards import parse_size, split
 from tests.conftest import noisy_reference
-from tests.loading_common import identical, saved
-from tests.saving_common import stored
+from tests.loading_common import check_identical, save
+from tests.saving_common import stored_tensors
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
@@ -41,8 +41,8 @@ def test_files_and_index_are_those_that_transformers_writes(
     expected = split_torch_state_dict_into_shards(state, max_shard_size=limit)
     found = {path.name for path in (tmp_path / "ours").glob("model*.safetensors")}
     assert found == set(expected.filename_to_tensors)
-    identical(stored(tmp_path / "ours"), stored(tiny))
-    theirs = saved(tmp_path / "theirs", noisy_reference())
+    check_identical(stored_tensors(tmp_path / "ours"), stored_tensors(tiny))
+    theirs = save(tmp_path / "theirs", noisy_reference())
     noisy_reference().save_pretrained(theirs, max_shard_size=limit)
     path = Path("model.safetensors.index.json")
     assert (tmp_path / "ours" / path).exists() == (theirs / path).exists() == expected.is_sharded

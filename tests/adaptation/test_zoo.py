@@ -21,7 +21,7 @@ from tests.adaptation.common import (
     mapped,
 )
 from tests.conftest import MakeCheckpoint
-from tests.loading_common import identical
+from tests.loading_common import check_identical
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
@@ -55,7 +55,7 @@ def test_the_model_computes_the_logits_of_transformers(tiny: Path, style: str) -
 def test_the_round_trip_of_the_weights_is_bit_identical(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     written = to_hf_state_dict(found.model, found.adaptation.name_map)
-    identical(written, load_file(tiny / "model.safetensors"))
+    check_identical(written, load_file(tiny / "model.safetensors"))
 
 
 @each
@@ -64,7 +64,7 @@ def test_the_map_loads_into_a_fresh_model(tiny: Path, style: str) -> None:
     assert not error_of(fresh) < 0.1  # its own weights are random
     load_into(fresh, found.adaptation.name_map, tiny)
     ours = dict(fresh.named_parameters())
-    identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
+    check_identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
     assert error_of(fresh) < 1e-5
 
 
@@ -75,7 +75,7 @@ def test_another_checkpoint_of_the_same_shape_needs_no_second_adapt(
     other = make_checkpoint(seed=5)
     model = build_style(style, tiny)
     load_into(model, adapted(style, tiny).adaptation.name_map, other)
-    identical(
+    check_identical(
         to_hf_state_dict(model, adapted(style, tiny).adaptation.name_map),
         load_file(other / "model.safetensors"),
     )
@@ -156,4 +156,4 @@ def test_a_map_with_a_wrong_slice_is_refused(tiny: Path, number: int) -> None:
     before = {name: value.clone() for name, value in fresh.state_dict().items()}
     with pytest.raises(NameMapError, match=r"up_weight\[(1|2)\]"):
         load_into(fresh, NameMap(tuple(wrong)), tiny)
-    identical(fresh.state_dict(), before)
+    check_identical(fresh.state_dict(), before)
