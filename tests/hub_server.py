@@ -135,7 +135,7 @@ class HubServer:
             assert fault is None or fault in (FILE_FAULTS if file else REPO_FAULTS), fault
             return fault
 
-    def asked(self, repo_id: str) -> set[str]:
+    def downloaded_files(self, repo_id: str) -> set[str]:
         """Return the files of a repository that were downloaded, in any revision."""
         found = [FILE.fullmatch(r.path) for r in list(self.log) if r.method == "GET"]
         return {match["file"] for match in found if match and match["repo"] == repo_id}

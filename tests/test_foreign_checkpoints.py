@@ -1,4 +1,4 @@
-"""Checkpoints of nanoGPT, files that are not foreign, and the choice of a file in a folder."""
+"""Checkpoints of nanoGPT, files that only resemble them, and the choice of a file in a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def nano(tmp_path: Path, state: State) -> Callable[..., Path]:
-    """Write a ckpt.pt as nanoGPT's train.py does: `nano(state, prefix, **changed arguments)`."""
+    """A function that writes a ckpt.pt as nanoGPT does: `nano(state, prefix, **changes)`."""
 
     def write(tensors: State | None = None, prefix: str = "transformer.", **changes: Any) -> Path:
         tensors = state if tensors is None else tensors
@@ -50,7 +50,7 @@ def nano(tmp_path: Path, state: State) -> Callable[..., Path]:
     return write
 
 
-# nanoGPT.
+# nanoGPT
 
 
 @pytest.mark.parametrize("wrapped", ["", "_orig_mod.", "module.", "module._orig_mod."])
@@ -69,29 +69,29 @@ def test_a_checkpoint_of_nanogpt_is_read(nano: Make, state: State, wrapped: str)
 
 
 @both_dialects
-@pytest.mark.parametrize(("beside", "same"), [(None, True), (TANH, False), (NANO_GPT, True)])
+@pytest.mark.parametrize(("config", "same"), [(None, True), (TANH, False), (NANO_GPT, True)])
 def test_the_gelu_of_nanogpt_is_exact_unless_a_config_overrides_it(
-    nano: Make, dialect: str, beside: dict[str, str] | None, same: bool
+    nano: Make, dialect: str, config: dict[str, str] | None, same: bool
 ) -> None:
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    if beside:
-        (folder / "config.json").write_text(json.dumps(beside))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
     difference = (logits_of(load_pretrained(folder, dialect)) - logits_of(reference)).abs().max()
     assert (difference < 1e-4) == same, difference
     assert check_parity(dialect, folder).passed
 
 
-@pytest.mark.parametrize("left_out", PROJECTIONS)
-def test_a_projection_that_is_not_transposed_is_found(
-    nano: Make, monkeypatch: pytest.MonkeyPatch, left_out: str
+@pytest.mark.parametrize("omitted", PROJECTIONS)
+def test_a_missing_transposition_of_a_projection_is_detected(
+    nano: Make, monkeypatch: pytest.MonkeyPatch, omitted: str
 ) -> None:
-    """The tests above depend on this: a square projection has the right shape in either layout."""
+    """The tests above depend on this, because a square projection fits in either layout."""
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    transposed = tuple(name for name in PROJECTIONS if name != left_out)
+    transposed = tuple(name for name in PROJECTIONS if name != omitted)
     monkeypatch.setattr(foreign, "PROJECTIONS", transposed)
-    if left_out != "attn.c_proj.weight":
+    if omitted != "attn.c_proj.weight":
         with pytest.raises(CheckpointError, match="looks transposed"):
             open_checkpoint(folder)
     else:
@@ -104,7 +104,7 @@ def without_biases(state: State) -> State:
 
 
 @both_dialects
-def test_biases_that_nanogpt_leaves_out_are_zero(nano: Make, dialect: str) -> None:
+def test_biases_that_nanogpt_omits_are_zero(nano: Make, dialect: str) -> None:
     reference = noisy_reference(seed=4, **NANO_GPT)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -127,7 +127,7 @@ def test_missing_biases_are_reported(nano: Make, state: State) -> None:
         open_checkpoint(nano(without_biases(state)))
 
 
-def test_a_vocabulary_padded_by_nanogpt(nano: Make, state: State) -> None:
+def test_a_vocabulary_padded_by_nanogpt_is_kept(nano: Make, state: State) -> None:
     state["wte.weight"] = torch.randn(50304, 24)
     checkpoint = open_checkpoint(nano(state, vocab_size=50304))
     check_contents(checkpoint, state)
@@ -152,29 +152,31 @@ def test_the_head_of_nanogpt_may_be_untied(nano: Make, state: State) -> None:
         ({"n_head": torch.ones(2)}, ["model_args", "numbers"]),
     ],
 )
-def test_impossible_arguments(nano: Make, changes: dict[str, Any], named: list[str]) -> None:
+def test_impossible_arguments_are_refused(
+    nano: Make, changes: dict[str, Any], named: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(nano(**changes))
     assert [words for words in named if words not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("beside", "named"),
+    ("config", "named"),
     [
         ({"n_head": 6}, r"n_head is 4 by its model_args, but 6 by config\.json"),
         ({"model_type": "gpt2", "n_positions": 64}, "n_positions is 32 by its model_args, but 64"),
     ],
 )
-def test_a_config_that_contradicts_the_arguments(
-    nano: Make, beside: dict[str, Any], named: str
+def test_a_config_that_contradicts_the_arguments_is_refused(
+    nano: Make, config: dict[str, Any], named: str
 ) -> None:
     folder = nano()
-    (folder / "config.json").write_text(json.dumps(beside))
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(folder)
 
 
-def test_a_complete_hugging_face_config_beside_a_nanogpt_file(
+def test_a_complete_hugging_face_config_is_used_for_a_nanogpt_file(
     nano: Make, tiny: Path, state: State
 ) -> None:
     folder = nano()
@@ -192,10 +194,10 @@ def test_a_nanogpt_checkpoint_in_hugging_faces_layout_is_refused(
         open_checkpoint(tmp_path)
 
 
-# Hugging Face's, which are not taken for these.
+# Hugging Face checkpoints are not mistaken for nanoGPT's
 
 
-def test_linear_layout_beside_hugging_faces_config_is_refused(write: Write, state: State) -> None:
+def test_linear_layout_with_hugging_faces_config_is_refused(write: Write, state: State) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         folder = write(linear(state), name)
         with pytest.raises(CheckpointError, match=r"c_attn\.weight: looks transposed"):
@@ -218,7 +220,7 @@ def test_n_head_must_agree_with_hugging_faces_config(tiny: Path, state: State) -
         load_pretrained(tiny, n_head=6)
 
 
-# What is found in a folder.
+# The choice of a file in a folder
 
 
 def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State) -> None:
@@ -230,7 +232,7 @@ def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State)
     assert checkpoint.notes == ["model.safetensors is used, and ckpt.pt beside it is not"]
 
 
-def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
+def test_a_single_file_is_preferred_to_shards(write: Write, state: State) -> None:
     folder = write(state)
     (folder / "model.safetensors.index.json").write_text("{}")
     checkpoint = open_checkpoint(folder)
@@ -240,7 +242,7 @@ def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
     ]
 
 
-def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
+def test_an_error_lists_weight_files_with_other_names(tmp_path: Path, state: State) -> None:
     for name in ("b.pt", "a.safetensors", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError) as caught:
@@ -251,7 +253,7 @@ def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
     assert "ckpt.pt or model.pt" in str(caught.value)
 
 
-@pytest.mark.parametrize("how", [{"revision": "main"}, {"verify": True}])
-def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, how: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* applies only to the hub"):
-        open_checkpoint(tiny, **how)
+@pytest.mark.parametrize("option", [{"revision": "main"}, {"verify": True}])
+def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=rf"{next(iter(option))}.* applies only to the hub"):
+        open_checkpoint(tiny, **option)
