@@ -94,9 +94,8 @@ def wait_for_end(folder: Path) -> None:
 
 def main(number: int, kind: signal.Signals, folder: Path) -> Counter[str]:
     torch.set_num_threads(1)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # some shells ignore it in background jobs
+    # Some shells ignore SIGINT in background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     (old, new), rng, counts = models(), random.Random(0), Counter[str]()
     states = {"old": contents_of(old), "new": contents_of(new)}
     folder.mkdir()
