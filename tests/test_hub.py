@@ -146,16 +146,16 @@ def test_the_token_of_the_environment_is_sent_with_every_request(session: Sessio
 
 
 @pytest.mark.parametrize(
-    ("request", "fragments"),
+    ("unknown", "fragments"),
     [
         (("org/nowhere", None), ("'org/nowhere'", "'main'", "401, no such", "Check the name")),
         (("org/both", "no-such-branch"), ("'org/both'", "'no-such-branch'", "404, no such rev")),
     ],
 )
 def test_an_unknown_repository_or_revision_is_named(
-    session: Session, request: FetchRequest, fragments: tuple[str, ...]
+    session: Session, unknown: FetchRequest, fragments: tuple[str, ...]
 ) -> None:
-    check_hub_error(session.outcomes[request], *fragments, session.hub.url)
+    check_hub_error(session.outcomes[unknown], *fragments, session.hub.url)
 
 
 def test_a_second_fetch_makes_one_request_and_downloads_nothing(
