@@ -1,4 +1,4 @@
-"""Variants that compute GPT-2's logits on every valid input by unusual code."""
+"""Variants that compute GPT-2's logits on every valid input with unusual code."""
 
 from __future__ import annotations
 
