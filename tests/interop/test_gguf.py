@@ -1,4 +1,4 @@
-"""The names of an export, read as llama.cpp's converter reads them."""
+"""llama.cpp's converter recognizes the names of an export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.interop
 
 @both_dialects
 @pytest.mark.parametrize("tied", [True, False])
-def test_gguf_knows_every_name(
+def test_gguf_recognizes_all_names(
     tmp_path: Path, make_checkpoint: MakeCheckpoint, dialect: str, tied: bool
 ) -> None:
     source = make_checkpoint(tie_word_embeddings=tied)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from compat import load_pretrained, open_checkpoint
-from tests.parity.test_patching import by_hand, close
+from tests.parity.test_patching import close, edited_logits
 
 README = Path(__file__).parents[2] / "compat/parity/README.md"
 
@@ -98,5 +98,5 @@ def test_gradients_equal_those_of_transformers(recipes: dict[str, Any], referenc
             state = kept[name] = state.clone().requires_grad_()
         return state
 
-    by_hand(reference, recipes["ids"], keep)[0, -1].max().backward()
+    edited_logits(reference, recipes["ids"], keep)[0, -1].max().backward()
     assert close(recipes["states"]["h.1.probs"].grad, kept["h.1.probs"].grad)
