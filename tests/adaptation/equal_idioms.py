@@ -850,7 +850,7 @@ IDIOMS: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in CLASS
 
 
 def built(name: str) -> nn.Module:
-    """The model with noise on every parameter but those whose value is what makes it equal."""
+    """Return the model, with noise on the parameters whose values do not make it equivalent."""
     torch.manual_seed(0)
     model = IDIOMS[name]()
     with torch.no_grad():
