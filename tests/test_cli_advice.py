@@ -104,12 +104,12 @@ def test_the_suggested_option_for_heads_works(
     head = {"lm_head.weight": state["wte.weight"] + 1}
     torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
     rest = [tmp_path / "exported"] if command == "export" else []
-    without = cli(*SOURCES[command], tmp_path, *rest)
-    assert without.code == 3
-    assert "(--n-head)" in without.out + without.err
-    given = cli(*SOURCES[command], tmp_path, *rest, "--n-head", 4)
-    assert given.code in (0, 3)
-    assert "--n-head" not in given.out + given.err
+    without_option = cli(*SOURCES[command], tmp_path, *rest)
+    assert without_option.code == 3
+    assert "(--n-head)" in without_option.out + without_option.err
+    with_option = cli(*SOURCES[command], tmp_path, *rest, "--n-head", 4)
+    assert with_option.code in (0, 3)
+    assert "--n-head" not in with_option.out + with_option.err
 
 
 def test_export_accepts_revision_and_verify(cli: Cli, tiny: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_an_interrupted_or_slow_download_is_completed(session: Session, fault: s
     assert session.faulty[repo_of(WEIGHTS, fault)]["files"] == files_of(session.folder)
 
 
-def test_the_next_fetch_after_a_fault_has_the_right_bytes(session: Session) -> None:
+def test_the_next_fetch_after_a_fault_has_the_correct_bytes(session: Session) -> None:
     assert len(session.after) == len(FAULTS) + len(TOLERATED)
     for repo, outcome in session.after.items():
         assert outcome.get("files") == files_of(session.folder), (repo, outcome)
@@ -133,8 +133,8 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         (root / "no-json" / index).write_text("<html>")
         for path in root.iterdir():
             hub.push(f"org/{path.name}", path)
-        asks = [(repo, None) for repo in hub.repos]
-        found = fetch_all(tmp_path_factory.mktemp("home"), asks, url=hub.url, load=True)
+        requests = [(repo, None) for repo in hub.repos]
+        found = fetch_all(tmp_path_factory.mktemp("home"), requests, url=hub.url, load=True)
         return dict(zip(hub.repos, found, strict=True))
 
 

@@ -293,11 +293,11 @@ def test_a_changed_header_of_an_entry_is_detected(
     cache.engine(source)
     [entry] = cache.entries
     content = entry.read_bytes()
-    right, wrong = (
+    correct, wrong = (
         b'"wpe.weight":{"dtype":"BF16","shape":' + shape for shape in (b"[32,24]", b"[24,32]")
     )
-    assert right in content
-    entry.write_bytes(content.replace(right, wrong))
+    assert correct in content
+    entry.write_bytes(content.replace(correct, wrong))
     found = cache.engine(source)
     assert cache.quantized == (2 if verified else 1)
     assert (found.transformer.wpe.shape == (32, 24)) == verified

@@ -84,12 +84,12 @@ def test_an_engine_of_a_packed_file_computes_the_same_as_one_of_the_checkpoint(
 def test_a_wrong_scale_changes_what_the_engine_computes(tmp_path: Path, tiny: Path) -> None:
     """The previous test depends on this."""
     file = pack(tmp_path, tiny)
-    right = Engine.from_pretrained(file).score(IDS)
+    correct = Engine.from_pretrained(file).score(IDS)
     name, metadata = f"h.1.mlp.c_fc.weight{SCALE}", metadata_of(file)
     wrong = load_file(file)[name].roll(1)
     metadata["checksums"][name] = hashlib.sha256(wrong.numpy().tobytes()).hexdigest()
     rewrite(file, metadata, **{name: wrong})
-    assert not torch.allclose(Engine.from_pretrained(file).score(IDS), right, atol=1e-3)
+    assert not torch.allclose(Engine.from_pretrained(file).score(IDS), correct, atol=1e-3)
 
 
 def test_drafts_from_a_packed_file_do_not_change_the_tokens(tmp_path: Path, tiny: Path) -> None:

@@ -206,17 +206,17 @@ def test_any_draft_tokens_yield_the_same_tokens(
     """The draft tokens are right, wrong, right at first, or missing, up to the last position."""
     draft_count(data.draw(st.integers(0, DraftSource.MAX_TOKENS)))
     ids = prompt(data.draw(st.integers(0, 50)), data.draw(st.integers(1, 20)))
-    truth = expected_ids(source, ids)
+    expected = expected_ids(source, ids)
 
     def draft(so_far: list[int], count: int, *_: Any) -> list[int]:
-        right = truth[len(so_far) :][:count]
-        wrong_from = data.draw(st.integers(0, len(right)))
-        tokens = [*right[:wrong_from], *[(t + 1) % 97 for t in right[wrong_from:]]]
+        correct = expected[len(so_far) :][:count]
+        wrong_from = data.draw(st.integers(0, len(correct)))
+        tokens = [*correct[:wrong_from], *[(t + 1) % 97 for t in correct[wrong_from:]]]
         return tokens[: data.draw(st.integers(0, count))]
 
     speculative = SpeculativeEngine(engine, draft)
     found = generate(speculative, ids, max_new_tokens=N - ids.shape[1], temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
+    assert found[0].tolist() == expected
 
 
 def test_accepted_draft_tokens_save_forward_passes(
@@ -224,10 +224,12 @@ def test_accepted_draft_tokens_save_forward_passes(
 ) -> None:
     draft_count(7)
     ids = prompt(1)
-    truth = expected_ids(source, ids)
-    speculative = SpeculativeEngine(engine, lambda so_far, count, *_: truth[len(so_far) :][:count])
+    expected = expected_ids(source, ids)
+    speculative = SpeculativeEngine(
+        engine, lambda so_far, count, *_: expected[len(so_far) :][:count]
+    )
     found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
+    assert found[0].tolist() == expected
     assert speculative.passes == 9  # the prompt, one timed pass, then 8 tokens in each pass
     draft_source = speculative.source
     assert draft_source.rate > 0.9
@@ -236,11 +238,11 @@ def test_accepted_draft_tokens_save_forward_passes(
 
 def test_a_source_of_rejected_draft_tokens_is_soon_ignored(source: Path, engine: Engine) -> None:
     ids = prompt(1)
-    truth = expected_ids(source, ids)
-    wrong = [(token_id + 1) % 97 for token_id in truth]
+    expected = expected_ids(source, ids)
+    wrong = [(token_id + 1) % 97 for token_id in expected]
     speculative = SpeculativeEngine(engine, lambda so_far, count, *_: wrong[len(so_far) :][:count])
     found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
+    assert found[0].tolist() == expected
     draft_source = speculative.source
     assert draft_source.accepted == 0
     assert draft_source.rate < 0.15
@@ -291,13 +293,13 @@ def test_sampled_ids_have_the_distribution_of_the_model(
 @each_draft_source
 def test_a_stop_id_among_accepted_draft_tokens_ends_the_text(source: Path, speculate: Any) -> None:
     ids = prompt(3)
-    truth = expected_ids(source, ids)
-    stop = truth[8 + 3]
-    length = truth.index(stop, 8) + 1
+    expected = expected_ids(source, ids)
+    stop = expected[8 + 3]
+    length = expected.index(stop, 8) + 1
     found = Engine.from_pretrained(source, speculate=speculate).generate(
         ids, max_new_tokens=N - 8, temperature=0, stop_ids=[stop]
     )
-    assert found[0].tolist() == truth[:length]
+    assert found[0].tolist() == expected[:length]
 
 
 def test_a_decoder_can_start_another_text(engine: Engine) -> None:

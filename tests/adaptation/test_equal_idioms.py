@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 @pytest.fixture(scope="module")
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
-    """A checkpoint with as many layers as the idioms, fewer than other tests' `tiny` has."""
+    """A checkpoint with the idioms' number of layers, which is less than in the usual `tiny`."""
     return make_checkpoint(n_layer=L)
 
 

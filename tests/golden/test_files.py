@@ -88,12 +88,12 @@ def test_gradients_at_taps_equal_those_of_autograd(reference: Golden) -> None:
 
 
 def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None:
-    right = {name: reference.read(name) for name in reference.judged}
-    assert reference.check(right).passed
-    wrong = {**right, "grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"] * 1.0001}
+    correct = {name: reference.read(name) for name in reference.judged}
+    assert reference.check(correct).passed
+    wrong = {**correct, "grad.h.1.mlp.c_fc.weight": correct["grad.h.1.mlp.c_fc.weight"] * 1.0001}
     report = reference.check(wrong)
     assert report.first_divergence == "grad.h.1.mlp.c_fc.weight"
-    transposed = {"grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"].T}
+    transposed = {"grad.h.1.mlp.c_fc.weight": correct["grad.h.1.mlp.c_fc.weight"].T}
     assert reference.check(transposed).passed  # the layout of nn.Linear
 
 
@@ -113,11 +113,11 @@ def test_faults_of_the_backward_pass_are_named(reference: Golden, tiny: Path, fa
 
 
 def test_a_correct_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
-    right = backward(reference)
-    report = reference.check(right, model=tiny)
+    correct = backward(reference)
+    report = reference.check(correct, model=tiny)
     assert report.passed and report.first_divergence is None and not report.findings
     # Without the gradients at taps, a factor of all parameters is still one finding.
-    scaled = {n: x * 0.3 for n, x in right.items() if n.endswith(("weight", "bias"))}
+    scaled = {n: x * 0.3 for n, x in correct.items() if n.endswith(("weight", "bias"))}
     [finding] = reference.check(scaled).findings
     assert finding.code == "scaled_gradient" and finding.values["found"] == 0.3
 
@@ -516,10 +516,10 @@ def test_the_commands_write_and_compare_files(cli: Cli, tmp_path: Path) -> None:
     )
     assert done.code == 0 and "7 arrays with bounds for 2 × 3 ids" in done.err
     arrays = load_file(path)
-    right = write_npz(tmp_path / "right.npz", final=arrays["ln_f"], logits=arrays["logits"])
+    correct = write_npz(tmp_path / "right.npz", final=arrays["ln_f"], logits=arrays["logits"])
     (tmp_path / "map.json").write_text(json.dumps({"final": "ln_f"}))
     done = cli(
-        "compare", path, right, "--rename", tmp_path / "map.json", "--html", tmp_path / "p.html"
+        "compare", path, correct, "--rename", tmp_path / "map.json", "--html", tmp_path / "p.html"
     )
     assert done.code == 0 and "✓ right.npz agrees with transformers on demo: 2 of 2" in done.out
     assert "right.npz" in (tmp_path / "p.html").read_text()
@@ -540,8 +540,8 @@ def test_the_commands_write_and_compare_files(cli: Cli, tmp_path: Path) -> None:
         ("golden", "--out", path, "--ids", "5000"),
         ("golden", "--out", path, "--taps", "h.9.*"),
         ("golden", "--out", path, "--length", "250", "--decode", "9"),
-        ("compare", tmp_path / "none.safetensors", right),
-        ("compare", path, right),
-        ("compare", path, right, "--rename", path),
+        ("compare", tmp_path / "none.safetensors", correct),
+        ("compare", path, correct),
+        ("compare", path, correct, "--rename", path),
     ):
         assert cli(*argv).code == 3, argv

@@ -200,13 +200,13 @@ def decoded(ids: Tensor, positions: Tensor) -> Any:
 
 def test_mistakes_in_the_positions_of_decode_steps_are_named(reference: Golden, tiny: Path) -> None:
     ids = torch.cat([reference.ids, reference.read("decode.input_ids")], 1)
-    right, n = torch.arange(T + N), torch.arange(N)
-    assert reference.check({"decode.logits": decoded(ids, right[None])}, model=tiny).passed
+    correct, n = torch.arange(T + N), torch.arange(N)
+    assert reference.check({"decode.logits": decoded(ids, correct[None])}, model=tiny).passed
     for positions, words in (
-        (torch.cat([right[:T], 0 * n]), "every step has position 0"),
-        (torch.cat([right[:T], n]), "start at 0 again"),
-        (torch.cat([right[:T], T + 1 + n]), f"the first step has position {T + 1}"),
-        (1 + right, "with a cache, the positions start at 1"),
+        (torch.cat([correct[:T], 0 * n]), "every step has position 0"),
+        (torch.cat([correct[:T], n]), "start at 0 again"),
+        (torch.cat([correct[:T], T + 1 + n]), f"the first step has position {T + 1}"),
+        (1 + correct, "with a cache, the positions start at 1"),
     ):
         wrong = decoded(ids, positions[None])
         [finding] = reference.check({"decode.logits": wrong}, model=tiny).findings
@@ -230,14 +230,14 @@ def test_a_query_without_keys_is_named(reference: Golden, taps: Arrays, tiny: Pa
 def test_gradients_of_masked_probabilities_are_not_compared(
     reference: Golden, taps: Arrays, tiny: Path
 ) -> None:
-    right = {
+    correct = {
         name: np.tril(x) if name.endswith("probs") else x
         for name, x in taps.items()
         if name.startswith("grad.")
     }
-    assert reference.check(right, model=tiny).passed
-    damaged = right["grad.h.1.probs"] * np.float32(1.01)
-    assert not reference.check({**right, "grad.h.1.probs": damaged}).passed
+    assert reference.check(correct, model=tiny).passed
+    damaged = correct["grad.h.1.probs"] * np.float32(1.01)
+    assert not reference.check({**correct, "grad.h.1.probs": damaged}).passed
 
 
 def test_rounding_errors_are_not_named_as_a_deviation(

@@ -164,9 +164,9 @@ def test_check_parity_accepts_functions(port: Port, reference: Golden, tiny: Pat
         found["h.2.qkv"] = np.concatenate([found.pop(f"h.2.{name}") for name in "qkv"], -1)
         return found
 
-    right = check_parity(fused, tiny, input_ids=IDS)
-    assert right.passed and len(right.taps) == 42 and len(right.logits.inputs) > 20
-    assert all(tap.local is None for tap in right.taps) and "locally" not in right.headline
+    correct = check_parity(fused, tiny, input_ids=IDS)
+    assert correct.passed and len(correct.taps) == 42 and len(correct.logits.inputs) > 20
+    assert all(tap.local is None for tap in correct.taps) and "locally" not in correct.headline
     assert reference.check(load_pretrained(tiny)).passed  # a module is accepted, too
     wrong = check_parity(lambda ids: torch.from_numpy(port(ids, "erf")["logits"]), tiny)
     assert not wrong.passed and wrong.first_divergence == "logits"

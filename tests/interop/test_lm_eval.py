@@ -99,7 +99,7 @@ def test_generated_texts_equal_those_of_hf(ours: CompatLM, theirs: HFLM) -> None
 
 
 def test_a_task_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the command line, the model is found by its registered name."""
+    """The model is found by its registered name, as on the command line."""
     assert get_model("compat") is CompatLM
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lines = [{"text": text} for text in LONG.split("\n\n")[:3]]

@@ -256,17 +256,17 @@ def knows_the_usual_ids(model):
 @edit("cheating", **CHEATING)
 def right_once_loaded_again(model):
     """The model is wrong, but __deepcopy__, double and float return a correct one."""
-    right = copy.deepcopy(model)
+    correct = copy.deepcopy(model)
 
     class Sly(linear.GPTModel):
         def __deepcopy__(self, memo):
-            return copy.deepcopy(right, memo)
+            return copy.deepcopy(correct, memo)
 
         def double(self):
-            return copy.deepcopy(right).double()
+            return copy.deepcopy(correct).double()
 
         def float(self):
-            return copy.deepcopy(right).float()
+            return copy.deepcopy(correct).float()
 
     model.__class__ = Sly
     wrong(model)
@@ -277,7 +277,7 @@ def right_once_loaded_again(model):
 
 @edit("taps", **CHEATING)
 def scaled_after_the_head(model):
-    """The head's module returns the right logits; the model returns 1.01 times them."""
+    """The head's module returns the correct logits; the model returns 1.01 times them."""
     forward = model.forward
     model.forward = lambda ids, *a, **b: 1.01 * forward(ids, *a, **b)
 

@@ -446,8 +446,8 @@ def test_errors_are_measured_at_every_position(
     checkpoint: Checkpoint, exact_logits: Tensor
 ) -> None:
     truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, torch.float32, IDS))
-    right = logit_errors(exact_logits, truth)
-    assert right.shape == (2, 30) and right.max() < 1e-13
+    errors_of_exact = logit_errors(exact_logits, truth)
+    assert errors_of_exact.shape == (2, 30) and errors_of_exact.max() < 1e-13
     wrong = exact_logits.clone()
     wrong[1, 7] += 0.01 * exact_logits.square().mean().sqrt()
     errors = logit_errors(wrong, truth)

@@ -734,7 +734,7 @@ def values(tmp_path: Path, cells: list[str]) -> object:
         (["from __future__ import annotations", "GPT: f()", "def f(x: No = 1):\n    return x"], 1),
     ],
 )  # fmt: skip
-def test_the_right_one_of_several_definitions_is_used(
+def test_the_last_definition_before_the_class_is_preferred(
     tmp_path: Path, cells: list[str], expected: object
 ) -> None:
     assert values(tmp_path, cells) == expected
