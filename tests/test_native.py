@@ -417,7 +417,7 @@ def test_a_library_with_wrong_results_is_not_used(
 @pytest.mark.parametrize("shape", [(64, 64), (97, 65), (768, 100), (70, 1000)], ids=str)
 @pytest.mark.parametrize("outliers", [None, torch.tensor([3, 17])], ids=["", "outliers"])
 @pytest.mark.parametrize("by_outputs", [False, True])
-def test_weights_are_quantized_like_torch_quantizes_them(
+def test_weights_are_quantized_as_in_torch(
     shape: tuple[int, int],
     outliers: Tensor | None,
     by_outputs: bool,
