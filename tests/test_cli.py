@@ -141,7 +141,7 @@ def test_parity_as_json_has_every_number(cli: Cli, tiny: Path, dialect: str) -> 
     assert {"compat", "transformers", "python"} <= found["versions"].keys()
 
 
-def test_parity_of_both_dialects(cli: Cli, tiny: Path) -> None:
+def test_parity_all_compares_both_dialects(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 0
     assert [report["model_name"] for report in done.json()] == ["linear", "conv1d"]

@@ -34,7 +34,7 @@ def test_export_writes_the_checkpoint_with_its_tokenizer(
         assert (tmp_path / "out" / name).read_bytes() == (DEMO / name).read_bytes()
 
 
-def test_export_as_json(cli: Cli, tmp_path: Path) -> None:
+def test_export_prints_a_summary_as_json(cli: Cli, tmp_path: Path) -> None:
     done = cli("export", "demo", tmp_path, "--json", "--max-shard-size", "2MB")
     found = done.json()
     assert {name: (tmp_path / name).stat().st_size for name in found["files"]} == found["files"]
@@ -53,7 +53,7 @@ def test_export_as_json(cli: Cli, tmp_path: Path) -> None:
 
 @both_dialects
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_export_in_another_data_type(
+def test_export_converts_the_data_type(
     cli: Cli, tmp_path: Path, tiny: Path, dialect: str, dtype: str
 ) -> None:
     kind = getattr(torch, dtype)

@@ -60,7 +60,7 @@ def test_these_options_change_the_text(cli: Cli, folder: Path) -> None:
         assert cli(*argv, *options).out != plain
 
 
-def test_several_texts_of_a_prompt(cli: Cli, folder: Path) -> None:
+def test_n_texts_of_a_prompt_are_printed(cli: Cli, folder: Path) -> None:
     argv = ("generate", "O", "--model", folder, "--n", 3, "--seed", 2, "--max-new-tokens", 9)
     expected_texts = expected(folder, "O", sampling=Sampling(0.8), n=3, seed=2, max_new_tokens=9)
     assert cli(*argv, "--json").json() == expected_texts

@@ -37,7 +37,7 @@ def placements_of(dialect: str, ranks: int) -> dict[str, Placement]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_placements_of_the_linear_dialect(ranks: int) -> None:
+def test_the_linear_dialect_is_split_by_features(ranks: int) -> None:
     found, block = placements_of("linear", ranks), "trf_blocks.1."
     assert found["tok_emb.weight"] == found["out_head.weight"] == Shard(0)
     for name in ("attention.W_query", "attention.W_value", "feedforward.layers.0"):
@@ -49,7 +49,7 @@ def test_placements_of_the_linear_dialect(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_placements_of_the_conv1d_dialect(ranks: int) -> None:
+def test_the_conv1d_dialect_is_split_by_features(ranks: int) -> None:
     found = placements_of("conv1d", ranks)
     assert found["h.1.attn.c_attn.weight"] == strided_shard(1, 3)
     assert found["h.1.attn.c_attn.bias"] == Replicate()

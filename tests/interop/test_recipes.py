@@ -63,7 +63,7 @@ def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the recipes write; one recipe uses the adapter of another."""
     return tmp_path_factory.mktemp("recipes")
 
@@ -193,17 +193,17 @@ RUNS = [("linear", title) for title in CHECKS] + [("conv1d", title) for title in
     ("dialect", "title"), [(dialect, title) for dialect, title in RUNS if runs_here(title)]
 )
 def test_a_recipe_runs_with_correct_results(
-    dialect: str, title: str, one_layer: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, title: str, one_layer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in packages(RECIPES[title]):
         pytest.importorskip(package)
-    monkeypatch.chdir(workplace)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(workplace / "cache"))
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(workspace / "cache"))
     torch.manual_seed(0)
     code = RECIPES[title].replace('"gpt2"', repr(str(one_layer)))
     if dialect == "conv1d":
         code = code.replace("load_pretrained(", f"load_pretrained(dialect={dialect!r}, source=")
-    file = workplace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
+    file = workspace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
     file.write_text(code, encoding="utf-8")
     checks = CHECKS if dialect == "linear" else CHECKS_OF_CONV1D
     with trusted_instruction_sets() if title == "AOTInductor" else nullcontext():
