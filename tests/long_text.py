@@ -1,6 +1,6 @@
 """Measures how many bytes of memory a generation of 350 tokens allocates.
 
-This runs in a process of its own, whose allocator holds no memory that other tests have freed.
+This runs in a separate process, whose allocator holds no memory that other tests have freed.
 """
 
 from __future__ import annotations

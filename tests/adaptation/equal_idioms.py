@@ -194,7 +194,7 @@ class PaddedHead(GPT):
 
 
 class StaleHead(GPT):
-    """A head of its own that is never used: the logits come from the embedding."""
+    """A head that is never used: the logits come from the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class BufferPositions(GPT):
 
 
 class PositionsOfMask(GPT):
-    """Positions from a mask of padding that hides nothing."""
+    """Positions from a padding mask that contains only ones."""
 
     def positions(self, ids: Tensor) -> Tensor:
         seen = (ids >= 0).long()
@@ -339,7 +339,7 @@ class SecondProductPerHead(Block):
 
 
 class ScoresPerHead(Block):
-    """q·kᵀ head by head, the rest of attention for all heads at once."""
+    """q·kᵀ is computed head by head, and the rest of attention for all heads together."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T = q.shape[2]

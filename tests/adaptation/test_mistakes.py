@@ -1243,7 +1243,7 @@ def test_a_norm_with_one_weight_for_all_channels_is_reported(tiny: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("eps", "found"), [(", eps=1e-6", "1e-06"), ("", "1.19e-07")])
-def test_the_eps_of_an_rmsnorm_is_a_deviation_of_its_own(
+def test_the_eps_of_an_rmsnorm_is_a_separate_deviation(
     tiny: Path, tmp_path: Path, eps: str, found: str
 ) -> None:
     """The default of torch's RMSNorm is the machine epsilon of float32."""

@@ -30,7 +30,7 @@ RECIPES = dict(
     re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", README, re.DOTALL | re.MULTILINE)
 )
 # These packages are not in the extra interop, because transformers imports torchao in every process
-# if it is installed. CI runs their recipes in a process of their own.
+# if it is installed. CI runs their recipes in separate processes.
 OPTIONAL = {"lm_eval", "lightning", "nnsight", "torchao", "transformer_lens"}
 SMALL = {"vocab_size": 1024, "n_layer": 1}
 IDS = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(4))

@@ -1,4 +1,4 @@
-"""`record` records and forces hidden states, and changes nothing else."""
+"""`record` records hidden states, or replaces them, without other changes."""
 
 from __future__ import annotations
 
