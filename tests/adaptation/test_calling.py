@@ -216,8 +216,8 @@ class ScalarOutput(Plain):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Raising, ["Picky returns no logits", "the moon is in the wrong place", __file__]),
-        (MissingLibrary, ["Library raises an exception", "pip install no_such_library", __file__]),
+        (Raising, ["Raising returns no logits", "the moon is in the wrong place", __file__]),
+        (MissingLibrary, ["MissingLibrary raises an exception", "pip install no_such_library", __file__]),
         (ScalarOutput, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
 )
