@@ -217,7 +217,10 @@ class ScalarOutput(Plain):
     ("cls", "words"),
     [
         (Raising, ["Raising returns no logits", "the moon is in the wrong place", __file__]),
-        (MissingLibrary, ["MissingLibrary raises an exception", "pip install no_such_library", __file__]),
+        (
+            MissingLibrary,
+            ["MissingLibrary raises an exception", "pip install no_such_library", __file__],
+        ),
         (ScalarOutput, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
 )
